@@ -1,4 +1,5 @@
-"""What was measured, on what: printed, and kept in results/*.json."""
+"""What was measured, on what: printed, and kept in results/*.json, or results/aarch64/*.json where
+the processor is one of those."""
 
 from __future__ import annotations
 
@@ -26,10 +27,7 @@ PACKAGES = (
 
 def machine() -> dict[str, Any]:
     """The processor, the device and the versions of everything measured."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None)
-    found = {"cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0))}
+    found = {"cpu": _processor(), "cores": len(os.sched_getaffinity(0))}
     try:
         import torch
 
@@ -46,6 +44,15 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _processor() -> str:
+    try:
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False, env={}).stdout
+    except OSError:
+        told = ""
+    name = next((x.partition(":")[2] for x in told.splitlines() if x.startswith("Model name")), "")
+    return name.strip() or platform.machine()
 
 
 def commit() -> str:
@@ -68,9 +75,11 @@ def commit() -> str:
 
 
 def write(name: str, rows: list[dict[str, Any]], whole: bool) -> None:
-    """Put the rows into results/name.json, and into $OUT where that is set."""
-    path = RESULTS / f"{name}.json"
+    """Put the rows into the file of this name, and into $OUT where that is set."""
     now, when = machine(), {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
+    # Times of another kind of processor are no news of the same rows.
+    own = platform.machine() != "x86_64" and "gpu" not in now
+    path = (RESULTS / platform.machine() if own else RESULTS) / f"{name}.json"
     old: list[dict[str, Any]] = []
     if not whole and path.exists():
         before = json.loads(path.read_text())
@@ -81,7 +90,7 @@ def write(name: str, rows: list[dict[str, Any]], whole: bool) -> None:
         for key, value in when.items():
             row.setdefault(key, value)
     text = json.dumps({"machine": now, "rows": old + rows}, indent=2, ensure_ascii=False) + "\n"
-    for folder in (RESULTS, *(Path(x) for x in (os.environ.get("OUT"),) if x)):
+    for folder in (path.parent, *(Path(x) for x in (os.environ.get("OUT"),) if x)):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / path.name).write_text(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ def stopped(call: Callable[[], object], after: int, under: str | tuple[str, ...]
             sys.setprofile(None)
             raise KeyboardInterrupt
 
+    collects = gc.isenabled()
+    gc.disable()  # else it may fall on what an earlier test left, where Python can only tell of it
     sys.setprofile(profile)
     try:
         call()
@@ -42,6 +45,8 @@ def stopped(call: Callable[[], object], after: int, under: str | tuple[str, ...]
         return True
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -65,6 +66,11 @@ def test_explain_says_how_concentrated(weights, total, says):
     assert "\n" not in text
     assert "scan" in text
     assert "k0" in text
+
+
+def test_explain_leaves_out_a_row_that_does_not_count():
+    assert "k0 counts 100 %. As" in answer([1.0, 5.5e-7], total=2).explain()
+    assert "k1 0.06 %" in answer([0.9994, 6e-4], total=2).explain()
 
 
 def test_keys_of_several_parts_are_told_apart_in_a_sentence():
@@ -186,6 +192,11 @@ def test_the_page_needs_nothing_else_and_escapes(tmp_path):
     assert "width:50.0%" in page
 
 
+def test_the_glance_takes_the_colours_of_a_notebook_light_or_dark():
+    style = answer([0.5, 0.5])._repr_html_().partition("</style>")[0]
+    assert re.findall(r"[{;]color:", style) == []
+
+
 def test_the_picture(tmp_path):
     figure = answer([0.5, 0.2], keys=["$x", "b"], total=9).plot(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
@@ -194,6 +205,14 @@ def test_the_picture(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["$x", "b", "7 other rows"]
     with pytest.raises(CombinationError, match="nothing to draw"):
         answer([]).plot()
+
+
+def test_letters_that_a_font_lacks_are_told_of_once(tmp_path):
+    with pytest.warns(UserWarning) as told:
+        answer([0.5, 0.5], keys=["さようなら世界", "b"]).plot(tmp_path / "a.png")
+    (one,) = told
+    assert one.filename == __file__
+    assert re.match("the font DejaVu Sans lacks さようなら世界: boxes", str(one.message))
 
 
 def test_an_answer_of_nothing():
@@ -248,7 +267,7 @@ def test_the_weights_of_one_answer_do_not_wait_for_those_of_another():
 
     class Met(Nobody):
         def weights(self):
-            both.wait(timeout=30)
+            both.wait(timeout=300)
             return super().weights()
 
     behind = Met([], np.ones(1), 0.0, None)

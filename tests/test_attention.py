@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from qkv import attention, masks, scores, weightings
-from qkv.arrays import to_numpy
+from qkv.arrays import of, to_numpy
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from tests.frameworks import FRAMEWORKS
 
@@ -245,3 +245,20 @@ def test_arrays_on_two_devices(at):
     told = ["query is on meta but key on cpu", "cpu but key on meta", "cpu but value on meta"][at]
     with pytest.raises(ArgumentError, match=told):
         qkv.attend(*given)
+
+
+@pytest.mark.parametrize("fw", [x for x in FRAMEWORKS if x.name != "strict"], ids=lambda x: x.name)
+def test_a_function_gets_16_bits_as_float32(fw):
+    """On every framework: its sums run in float32, as those of our own scores do."""
+    rng, seen = np.random.default_rng(0), []
+    q, k, v = (fw.make(rng.normal(size=(3, 4)), "float16") for _ in range(3))
+
+    def score(query, key):
+        seen.append((of(query).dtype(query), of(key).dtype(key)))
+        return scores.Dot()(query, key)
+
+    out = qkv.attend(q, k, v, score=score)
+    assert set(seen) == {("float32", "float32")}
+    assert of(out).dtype(out) == "float16"
+    want = qkv.attend(*(to_numpy(x).astype("float64") for x in (q, k, v)), score="dot")
+    np.testing.assert_allclose(to_numpy(out), want, atol=2e-3)

@@ -22,7 +22,7 @@ from qkv import nn, onnx, scores, weightings
 from qkv.arrays import of
 from qkv.engines import streaming
 from qkv.errors import CombinationError, QkvError
-from qkv.weightings.base import finite, nonzero, pool, row_max, row_sum
+from qkv.weightings.base import pool, row_max
 from tests import formulas
 
 torch = pytest.importorskip("torch")
@@ -91,32 +91,33 @@ class Softplus(weightings.Weighting):
 
     def weights(self, scores, live, k):
         _, bent = self.bent(scores, live)
-        return bent / nonzero(row_sum(bent))
+        fw = of(bent)
+        return bent / fw.nonzero(fw.row_sum(bent))
 
     def init(self, rows, width):
         return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
     def lift(self, scores, live, k, found, value, keep):
         _, bent = self.bent(scores, live)
-        return row_sum(bent), pool(bent, value, live, keep)
+        return of(bent).row_sum(bent), pool(bent, value, live, keep)
 
     def merge(self, one, two):
         return one[0] + two[0], one[1] + two[1]
 
     def finish(self, state, found):
         total, pooled = state
-        out = pooled / nonzero(total)
+        out = pooled / of(total).nonzero(total)
         return out, (total,), out
 
     def weight(self, scores, live, k, found):
         _, bent = self.bent(scores, live)
-        return bent / nonzero(found[0])
+        return bent / of(bent).nonzero(found[0])
 
     def slope(self, scores, weight, along, centre, found):
         fw = of(weight)
         plus, _ = self.bent(fw.keep(scores, weight > 0), None)
         steep = self.p * plus ** (self.p - 1) * -fw.xp.expm1(-plus)
-        return fw.keep(steep, weight > 0) * (along - centre) / nonzero(found[0])
+        return fw.keep(steep, weight > 0) * (along - centre) / fw.nonzero(found[0])
 
 
 @dataclass(frozen=True)
@@ -137,19 +138,19 @@ class Sunk(weightings.Softmax):
     def weights(self, scores, live, k):
         top, total = self.whole(row_max(scores, live), 0.0)
         e = of(scores).keep(of(scores).xp.exp(scores - top), live)
-        return e / (total + row_sum(e))
+        return e / (total + of(e).row_sum(e))
 
     def whole(self, top, total):
         """The largest score and the sum relative to it, with one more score of 0."""
         xp = of(top).xp
         new = xp.maximum(top, top * 0.0)
         new = of(top).keep(new, top > -math.inf)
-        return new, total * xp.exp(finite(top) - new) + xp.exp(-new)
+        return new, total * xp.exp(of(top).finite(top) - new) + xp.exp(-new)
 
     def finish(self, state, found):
         top, total, pooled = state
         new, total = self.whole(top, total)
-        out = pooled * of(top).xp.exp(finite(top) - new) / total
+        out = pooled * of(top).xp.exp(of(top).finite(top) - new) / total
         return out, (new, total), out
 
 
@@ -206,6 +207,11 @@ SCORES: dict[str, Kind] = {
     "epanechnikov": window("Epanechnikov"),
     "constant": Kind(lambda: "constant", lambda q, k: 1.0),
     "exact": Kind(lambda: "exact", formulas.SCORES["Exact"]),
+    "own_modified": Kind(
+        lambda w: scores.Modified(scores.Dot(), lambda s, b, h, q, k: s * w - 0.5),
+        lambda q, k, w: formulas.dot(q, k) * float(w) - 0.5,
+        {"w": np.array(1.4)},
+    ),
     "own_score": Kind(
         Near,
         lambda q, k, w: math.exp(-sum(abs(a - b) * c for a, b, c in zip(q, k, w, strict=True))),
@@ -406,6 +412,14 @@ def descends(found: Any, arrays: dict[str, Any], score: str, weighting: str) -> 
         direction, slope = slopes(score, weighting)[name]
         size = np.abs(gradient * direction).sum() + 1
         assert abs((gradient * direction).sum() - slope) < 1e-6 * size, name
+
+
+def test_every_name_is_a_case():
+    one = {name: kind.of(leaves(name, "raw"), "score") for name, kind in SCORES.items()}
+    two = {name: kind.of(leaves("dot", name), "weighting") for name, kind in WEIGHTINGS.items()}
+    for table, cases in ((scores, one), (weightings, two)):
+        missing = set(table.NAMES.values()) - {type(table.resolve(x)) for x in cases.values()}
+        assert all(not kind.__module__.startswith("qkv.") for kind in missing)
 
 
 @pytest.mark.parametrize("score", WINDOWS)

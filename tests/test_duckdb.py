@@ -209,6 +209,17 @@ def test_join_takes_numbers_and_frames(con):
     assert len(asked) < len(known)
 
 
+def test_join_leaves_out_a_key_of_blanks_that_the_other_side_has_not(con):
+    con.execute("CREATE TABLE l AS FROM (VALUES ('chese'), (''), (NULL), ('  ')) t(a)")
+    con.execute("CREATE TABLE r AS FROM (VALUES ('cheese'), ('bread')) t(b)")
+    sql = "SELECT a, b FROM qkv_join('l', 'r', on_left := 'a', on_right := 'b')"
+    assert con.sql(sql).fetchall() == [("chese", "cheese")]
+    con.execute("INSERT INTO r VALUES ('')")
+    assert con.sql(sql).fetchall() == [("chese", "cheese"), ("", "")]
+    con.execute("DELETE FROM r WHERE b = ''; DELETE FROM l WHERE a = 'chese'")
+    assert con.sql(sql).fetchall() == []
+
+
 def test_join_of_no_rows_is_empty(con):
     con.execute("CREATE OR REPLACE TEMP TABLE nothing (x VARCHAR)")
     sql = "FROM qkv_join('nothing', 'nothing', on_left := 'x', on_right := 'x')"

@@ -468,6 +468,23 @@ def every_score(kit: Kit) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("weighting", ["softmax", "sparsemax"])
+def test_nan_behind_a_mask_where_cosine_is_lowered(kit: Kit, weighting: str) -> None:
+    check_hidden(kit, "lowered", weighting, "causal", scores.Cosine())
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_nan_that_a_query_sees_where_cosine_is_lowered(kit: Kit) -> None:
+    bad, clean = poisoned(4, 5)
+    options = {"score": "cosine", "mask": kit(np.arange(M) < np.array([[4], [4], [4], [5]]))}
+    pull = kit.pull(lambda *x: [qkv.attend(*x, engine="lowered", **options)])
+    (out,), gradients = pull(*(kit(x[None]) for x in (bad[0], bad[1], clean[2])))
+    assert np.isnan(out[0, 3]).all() and np.isfinite(out[0, :3]).all()
+    for of_key in gradients[1:2]:
+        assert np.isnan(of_key[0, 4]).all() and not of_key[0, 5].any()
+
+
 @quick
 @pytest.mark.parametrize("engine", ["dense", "blocks"])
 @pytest.mark.parametrize("score", every_score(lambda x: x))  # type: ignore[arg-type]
@@ -507,6 +524,20 @@ def test_nan_shows_where_it_is_live_and_only_there(
     out = run(kit(spoiled), kit(k), kit(v))[0][0]
     close(out[[0, 2, 3]], want[[0, 2, 3]])
     assert weighting == "average" or np.isnan(out[1]).all()
+
+
+@cases(few=("softmax", "sparsemax"), every=("softmax", "sparsemax", "sigmoid", "hard"))
+def test_nan_in_a_mask_of_floats_shows_and_rules_nothing_out(
+    kit: Kit, engine: str, weighting: str
+) -> None:
+    arrays, bias = data(5), np.zeros((N, M))
+    bias[1, 2], bias[2, 0] = NAN, -INF
+    want = removed(*arrays, bias > -INF, scores.Dot(), weighting)
+    through = None if engine == "native" else engine
+    options = {"score": scores.Dot(), "weighting": weighting, "mask": kit(bias)}
+    out = to_numpy(attend(through, *map(kit, arrays), **options))
+    close(out[[0, 2, 3]], want[[0, 2, 3]])
+    assert np.isnan(out[1]).all()
 
 
 @each_framework

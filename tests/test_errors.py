@@ -588,6 +588,7 @@ MASKS: list[Case] = [
         r"documents.*\(4,\).*\(5,\)",
     ),
     ("custom", lambda: masks.custom(3), DtypeError, r"mask_mod.*function.*int"),
+    ("not called", lambda: attend(mask=masks.window), DtypeError, r"call it, masks\.window\(…\)"),
     (
         "custom gives numbers",
         lambda: attend(mask=masks.custom(lambda b, h, i, j: i - j)),

@@ -178,7 +178,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a column that is not there", lambda: books(key="titel"), "did you mean 'title'"),
     ("a value that is not there", lambda: books(key="title", value="yaer"), "mean 'year'"),
     ("a table of the web", lambda: qkv.Database.from_source("https://a.b/c.csv"), "download"),
-    ("a table opened", lambda: qkv.open("books.csv"), "Database.from_source(file)"),
+    ("a table opened", lambda: qkv.open("books.csv"), "Database.from_source(file, path="),
     ("no such database", lambda: qkv.open("boks.qkv", create=False), "boks.qkv .* create=True"),
     ("a database of the web", lambda: qkv.open("s3://here/books.qkv"), "copied first"),
     ("a server without a scheme", lambda: qkv.Client("127.0.0.1:8000"), "http://host:8000"),
@@ -189,7 +189,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("text of numbers", lambda: GRADES.ask("three"), "query 0 must be a number, not 'three'"),
     ("NaN", lambda: GRADES.ask(float("nan")), "query 0 is not a finite number"),
     ("None", lambda: NAMES.ask(None), "query 0 must not be None"),
-    ("a narrow vector", lambda: POINTS.ask([1.0, 2.0]), "vectors of 3 numbers, but these have 2"),
+    ("a narrow vector", lambda: POINTS.ask([1.0, 2.0]), "query 0 has 2 numbers, but the keys are"),
     ("text of vectors", lambda: POINTS.ask("a"), "a vector of numbers, as the keys are"),
     ("a key that is not there", lambda: NAMES["Lee"], "the nearest are 'Li', 'Zhang'"),
     ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows of at least 1"),
@@ -292,6 +292,80 @@ def test_a_layer_says_where_an_argument_goes(layer) -> None:
     assert kind(*sizes) is not None
     with pytest.raises(TypeError, match=r"takes from .* positional"):
         kind(*[1] * 40)
+
+
+CALLS = {
+    "nn.Attention()": {
+        "is_causal": r"^Attention.forward\(\) got .*'is_causal': pass mask='causal'$",
+        "valid_lens": r"pass mask=masks.lengths\(valid_lens\)$",
+        "sigma": r"pass score=scores.Gaussian\(sigma\) where it is built$",
+        "score": r"pass score= where it is built$",
+        "need_weight": r"did you mean 'need_weights'\? Known: key, mask, need_weights",
+    },
+    "nn.SelfAttention(4)": {"causal": "pass mask='causal'$", "d_qk": "d_qk= where it is built$"},
+    "nn.MultiHeadAttention(4, 2)": {
+        "causal": r"^MultiHeadAttention.forward\(\) got .* pass is_causal=True$",
+        "dropout": r"pass dropout= where it is built$",
+        "average_attn_weight": r"did you mean 'average_attn_weights'",
+    },
+    "nn.TransformerBlock(4, 2, 4)": {
+        "src_mask": "pass mask=src_mask, of booleans ~src_mask",
+        "rotary": "pass rotary= where it is built$",
+    },
+    "nn.TransformerEncoder(1, 4, 2)": {
+        "src_key_padding_mask": "mean 'key_padding_mask'",
+        "temperature": r"Softmax\(temperature\) where it is built$",
+    },
+    "nn.TransformerDecoder(1, 4, 2)": {
+        "causal": "pass is_causal=True$",
+        "dropout": "pass dropout= where it is built$",
+    },
+    "nn.Transformer(4, 2, 1, 1)": {
+        "src_key_padding_mask": "mean 'source_key_padding_mask'",
+        "score": "pass score= where it is built$",
+    },
+    "nn.BahdanauDecoder(5, 2, 3, 4)": {"dropout": "pass dropout= where it is built$"},
+    "keras.Attention()": {
+        "is_causal": r"^Attention.call\(\) got .* pass use_causal_mask=True$",
+        "valid_lens": r"pass attention_mask=masks.lengths\(valid_lens\)$",
+        "temperature": r"Softmax\(temperature\) where it is built$",
+        "return_attention_score": r"did you mean 'return_attention_scores'",
+    },
+    "keras.MultiHeadAttention(2, 4)": {"causal": "pass use_causal_mask=True$"},
+    "keras.GroupedQueryAttention(4, 2, 1)": {"causal": "pass use_causal_mask=True$"},
+}
+
+
+@pytest.mark.parametrize("layer", CALLS)
+def test_a_call_of_a_layer_says_where_an_argument_goes(layer) -> None:
+    torch = pytest.importorskip("torch")
+    room = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
+    name, _, given = layer.partition(".")[2].partition("(")
+    made = getattr(room, name)(*[int(x) for x in given[:-1].split(", ") if x])
+    x = torch.ones(1, 3, 4)
+    given = inspect.signature(made.call if hasattr(made, "call") else made.forward).parameters
+    needs = [p for p in given.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    for word, told in CALLS[layer].items():
+        with pytest.raises(TypeError, match=told):
+            made(*[[x, x] if p.name == "inputs" else x for p in needs], **{word: 1})
+
+
+def test_an_error_inside_a_layer_stays_as_it_is() -> None:
+    """A TypeError of a caller's own score, and a method of one's own with another signature."""
+    nn, torch = pytest.importorskip("qkv.nn"), pytest.importorskip("torch")
+    x = torch.ones(1, 3, 4)
+
+    def wrong(query, key):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        nn.Attention(wrong)(x, x, value=x)
+
+    class Mine(nn.Attention):
+        def forward(self, query, key, value, causal=False):
+            return super().forward(query, key, value, mask="causal" if causal else None)
+
+    assert torch.equal(Mine()(x, x, x, causal=True), x)
 
 
 def test_a_score_names_what_it_is_built_with() -> None:
@@ -424,7 +498,7 @@ EXTRAS: list[tuple[str, str, str]] = [
     ("llama_index", "qkv.retrievers.LlamaIndexRetriever", "llama-index"),
     ("haystack", "qkv.retrievers.HaystackRetriever", "haystack"),
     ("ray", "qkv.cluster.Cluster('x.qkv')", "ray"),
-    ("starlette", "from qkv.cli.serve import serve; serve([])", "serve"),
+    ("starlette", "from qkv.cli.serve import serve; next(serve([]))", "serve"),
 ]
 
 MISSING = """

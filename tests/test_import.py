@@ -63,6 +63,11 @@ def test_import_loads_numpy_and_nothing_heavier() -> None:
     assert roots.isdisjoint(HEAVY), sorted(roots.intersection(HEAVY))
 
 
+def test_the_command_loads_nothing_before_it_minds_an_interrupt() -> None:
+    code = "import sys; old = {*sys.modules}; import qkv.__main__; print({*sys.modules} - old)"
+    assert eval(python(code)) <= {"__future__", "gc", "qkv", "qkv.__main__"}
+
+
 def test_layers_load_no_compiler() -> None:
     pytest.importorskip("torch")
     code = "import sys, qkv.nn; print('torch._dynamo' in sys.modules)"

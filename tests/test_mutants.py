@@ -100,7 +100,7 @@ EQUIVALENT = {
         "fw.astype(fw.full(rows.shape, 0.0, rows), 'int32') - NOWHERE",
         "1.0",
         "here - spoiled",  # NaN either way
-        "hard - (soft - of(soft).detach(soft))",  # 0 but for its gradient, which the battery sees
+        "hard - (soft - fw.detach(soft))",  # 0 but for its gradient, which the battery sees
         "k / 0 + NOWHERE",
         "two[1] >= one[1]",  # blocks come in order here; test_properties shuffles them
     },
@@ -121,7 +121,7 @@ EQUIVALENT = {
         "scores + top",  # in a graph of torch's, which test_transforms sees
         # Of these the gradient alone counts, which the battery sees.
         "of(tau).detach(tau) - (moved - of(tau).detach(moved))",
-        "(mass - 1) * nonzero(slope)",
+        "(mass - 1) * of(slope).nonzero(slope)",
         "mass + 1",
     },
 }

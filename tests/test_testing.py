@@ -50,6 +50,14 @@ def test_an_encoder() -> None:
     check_encoder(Lengths(), ["Li", "Hu", "Zhang"])
 
 
+def test_an_encoder_whose_score_is_no_product_and_so_no_head() -> None:
+    class Apart(Lengths):
+        def score(self, rows: int) -> scores.Score:
+            return scores.Laplace()
+
+    check_encoder(Apart(), ["Li", "Hu", "Zhang"])
+
+
 class TestWhatIsWrongIsNoticed:
     def test_a_score_that_looks_at_other_keys(self) -> None:
         @dataclass(frozen=True)

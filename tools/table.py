@@ -27,14 +27,14 @@ FIRST = (
 
 def main() -> None:
     found = [json.loads(path.read_text()) for path in results()]
-    halves = [[x for x in found if ("gpu" in x["machine"]) is on_gpu] for on_gpu in (False, True)]
+    kinds = dict.fromkeys(map(kind, sorted(found, key=lambda x: "gpu" in x["machine"])))
+    files = [[x for x in found if kind(x) == each] for each in kinds]
     page, all_of_it = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
-    chosen = [table([only(file, FIRST) for file in half]) for half in halves]
+    chosen = [table([only(file, FIRST) for file in some]) for some in files]
     page.write_text(MARKED.sub(lambda _: "\n".join(filter(None, chosen)), page.read_text()))
-    goals = [goal["met"] for half in halves for file in half for row in file["rows"]
-             for goal in row.get("goals", ())]  # fmt: skip
+    goals = [goal["met"] for file in found for row in file["rows"] for goal in row.get("goals", ())]
     told = f"{goals.count(True)} of {len(goals)} goals are met."
-    parts = [f"# What was measured\n\n{told}\n", *filter(None, map(table, halves))]
+    parts = [f"# What was measured\n\n{told}\n", *filter(None, map(table, files))]
     all_of_it.write_text("\n".join(parts))
 
 
@@ -42,8 +42,15 @@ def only(file: dict[str, Any], works: tuple[str, ...]) -> dict[str, Any]:
     return file | {"rows": [row for row in file["rows"] if row.get("work") in works]}
 
 
+def kind(file: dict[str, Any]) -> str:
+    """What was measured: a device, or a processor."""
+    return file["machine"].get("gpu") or file["machine"]["cpu"]  # type: ignore[no-any-return]
+
+
 def results() -> list[Path]:
-    return sorted((ROOT / "bench" / "results").glob("*.json"))
+    """Those of one folder together, x86-64 first."""
+    folder = ROOT / "bench" / "results"
+    return [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
 
 
 def table(files: list[dict[str, Any]]) -> str:

@@ -1,11 +1,16 @@
 """Sum up a `make test`: tally.py RESULTS "every check" "the checks that failed".
 
-A check that left a JUnit file in RESULTS counts as its tests, any other as one.
+A check that left a JUnit file in RESULTS counts as its tests, any other as one. The tests that
+failed are told last, each with the end of what it said: nobody looks for it in an hour's output.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
+
+TOLD = 40
+"""Lines of what a test that failed said."""
 
 
 def count(report: Path, broke: bool) -> tuple[int, int, int]:
@@ -23,6 +28,16 @@ def count(report: Path, broke: bool) -> tuple[int, int, int]:
     return passed, max(failed, int(broke)), skipped
 
 
+def faults(report: Path) -> Iterator[str]:
+    """Each test that failed, by name, with the end of what it said."""
+    if not report.exists():
+        return
+    for case in ElementTree.parse(report).iter("testcase"):
+        for fault in (*case.iter("failure"), *case.iter("error")):
+            said = (fault.text or fault.get("message") or "").strip().splitlines()
+            yield "\n".join([f"{case.get('classname')}::{case.get('name')}", *said[-TOLD:]])
+
+
 def main(results: str, checks: str, broken: str) -> int:
     total_passed = total_failed = 0
     print("---")
@@ -31,6 +46,9 @@ def main(results: str, checks: str, broken: str) -> int:
         print(f"{check:<9} {passed} passed, {failed} failed, {skipped} skipped")
         total_passed += passed
         total_failed += failed
+    for check in broken.split():
+        for fault in faults(Path(results, f"{check}.xml")):
+            print(f"--- failed: {fault}")
     print(f"{total_passed} passed, {total_failed} failed")
     return int(total_failed > 0)
 

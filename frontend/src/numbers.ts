@@ -1,6 +1,12 @@
 /** Numbers, and cells that hold them, as they are read. */
 
 import { fixed } from "./dom";
+import { isTensor } from "./wire";
+
+/** Letters from which a value is text to read, not a word to see from afar. */
+export const READ = 60;
+/** Numbers of a vector that are shown where it is one cell of several. */
+const FEW = 8;
 
 export function clamp(x: number, least: number, most: number): number {
   return Math.min(Math.max(x, least), most);
@@ -30,11 +36,12 @@ export function alike(xs: number[], most = 3): string[] {
   return xs.map((x) => fixed(x, clamp(most - 1 - Math.floor(Math.log10(span)), 0, 8)));
 }
 
-/** A number in at most five digits, as short as it is. */
+/** A number in six digits, and in as many as it takes up to the unit. */
 export function rounded(x: number): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "missing" : x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  const text = size >= 1e6 || (size > 0 && size < 1e-3) ? x.toExponential(3) : String(Number(x.toPrecision(5)));
+  const plain = () => (size < 1e6 ? String(Number(x.toPrecision(6))) : x.toFixed(0));
+  const text = size >= 1e15 || (size > 0 && size < 1e-3) ? x.toExponential(3) : plain();
   return text.replaceAll("-", "−");
 }
 
@@ -53,12 +60,26 @@ export function percent(x: number): string {
   return `${fixed(100 * x, x > 0 && x < 0.0995 ? 1 : 0)} %`;
 }
 
+/** A cell among others: of a long vector the first numbers. */
+function part(x: unknown): string {
+  const cut = isTensor(x) && x.data.length > FEW;
+  return cut ? `${told(x.data.slice(0, FEW))}, …` : told(x);
+}
+
 /** A cell as one line. */
 export function told(x: unknown): string {
   if (x === null || x === undefined) return "nothing";
+  if (Number.isSafeInteger(x)) return String(x).replace("-", "−");
   if (typeof x === "number") return rounded(x);
   if (ArrayBuffer.isView(x)) return told(Array.from(x as Float64Array));
   if (Array.isArray(x)) return x.map(told).join(", ");
-  if (typeof x === "object") return Object.entries(x).map(([name, cell]) => `${name}: ${told(cell)}`).join(", ");
+  if (isTensor(x)) return told(x.data);
+  if (typeof x === "object") return Object.entries(x).map(([name, cell]) => `${name}: ${part(cell)}`).join(", ");
   return String(x);
+}
+
+/** A cell inside a sentence: one line of at most so many letters, as Python's `short` has it. */
+export function short(x: unknown, most = 40): string {
+  const letters = Array.from(told(x).trim().replace(/\s+/g, " "));
+  return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : letters.join("");
 }

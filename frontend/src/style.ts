@@ -54,6 +54,7 @@ p { margin: 0 0 0.75rem; max-width: 70ch; }
 .number { text-align: end; }
 
 button, select, input, textarea { font: inherit; color: inherit; }
+input, textarea, td, .value, .clip { unicode-bidi: plaintext; }
 button { background: var(--paper); border: 1px solid var(--line); border-radius: var(--radius); padding: 0.35rem 0.8rem; cursor: pointer; }
 button:hover { border-color: var(--soft); }
 button.main { background: var(--accent); color: var(--on-accent); border-color: var(--accent); }
@@ -79,6 +80,9 @@ table { border-collapse: collapse; width: 100%; }
 th { text-align: start; font-weight: 400; font-size: 0.85rem; color: var(--soft); padding: 0.25rem 0.6rem 0.25rem 0; }
 td { padding: 0.25rem 0.6rem 0.25rem 0; border-top: 1px solid var(--line); vertical-align: middle; }
 th.number { text-align: end; }
+
+.clip { overflow-wrap: anywhere; max-width: 32rem; cursor: pointer; }
+.clip:not(:focus) { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 3; overflow: hidden; }
 
 .bar { display: block; height: 0.85rem; background: var(--wash); border-radius: 2px; overflow: hidden; min-width: 3rem; }
 .bar > i { display: block; height: 100%; background: var(--accent); transition: width 0.15s ease-out; }

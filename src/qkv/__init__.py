@@ -7,10 +7,10 @@ array([[10.01]])
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # the name is enough: to load typing takes longer than all that is here
 if TYPE_CHECKING:
+    from typing import Any
+
     from qkv import cluster, database, masks, onnx, page, plot, scores, weightings
     from qkv.answer import Answer
     from qkv.attention import attend, explain, warm, weights
@@ -101,6 +101,8 @@ _INSIDE = {
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name in _HOMES:
         value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
         globals()[name] = value

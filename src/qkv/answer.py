@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from qkv.behind import Behind, Nobody, Row, Share, Source
-from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, fraction, sizes
+from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, few, fraction, sizes
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, columns, figure, jsonable, lengths, padded, short
-from qkv.types import cached
+from qkv.types import derived
 
 EXACT = "The query is a key itself, which decides"
 DECIDES = 0.9
@@ -75,22 +75,23 @@ class Answer(Shown):
     _behind: Behind = field(repr=False, compare=False)
     _library: str | None = field(repr=False, compare=False, default=None)
 
-    @cached
+    @derived
     def weights(self) -> np.ndarray:
         """α of every row, (m,), in the database's order."""
         return self._behind.weights()
 
-    @cached
+    @derived
     def entropy(self) -> float:
         """−Σᵢ αᵢ ln αᵢ of all rows."""
         return self._behind.entropy()
 
-    @cached
+    @derived
     def hint(self) -> str:
-        """What to ask by instead, where the default score may not be what was meant; else empty."""
+        """What to ask by instead, where the default score may not be what was meant; that the query
+        is the key of a row without a value; else empty."""
         return self._behind.hint(self.rows)
 
-    @cached
+    @derived
     def spread(self) -> Any:
         """√(Σᵢ αᵢ (vᵢ − value)²): how far the values that were pooled lie from each other.
 
@@ -98,7 +99,7 @@ class Answer(Shown):
         """
         return self._behind.spread()
 
-    @cached
+    @derived
     def set(self) -> list[Row]:
         """The rows of which one is the right one with the probability `coverage`, heaviest first;
         the database must have been calibrated (`Database.calibrate`)."""
@@ -197,12 +198,13 @@ class Answer(Shown):
         if not self.rows:
             return (
                 f"No row answers {_within(self.query)}: every weight is 0 among {total}"
-                f"{f', {self._left_out} left out' if self.missing else ''} "
+                f"{f', {self.left_out} left out' if self.missing else ''} "
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first, *others = self.rows[:2]
         counts, told = ("counts", _percent) if self.shares else ("weighs", figure)
-        then = "".join(f", {_within(row.key)} {told(row.weight)}" for row in others)
+        seen = (row for row in others if abs(row.weight) >= LEAST)
+        then = "".join(f", {_within(row.key)} {told(row.weight)}" for row in seen)
         parts = [f"Of {total}, {_within(first.key)} {counts} {told(first.weight)}{then}."]
         if self.exact:
             parts.append(f"{EXACT}.")
@@ -223,7 +225,7 @@ class Answer(Shown):
         if self.error_bound:
             parts.append(f"{self.nearness}.")
         if self.missing:
-            parts.append(f"Left out: {self._left_out}.")
+            parts.append(f"Left out: {self.left_out}.")
         if self.hint:
             parts.append(f"{self.hint[0].upper()}{self.hint[1:]}.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
@@ -249,8 +251,12 @@ class Answer(Shown):
         )
 
     @property
-    def _left_out(self) -> str:
-        return f"{counted(self.missing, 'row')} without a value"
+    def left_out(self) -> str:
+        """How many rows have no value, in a few words."""
+        rows = counted(self.missing, "row")
+        if isinstance(self.value, dict) and not self.values:  # several columns, each pooled
+            return f"{rows} that lack{'s' * (self.missing == 1)} {few([*self.value])}"
+        return f"{rows} without a value"
 
     @property
     def sureness(self) -> str:
@@ -336,7 +342,7 @@ class Answer(Shown):
             lines.append(f"  {self.fit}")
         if self.hint:
             lines.append(f"  {self.hint}")
-        left = f"; {self._left_out} left out" if self.missing else ""
+        left = f"; {self.left_out} left out" if self.missing else ""
         lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])
 
@@ -383,15 +389,17 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
+# Nothing has a colour of its own but the bars: a notebook may be light or dark.
 _STYLE = """
-.qkv-answer{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:52rem}
-.qkv-answer .q{color:#777;margin:0}.qkv-answer .v{font-size:1.5rem;margin:.1rem 0 .8rem}
+.qkv-answer{font:15px/1.5 system-ui,sans-serif;max-width:52rem}
+.qkv-answer .q{opacity:.7;margin:0}.qkv-answer .v{font-size:1.5rem;margin:.1rem 0 .8rem}
 .qkv-answer table{border-collapse:collapse;width:100%}
-.qkv-answer th{font-weight:400;color:#777;text-align:left;font-size:.85rem}
+.qkv-answer th{font-weight:400;text-align:left;font-size:.85rem}
+.qkv-answer th,.qkv-answer .e{opacity:.75}
 .qkv-answer td,.qkv-answer th{padding:.25rem .7rem .25rem 0;vertical-align:top;
-border-bottom:1px solid #eee;text-align:left;background:none}
+border-bottom:1px solid #8884;text-align:left;background:none}
 .qkv-answer .w{font-variant-numeric:tabular-nums;width:3.5rem}
 .qkv-answer .b{width:9rem;min-width:5rem}
-.qkv-answer .b i{display:block;height:.8rem;margin-top:.35rem;background:#cb181d;min-width:1px}
-.qkv-answer .e{color:#555;font-size:.9rem}
+.qkv-answer .b i{display:block;height:.8rem;margin-top:.35rem;background:#dc3a32;min-width:1px}
+.qkv-answer .e{font-size:.9rem}
 """

@@ -12,18 +12,19 @@ from qkv import scores
 from qkv.arrays import KNOWN, framework, of, to_numpy, tree
 from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.arrays.tree import KIND
+from qkv.elsewhere import ELSEWHERE, unscriptable
 from qkv.engines import certified, native, sharded, stored, streaming
 from qkv.engines import plan as plans
 from qkv.engines.call import Call, reached, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.native import Projected
-from qkv.engines.request import request, resolved
+from qkv.engines.request import one_framework, request, resolved
 from qkv.errors import DtypeError, FrameworkError, keywords
 from qkv.masks import MaskLike
-from qkv.names import EDITION, ELSEWHERE
+from qkv.names import EDITION
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
-from qkv.weightings import Weighting, WeightingLike
+from qkv.weightings import WeightingLike
 
 
 class Meaning(TypedDict, total=False):
@@ -94,6 +95,7 @@ def attend(
 def attend(
     query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
 ) -> A | tuple[A, ...]: ...
+@unscriptable
 def attend(
     query: Array,
     key: Array,
@@ -117,11 +119,12 @@ def attend(
     or value with fewer heads is shared among the query's. A query that sees no key gives 0.
 
     `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
-    (query, key) → (…, n, m). `weighting` turns scores into weights: a name or an object of
-    `qkv.weightings`. `mask` rules keys out: of `qkv.masks`, or a boolean array (True: may attend),
-    or a float array (added to the scores). `dropout_p` drops weights, the same ones for the same
-    `seed` (a number or a generator) on every engine. `tolerance` is the absolute error in a score
-    that an engine may trade for speed. `engine` insists on one; `explain` tells which would run.
+    (query, key) → (…, n, m), which gets 16-bit numbers as float32. `weighting` turns scores into
+    weights: a name or an object of `qkv.weightings`. `mask` rules keys out: of `qkv.masks`, or a
+    boolean array (True: may attend), or a float array (added to the scores). `dropout_p` drops
+    weights, the same ones for the same `seed` (a number or a generator) on every engine.
+    `tolerance` is the absolute error in a score that an engine may trade for speed. `engine`
+    insists on one; `explain` tells which would run.
 
     With `return_lse` also log Σ exp(score) (…, n), with `return_weights` also α (…, n, m), or with
     "mean" the mean of the heads' α, which are then never held together.
@@ -164,9 +167,10 @@ def attend(
         query, key, _valued(value), score, weighting, *how, lse=return_lse, weights=return_weights
     )
     given = (query, key, value, score, weighting, mask, seed)
-    return _chosen(call, choose(call, engine), None if plan else kind, given)
+    return plans.first(call, choose(call, engine), None if plan else kind, given)
 
 
+@unscriptable
 def weights(
     query: A | Nested,
     key: A | Nested,
@@ -193,7 +197,7 @@ def weights(
     if found is not None:
         return found
     call = request(query, key, None, score, weighting, mask, dropout_p, seed, weights=True)
-    alpha: A = _chosen(call, choose(call), None if plan else kind, given)
+    alpha: A = plans.first(call, choose(call), None if plan else kind, given)
     return alpha
 
 
@@ -288,16 +292,6 @@ def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
     return *flags, lse, weights, type(lse), type(weights)
 
 
-def _chosen(call: Call, choice: Choice, kind: plans.Kind | None, given: tuple[Any, ...]) -> Any:
-    """The first call of a kind, by the plan kept of it, so that the next is rounded alike."""
-    plan = None if kind is None else plans.keep(kind, call, choice)
-    found = None if plan is None else plan.run(*given)
-    if found is not None:
-        return found
-    with call.fw.quiet(), call.fw.guard(call.query):
-        return results(call, choice.run(call))
-
-
 # TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in
 # a graph here is written for one already.
 for _function in (attend, weights, explain, warm):
@@ -332,6 +326,7 @@ def over(
             "of jit, compile or tf.function"
         )
     score, weighting = resolved(score, weighting, None)
+    one_framework({"query": query}, score=score, weighting=weighting)
     weighting = weighting.among(rows.key.shape[0])
     score.check(tuple(query.shape), rows.key.shape)
     with fw.quiet():
@@ -344,8 +339,8 @@ def over(
                 return taken(fw, found, query)
         call = Call(query, rows.key, rows.value, score, weighting)
         if call.beyond and (rows.shape[0] if rows.allowed is None else rows.allowed.any()):
-            best = streaming.nearest(Call(fw.detach(query), rows.key, None, score, Weighting()), 1)
-            reached(score, weighting, *map(to_numpy, (fw.detach(query), best[0][:, 0])))
+            best, _ = stored.nearest(rows, query, score, 1)
+            reached(score, weighting, *map(to_numpy, (fw.detach(query), best[:, 0])))
         out = streaming.run(call)[0]
         return fw.astype(out, fw.dtype(query))
 
@@ -364,7 +359,7 @@ def nearest(rows: Rows, query: Array, k: int, *, score: ScoreLike) -> tuple[Arra
     score = scores.resolve(score)
     score.check(tuple(query.shape), rows.key.shape)
     with fw.quiet():
-        return streaming.nearest(Call(fw.detach(query), rows.key, None, score, Weighting()), k)
+        return stored.nearest(rows, query, score, k)
 
 
 def among(
@@ -422,4 +417,4 @@ def weigh(
                 exact = stored.weighed(rows, query, score, weighting, part)
                 return exact._replace(refused=found)
             return stored.weighed(rows, query, score, weighting, part)
-        return stored.run(rows, matches, weighting)
+        return stored.run(rows, matches, weighting, part)

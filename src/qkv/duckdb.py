@@ -222,16 +222,23 @@ def _matched(left: Any, right: Any, options: Any) -> Any:
         encoder = how.pop("encoder", None)
         encoder = None if encoder is None else encoders.named(encoder)
         database = Database(keys, range(len(keys)), encoder=encoder)
+        # What is blank asks for nothing, as NULL does, but where a key is just that.
+        places = [i for i, key in enumerate(asked) if not _blank(key) or key in database]
+        answers = database.ask([asked[i] for i in places], **how)
         found.append(
             [
-                {"l": place, "r": row.index + 1, "weight": row.weight, "rank": rank}
-                for place, answer in enumerate(database.ask(asked, **how), start=1)
+                {"l": place + 1, "r": row.index + 1, "weight": row.weight, "rank": rank}
+                for place, answer in zip(places, answers, strict=True)
                 for rank, row in enumerate(answer.rows, start=1)
             ]
         )
     whole = pyarrow.int64()
     fields = {"l": whole, "r": whole, "weight": pyarrow.float64(), "rank": whole}
     return pyarrow.array(found, pyarrow.list_(pyarrow.struct(fields)))
+
+
+def _blank(key: Any) -> bool:
+    return isinstance(key, str) and not key.strip()
 
 
 # attend

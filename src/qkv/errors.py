@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,6 +200,16 @@ def counted(number: int, noun: str) -> str:
     ('1 row', '1,200 rows')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Any of them, the first by name.
+
+    >>> few(["x"]), few(["x", "y"]), few(list("abcdef"))
+    ('x', 'x or y', 'a, b, c or 3 others')
+    """
+    shown = [*names] if len(names) <= most + 1 else [*names[:most], f"{len(names) - most} others"]
+    return " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 def unknown(

@@ -1,5 +1,4 @@
-"""Classes by name, open to names of one's own: the tables of scores, weightings and encoders; and
-where that goes which others have an argument for.
+"""Classes by name, open to names of one's own: the tables of scores, weightings and encoders.
 
     @scores.register("mine")
     @dataclass(frozen=True)
@@ -11,55 +10,17 @@ imported when a name is met that is not known.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
-from qkv.errors import ArgumentError, DtypeError, keywords, unknown
+from qkv.elsewhere import guided
+from qkv.errors import ArgumentError, DtypeError, unknown
 
 GROUP = "qkv.plugins"
 EDITION = [0]
 """How often a name was given: what was kept by name is of its own edition."""
-ELSEWHERE = {
-    "alpha": "weighting=weightings.Entmax(alpha)",
-    "attn_bias": "mask=attn_bias, floats that are added to the scores",
-    "attn_mask": "mask=attn_mask",
-    "attention_mask": "mask=, booleans where True may attend",
-    "bandwidth": "score=scores.Gaussian(bandwidth)",
-    "bias": "mask=bias, floats that are added to the scores",
-    "causal": "mask='causal'",
-    "deterministic": "dropout_p=0.0 where nothing is to be dropped",
-    "dropout_rate": "dropout_p=dropout_rate",
-    "dropout_rng": "seed=dropout_rng",
-    "enable_gqa": "nothing: a key with fewer heads is shared",
-    "implementation": "engine=, or nothing: the fastest that can is chosen",
-    "inference": "dropout_p=0.0 where nothing is to be dropped",
-    "is_causal": "mask='causal'",
-    "k": "weighting=weightings.TopK(k)",
-    "key_padding_mask": "mask=masks.lengths(valid), or booleans where True may attend",
-    "key_value_seq_lengths": "mask=masks.lengths(key_value_seq_lengths)",
-    "kernel": "score=kernel",
-    "lengths": "mask=masks.lengths(lengths)",
-    "local_window_size": "mask=masks.window(left, right)",
-    "mask_mod": "mask=masks.custom(mask_mod)",
-    "query_seq_lengths": "nothing: rows beyond a query's length may be cut off the output",
-    "return_attention_scores": "return_weights=True",
-    "return_residual": "return_lse=True",
-    "scale": "score=scores.ScaledDot(scale)",
-    "score_mod": "score=scores.Modified(score, score_mod)",
-    "sigma": "score=scores.Gaussian(sigma)",
-    "softcap": "score=scores.ScaledDot(softcap=softcap)",
-    "temperature": "weighting=weightings.Softmax(temperature)",
-    "training": "dropout_p=0.0 where nothing is to be dropped",
-    "use_causal_mask": "mask='causal'",
-    "valid_lens": "mask=masks.lengths(valid_lens)",
-    "width": "score=scores.Boxcar(width)",
-    "window": "mask=masks.window(window)",
-}
-"""What others call an argument, or have as one, and where it goes here."""
-LATER = "where it is called"
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
 
@@ -165,58 +126,6 @@ class Names(dict[str, type[T]], Generic[T]):
         """What the class of a name takes, one by one."""
         given = inspect.signature(self.find(name)).parameters.values()
         return [p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def guided(kind: Kind) -> Kind:
-    """A class that says of a keyword which it is not built with where that goes.
-
-    >>> @guided
-    ... class Layer:
-    ...     def __init__(self, weighting="softmax"): ...
-    ...     def forward(self, x, is_causal=False): ...
-    >>> Layer(temperature=2)
-    Traceback (most recent call last):
-    TypeError: Layer got an unexpected keyword argument 'temperature': pass \
-weighting=weightings.Softmax(temperature)
-    """
-    init: Any = vars(kind)["__init__"]
-    code = init.__code__
-    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-
-    @functools.wraps(init)
-    def built(self: Any, *given: Any, **named: Any) -> None:
-        for name in named:
-            if name not in known:
-                refuse(self, named, known)
-        init(self, *given, **named)
-
-    kind.__init__ = built  # type: ignore[misc]
-    return kind
-
-
-def refuse(made: object, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse what is not built with: of a layer some goes into an argument that is known, some is
-    said where it is called."""
-    kind = type(made)
-    call = getattr(kind, "call", None) or getattr(kind, "forward", None)
-    called = {p.name: str(p.annotation) for p in by_name(call)}
-    ours = [name for name, told in called.items() if "MaskLike" in told]  # and no other's mask
-    steps = {}
-    for name, step in ELSEWHERE.items():
-        argument = step.partition("=")[0]
-        if argument in known or argument in ours:
-            steps[name] = step if argument in known else f"{step} {LATER}"
-    steps |= {name: f"{name}= {LATER}" for name in called}
-    for name in called:
-        if "causal" in name:
-            steps |= dict.fromkeys(("causal", "is_causal"), f"{name}=True {LATER}")
-    keywords(kind.__name__, given, known, elsewhere=steps)
-
-
-def by_name(method: Any) -> list[inspect.Parameter]:
-    """What a method can be given by name."""
-    given = inspect.signature(method).parameters.values() if inspect.isfunction(method) else []
-    return [p for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
 
 
 def _home(kind: type) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from qkv.arrays import framework, of, tree
 from qkv.arrays.rows import Rows, Unread
 from qkv.engines import passes, request, stored, streaming
-from qkv.engines.call import Call, all_rows
+from qkv.engines.call import Call
 from qkv.engines.passes import Passes
 from qkv.errors import CombinationError
 from qkv.scores import Score, ScoreLike
@@ -24,7 +24,7 @@ from qkv.weightings.base import of_rows
 
 Part = stored.Part
 Sums = stored.Sums
-resolved, finished = request.resolved, passes.finished
+resolved, finished, one_framework = request.resolved, passes.finished, request.one_framework
 sums, both, averaged, sums_by = stored.sums, stored.both, stored.averaged, stored.sums_by
 entropy, entropy_of, entropy_in = stored.entropy, stored.entropy_of, stored.entropy_in
 
@@ -85,7 +85,7 @@ class Portion:
         self.tiling = streaming.tiling_of(call, call.n, streaming.block_size(call)[1])
 
     def passes(self) -> Passes:
-        return Passes(self.call, all_rows(self.call), self.tiling[0][1])
+        return Passes(self.call, *self.tiling[0])
 
     def slopes(self, kept: State, gradients: Arrays) -> list[Array | None]:
         """The gradients of the query and of every array in score and weighting, by these rows."""
@@ -112,6 +112,7 @@ def across(
     """
     fw, (m, d, width) = of(query), shape
     score, weighting = resolved(score, weighting, None)
+    one_framework({"query": query}, score=score, weighting=weighting)
     weighting = weighting.among(m)
     score.check(tuple(query.shape), (m, d))
     key, value = (Unread(None, (m, size)) for size in (d, width))  # type: ignore[arg-type]

@@ -8,11 +8,13 @@ from typing import Any
 from qkv import masks, scores
 from qkv.arrays import framework_of, is_array, of
 from qkv.attention import attend
+from qkv.elsewhere import unscriptable
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from qkv.masks import Mask
 from qkv.types import A, Array
 
 
+@unscriptable
 def scaled_dot_product_attention(
     query: A,
     key: A,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -15,7 +16,6 @@ from typing import (
     Self,
     TypeAlias,
     TypeVar,
-    overload,
 )
 
 P = ParamSpec("P")
@@ -42,23 +42,6 @@ class Closing:
 
     def close(self) -> None:
         raise NotImplementedError
-
-
-class cached(Generic[T]):
-    """`functools.cached_property`, which in Python 3.11 has one lock for all objects: whoever waits
-    under it for another thread, as a client does for a server, may wait for himself."""
-
-    def __init__(self, make: Callable[[Any], T]):
-        self._make, self.__doc__ = make, make.__doc__
-
-    @overload
-    def __get__(self, held: None, kind: type) -> Self: ...
-    @overload
-    def __get__(self, held: object, kind: type) -> T: ...
-    def __get__(self, held: object | None, kind: type) -> Self | T:
-        if held is None:
-            return self
-        return vars(held).setdefault(self._make.__name__, self._make(held))  # type: ignore[no-any-return]
 
 
 class _Releasing(contextlib._GeneratorContextManager[T]):
@@ -160,9 +143,10 @@ class At(NamedTuple):
 
 
 class derived(Generic[T]):
-    """A field of a record that is computed from the others, once.
+    """What is computed from the fields of an object, once, as by `functools.cached_property`.
 
-    Before Python 3.12 `functools.cached_property` takes a lock, which torch.compile cannot trace.
+    Before Python 3.12 that takes a lock, which torch.compile cannot trace, and one for all objects:
+    whoever waits under it for another thread, as a client does for a server, may wait for himself.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -172,10 +156,10 @@ class derived(Generic[T]):
     def __get__(self, record: Any, kind: type | None = None) -> T:
         if record is None:
             return self  # type: ignore[return-value]
-        value = record.__dict__[self.function.__name__] = self.function(record)
-        return value
+        return record.__dict__.setdefault(self.function.__name__, self.function(record))  # type: ignore[no-any-return]
 
 
+@dataclass(eq=False)
 class Block:
     """Where a block of scores lies inside the n × m of a call.
 
@@ -185,17 +169,12 @@ class Block:
     and all positions are those of the whole, and `cols` are of the keys that are here.
     """
 
-    def __init__(
-        self,
-        rows: Span,
-        cols: Span,
-        n: int,
-        m: int,
-        place: Callable[[str], Array],
-        axes: int = 0,
-    ) -> None:
-        self.rows, self.cols, self.n, self.m = rows, cols, n, m
-        self.place, self.axes = place, axes
+    rows: Span
+    cols: Span
+    n: int
+    m: int
+    place: Callable[[str], Array]
+    axes: int = 0
 
     @derived
     def q(self) -> Array:

@@ -97,6 +97,8 @@ class TestPlugin:
         asked = ("ask", table, "Emma", "-s", "far", "--json")
         assert run("--plugin", "json", "--plugin", "mine", *asked, env=env)[0] == 0
         assert run("--plugin", other, *asked, env=env)[0] == 0
+        assert run(*asked, "--plugin", "json", "--plugin", other, env=env)[0] == 0
+        assert run("--plugin", "json", *asked, "--plugin", other, env=env)[0] == 0
 
     @pytest.mark.parametrize(
         ("name", "text", "says"),

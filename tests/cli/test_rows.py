@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qkv.cli import screen
 from tests.cli.run import BOOKS, NAMES, data, qkv, run
 
 
@@ -29,6 +30,21 @@ def test_rows_for_people_and_for_pipes(table: Path) -> None:
     assert "rows 0 to 1 of 8; the next: --from 2" in shown.stderr
     assert "the next" not in qkv("rows", table).stderr
     assert "none from 9 of 8" in qkv("rows", table, "--from", 9).stderr
+
+
+def test_columns_for_which_a_terminal_has_no_room_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"column_{i:02}" for i in range(40)]
+    (tmp_path / "wide.csv").write_text(",".join(names) + "\n" + ",".join(["3.14159"] * 40) + "\n")
+    whole = qkv("rows", tmp_path / "wide.csv")
+    assert names[-1] in whole.stdout and "no room" not in whole.output
+    monkeypatch.setattr(screen, "terminal", lambda stream=None: stream is None)
+    monkeypatch.setattr(screen, "width", lambda: 60)
+    found = qkv("rows", tmp_path / "wide.csv")
+    _, line = found.stdout.splitlines()
+    assert len(line) <= 60 and line.split() == ["0", *["3.14159"] * 5]
+    assert "35 columns of 40 have no room here" in found.stderr
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])

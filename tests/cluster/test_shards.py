@@ -1,7 +1,6 @@
 """What shards say together is what the database says: for any cut, tree, death and loss."""
 
 import threading
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ from hypothesis import strategies as st
 import qkv
 from qkv import scores, weightings
 from qkv.cluster import LostShard, split, stores
-from qkv.database import cells
-from qkv.database.schema import Schema
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.page.views import views
 from tests.cluster.here import cluster
@@ -120,6 +117,46 @@ def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any])
             del how["top"]
             out, want = (x.attend(case["query"], **how) for x in (c, D))
             np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", ["constant", "scaled_dot", scores.Boxcar(2.0)])
+def test_of_rows_alike_in_several_shards_the_lowest_come_first(tmp_path: Path, score: Any) -> None:
+    rng = np.random.default_rng(3)
+    # Eighths: no product is rounded, which equal rows of one matrix can be in two ways.
+    some = np.round(8 * rng.normal(size=(5, 3))) / 8
+    keys = np.repeat(some[:4], 3, axis=0)[rng.permutation(12)]
+    whole, two = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(2)]
+    with qkv.open(whole) as D:
+        D.add(keys, rng.normal(size=12))
+        split(whole, two)
+        shards = cluster(two, 2)
+        for query in [keys[0], some[4], 50 * keys[1]]:
+            found, want = (x.ask(query, score=score, top=12).rows for x in (shards, D))
+            assert all(row.weight > 0 for row in found)
+            assert [row.index for row in found][: len(want)] == [row.index for row in want]
+
+
+@pytest.mark.parametrize("where", [None, "n > 2"])
+def test_rows_that_are_nearly_alike_come_by_their_weights(tmp_path: Path, where: Any) -> None:
+    """Scores that are one digit of float32 apart, each in another shard than the next."""
+    rng, near = np.random.default_rng(5), np.nextafter
+    steps = [np.float32(8)]
+    for _ in range(30):
+        steps.append(near(steps[-1], np.float32(9)))
+    keys = np.repeat(np.array(steps)[rng.permutation(31)], 2)[:, None]
+    whole, three = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(3)]
+    with qkv.open(whole, key="k", value="v") as D:
+        D.extend([{"k": key, "v": float(rng.normal()), "n": n} for n, key in enumerate(keys)])
+        split(whole, three)
+        shards, how = cluster(three, 3), {"score": "dot", "top": 62, "where": where}
+        found, want = (x.ask(np.ones(1, "f4"), **how) for x in (shards, D))
+        score = [-float(keys[row.index, 0]) for row in found.rows]
+        order = [row.index for row in found.rows]
+        assert order == [at for _, at in sorted(zip(score, order, strict=True))]
+        assert order == [row.index for row in want.rows]
+        weights = [row.weight for row in found.rows]
+        assert weights == sorted(weights, reverse=True)
+        assert [found.weights[at] for at in order] == weights
 
 
 @pytest.mark.parametrize(
@@ -457,47 +494,6 @@ def test_stores_of_different_databases_are_refused(store: str, tmp_path: Path) -
         D.add(["a", "b"], ["c", "d"])
     with pytest.raises(CombinationError, match="differ in their schema"):
         cluster([store, other], 2).ask(np.zeros(4))
-
-
-def test_stores_that_find_vectors_by_other_digests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one of an older format beside a new one."""
-    keys, places = np.random.default_rng(0).normal(size=(6, 4)).astype("f4"), []
-    for i, name in enumerate(("old", "new")):
-        places.append(str(tmp_path / f"{name}.qkv"))
-        with monkeypatch.context() as patch, qkv.open(places[-1]) as D:
-            if name == "old":
-                patch.setattr(Schema, "digests", lambda _, keys: cells.digests(keys))
-                told = lambda x: {n: y for n, y in asdict(x).items() if n != "hash"}  # noqa: E731
-                patch.setattr(Schema, "to_dict", told)
-            D.add(keys[3 * i : 3 * i + 3], np.arange(3.0) + 3 * i)
-    for order in (places, places[::-1]):
-        with cluster(order, 2) as c:
-            assert [c[key] for key in keys] == list(range(6))
-            assert [c.all(key.tolist()) for key in keys] == [[i] for i in range(6)]
-            assert c.ask(keys[1], score="exact", weighting="normalized").value == 1
-            assert np.zeros(4) not in c and c.get(torch.zeros(4)) is None
-    with cluster(places, 2) as c:
-        assert all(c.update(key, value) == 0 for key, value in zip(keys, range(6), strict=True))
-        assert len(c) == 6
-        c.add(keys, np.arange(6.0) + 10)
-        assert c.remove(keys) == 12 and len(c) == 0
-
-
-def test_a_vector_that_was_known_by_all_its_digits_is_changed_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, places = np.random.default_rng(0).normal(size=(8, 4)), []
-    for i in range(2):
-        places.append(str(tmp_path / f"{i}.qkv"))
-        with monkeypatch.context() as patch, qkv.open(places[-1]) as D:
-            old = lambda _, keys: list(map(cells.wide_digest, keys))  # noqa: E731
-            patch.setattr(Schema, "digests", old)
-            D.add(keys[4 * i : 4 * i + 4], np.arange(4.0))
-    with cluster(places, 2) as c:
-        assert [c.update(key, 9.0) for key in keys] == [0] * 8  # none is new
-        assert len(c) == 8 and [c[key] for key in keys] == [9.0] * 8
 
 
 def test_split_refuses(store: str, tmp_path: Path) -> None:

@@ -343,3 +343,25 @@ def test_an_answer_says_where_all_vectors_look_alike():
     assert qkv.Database({"Li": 1.0, "Hu": 2.0}).ask("Li").hint == ""
     alone = D.ask(keys[7], where="value == 'row 7'")  # one row is told from no other
     assert alone.total == 1 and alone.hint == ""
+
+
+@pytest.mark.parametrize("weighting", ["average", weightings.Softmax(100.0), "hard"])
+def test_a_weighting_that_makes_rows_alike_by_itself_is_no_fault_of_the_keys(weighting):
+    keys = np.random.default_rng(0).normal(size=(40, 8))
+    answer = qkv.Database(keys, np.arange(40.0)).ask(3 * keys[7], weighting=weighting)
+    assert answer.hint == ""
+
+
+def test_what_a_question_means_is_found_once_and_again_where_it_changes():
+    D, fresh = (qkv.Database([(1.0, 10.0), (2.0, 40.0), (4.0, 0.0)]) for _ in range(2))
+    D.ask(1.5, score="gaussian", top=2)
+    meant = D._last
+    assert D.ask(2.5, score="gaussian", top=2) == fresh.ask(2.5, score="gaussian", top=2)
+    assert D._last is meant
+    for how in ({"top": 1}, {"score": "cosine"}, {"weighting": "hard"}, {"where": "key > 1"}):
+        assert D.ask(1.5, **how) == fresh.ask(1.5, **how) and D._last is not meant
+    for how in ({"top": True}, {"tolerance": -1}, {"confidence": 0.9}):
+        with pytest.raises(ArgumentError):
+            D.ask(1.5, score="gaussian", **{"top": 2} | how)
+    D.add([(1.5, 7.0)])
+    assert D.ask(1.5, score="gaussian", top=2).total == 4

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 
 import qkv
 from qkv import scores
-from qkv.database import cells, codes, encoding
+from qkv.database import codes, encoding
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
-from qkv.database.faults import DuplicateKey
-from qkv.database.schema import Schema
 from qkv.database.store import draft, sizes
-from qkv.database.store.catalogue import FILE, FORMAT
 
 TITLES = [
     f"{a} {b} {c}" for a in ("old", "new") for b in ("man", "sea", "town") for c in "abcdefghij"
@@ -147,48 +141,3 @@ def test_rows_whose_codes_cannot_be_made_change_nothing(tmp_path, small, monkeyp
         assert len(D) == 0 and not list(D.path.glob("*.safetensors*"))
         D.add(VECTORS, np.arange(300.0))
         assert D[VECTORS[299]] == 299
-
-
-def test_a_store_of_format_1_is_read_and_takes_rows_as_it_is(tmp_path, monkeypatch):
-    path, rows = tmp_path / "old", {title: i for i, title in enumerate(TITLES)}
-    with monkeypatch.context() as patch, qkv.open(path, encoder=Characters(64)) as D:
-        patch.setattr(Characters, "rounds", False)
-        D.add(rows)
-    connection = sqlite3.connect(path / FILE)
-    connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    with qkv.open(path) as D:
-        assert D.info()["vectors"] == "64 float32"
-        D.add("one more", 99)
-        assert D.info()["vectors"] == "64 float32" and D.ask("one mor").rows[0].value == 99
-        assert _format(path) == 1
-        D.encode()
-        assert D.info()["vectors"] == "64 int8" and D.ask("one mor").rows[0].value == 99
-        assert _format(path) == FORMAT
-        assert D.at(2).ask("one mor").rows[0].value == 99
-
-
-def test_a_store_of_format_2_finds_vectors_by_the_digests_that_it_has(tmp_path, monkeypatch):
-    path, keys = tmp_path / "old", np.random.default_rng(0).normal(size=(5, 40)).astype("f4")
-    with monkeypatch.context() as patch, qkv.open(path, unique=True) as D:
-        patch.setattr(Schema, "digests", lambda _, keys: cells.digests(keys))
-        told = lambda schema: {n: x for n, x in asdict(schema).items() if n != "hash"}  # noqa: E731
-        patch.setattr(Schema, "to_dict", told)
-        D.add(keys[:3], [0, 1, 2])
-    with qkv.open(path) as D:
-        D.add(keys[3], 3)
-        assert [D[key] for key in keys[:4]] == [0, 1, 2, 3] == [D[x.tolist()] for x in keys[:4]]
-        with pytest.raises(DuplicateKey):
-            D.add(keys[:1], [0])
-        assert D.update(keys[1], 9) == 0 and D.remove(keys[:1]) == 1 and len(D) == 3
-        D.encode()
-        D.compact()
-        assert keys[0] not in D and D[keys[1].astype(float)] == 9 and D.get(keys[4]) is None
-
-
-def _format(path):
-    connection = sqlite3.connect(path / FILE)
-    try:
-        return connection.execute("PRAGMA user_version").fetchone()[0]
-    finally:
-        connection.close()

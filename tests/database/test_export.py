@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from qkv import Database
 from qkv.database import export, sources
-from qkv.database.faults import ChangedCells
+from qkv.database.faults import ChangedCells, Unwritable
 from qkv.errors import ArgumentError, DtypeError, MissingExtra
 from tests.interrupt import moments
 
@@ -132,6 +132,8 @@ def test_a_missing_vector_is_missing_everywhere(tmp_path):
         (["a", ""], True),
         (["1", "2"], True),
         (["1", "b"], False),
+        (["1,234.5", "12,000"], True),
+        (["1", "1,2"], False),
         ([1, "b"], True),
         ([1, 2.5], False),
         ([2**53 + 1, 2.5], True),
@@ -241,6 +243,8 @@ def test_a_notebook_sees_the_columns_and_the_first_rows():
     assert "and 1,229 more rows<" in page and "&lt;b&gt;5" not in page
     assert len(page) < 2500
     wide = Database.from_columns({f"c{i}": ["x", "y"] for i in range(40)}, key="c0", value="c1")
+    six = Database({i: i for i in range(6)})
+    assert "and 1 more row<" in six._repr_html_()
     assert "and 28 more columns<" in wide._repr_html_() and ">c12<" not in wide._repr_html_()
     assert "empty" in Database()._repr_html_()
 
@@ -284,8 +288,8 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
 @pytest.mark.parametrize("named", [(), (".names.csv.0a1b2c3d",)])
 def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path, named):
     path = tmp_path / "names.csv"
-    told = r"No space left on device: '.*/names\.csv'$"
-    with pytest.raises(OSError, match=told), export.whole(path):
+    told = r"/names\.csv cannot be written \(No space left on device\): nothing was changed; make"
+    with pytest.raises(Unwritable, match=told), export.whole(path):
         raise OSError(errno.ENOSPC, "No space left on device", *named)
     assert not list(tmp_path.iterdir())
 

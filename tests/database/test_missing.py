@@ -46,6 +46,7 @@ def test_one_empty_cell_leaves_the_column_what_it_is():
     assert made.info()["value_kind"] == "text"
     answer = made.ask("a")
     assert answer.value in ("law", "art") and answer.missing == 1
+    assert answer.hint == "a is a key, but its row lacks value and is left out"
     assert made["a"] is None
     made.add("d", None)
     assert made.ask("d").missing == 2
@@ -56,8 +57,27 @@ def test_one_empty_cell_leaves_the_column_what_it_is():
 
 def test_values_of_several_columns():
     table = {"name": ["a", "b", "c"], "x": [1.0, None, 3.0], "y": [1, 2, None]}
-    numbers = qkv.Database.from_columns(table, key="name").ask("b")
+    told = r"2 of 3 rows lack a number in x \(1\) or y \(1\), so no answer counts them: fill it in"
+    with pytest.warns(SkippedRows, match=told):
+        made = qkv.Database.from_columns(table, key="name")
+    numbers = made.ask("b")
     assert (numbers.value, numbers.missing) == ({"x": 1.0, "y": 1.0}, 2)
+    assert numbers.hint == "b is a key, but its row lacks x and is left out"
+    for shown in (str(numbers), numbers.explain()):
+        assert "2 rows that lack x or y" in shown and "its row lacks x" in shown
+    assert made.ask("a").hint == "" and made["b"] == {"x": None, "y": 2}
+    with pytest.warns(SkippedRows, match=r"1 of 1 row lacks a number in y \(1\)"):
+        made.extend([{"name": "d", "x": 4.0, "y": None}])
+    with pytest.warns(SkippedRows, match="such as y$"):  # not the one that lacks it
+        made.extend([{"name": "g", "x": None, "y": 5.0}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is there to be left out
+        made.extend([{"name": "e", "x": None, "y": None}, {"name": "f", "x": 1.0, "y": 1.0}])
+    wide = {"name": ["a", "b"]} | {f"x{i}": [i, None if i else 1] for i in range(9)}
+    with pytest.warns(SkippedRows, match=r"in x1 \(1\), x2 \(1\), x3 \(1\) or 5 others, so no"):
+        told = str(qkv.Database.from_columns(wide, key="name").ask("b"))
+    assert "1 row that lacks x0, x1, x2 or 6 others" in told
+    assert "b is a key, but its row lacks x1, x2, x3 or 5 others and" in told
     table["y"] = ["p", None, None]
     mixed = qkv.Database.from_columns(table, key="name")
     assert mixed.ask("c").value == {"x": 3.0, "y": None} and mixed.ask("c").missing == 1
@@ -244,3 +264,17 @@ def test_a_column_of_dates_is_told_as_such_wherever_it_stands(path, tmp_path):
                     "mixed": "number, date"}  # fmt: skip
     alone = Database.from_columns({"day": [day], "at": [day]}, key="day")
     assert [column["type"] for column in alone.describe().values()] == ["date", "date"]
+
+
+def test_a_key_that_is_a_vector_may_be_part_of_the_value():
+    table = {"v": np.eye(3), "n": [1, 2, None]}
+    made = Database.from_columns(table, key="v", value=["v", "n"])
+    answer = made.ask(np.array([0.0, 9.0, 0.0]))
+    assert answer.value["n"] == 2 and answer.missing == 0
+    np.testing.assert_array_equal(answer.value["v"], [0, 1, 0])
+    assert made.describe() == {
+        "v": {"type": "vector", "missing": 0},
+        "n": {"type": "number", "missing": 1},
+    }
+    with pytest.raises(ArgumentError, match="column 'v' holds vectors"):
+        made.count("v == 3")

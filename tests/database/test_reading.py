@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import AbsentKey, Database, cells
+from qkv.database import AbsentKey, Database
 from qkv.database.faults import Closed, DuplicateKey
 from qkv.database.store import sizes
 from qkv.errors import DtypeError
@@ -165,18 +165,6 @@ def test_a_moment_is_found_in_every_zone(path, zone, tmp_path):
     D.remove([INSTANT])
     assert INSTANT.astimezone(TOKYO) not in D and len(D) == 1
     D.close()
-
-
-@pytest.mark.parametrize("pair", [False, True])
-def test_a_moment_of_an_older_store_is_found_as_it_was_written(pair, monkeypatch):
-    tokyo = INSTANT.astimezone(TOKYO)
-    key = (3, tokyo) if pair else tokyo
-    with monkeypatch.context() as before:
-        before.setattr(cells, "digest", cells.local_digest)
-        before.setattr(cells, "digests", lambda keys: [*map(cells.local_digest, keys)])
-        D = Database([(key, 1.0)])
-    assert D[key] == 1.0 and key in D
-    assert ((3, INSTANT) if pair else INSTANT) not in D
 
 
 def test_a_moment_at_the_end_of_time_is_a_key():

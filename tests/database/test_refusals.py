@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv import scores, weightings
 from qkv.database.absent import AbsentKey
 from qkv.database.faults import UnknownVersion, Unwritable
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 
 TEXT = qkv.Database({"a": 1.0, "b": 2.0})
 NUMBERS = qkv.Database({1: 1.0, 2: 2.0})
+LISTS = qkv.Database([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [1.0, 2.0])
 VECTORS = qkv.Database(np.eye(3), np.arange(3.0))
 DATES = qkv.Database([(datetime.date(2020, 1, 1), 1.0), (datetime.date(2021, 1, 1), 2.0)])
 LEARNED = qkv.Database({"a": 1.0, "b": 2.0}, encoder="characters")
@@ -44,7 +46,10 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
         (NUMBERS, float("nan"), ArgumentError, "^query 0 is not a finite number$"),
         (VECTORS, "a", DtypeError, "^query must be a vector of numbers"),
         (VECTORS, [[1, 2], [1]], DtypeError, "^query must be a vector of numbers"),
-        (VECTORS, [1, 2], ShapeError, "vectors of 3 numbers"),
+        (VECTORS, [1, 2], ShapeError, "^query 0 has 2 numbers, but the keys are vectors of 3$"),
+        (LISTS, [[1, 2], [1]], ShapeError, "^query 1 has 1 number where query 0 has 2$"),
+        (NUMBERS, (1, 2), ShapeError, "^query 0 has 2 numbers, but the keys have 1 each$"),
+        (NUMBERS, np.ones((2, 3)), ShapeError, r"^query has shape \(2, 3\), but the keys are num"),
         (VECTORS, 5, DtypeError, "^query must be a vector, not the number 5"),
         (TEXT, np.array(5), DtypeError, "^query must be text, as the keys are, or their vector"),
         (TUPLES, ("x",), ShapeError, "^query 0 must be a tuple of 2 columns"),
@@ -53,6 +58,15 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
 def test_a_query_of_the_wrong_type_is_called_a_query(made, query, error, says):
     with pytest.raises(error, match=says):
         made.ask(query)
+
+
+def test_numbers_in_a_column_are_one_query_each_and_a_table_is_none():
+    column = np.array([[1.0], [1.5]])
+    assert [x.value for x in NUMBERS.ask(column)] == [NUMBERS.ask(x).value for x in (1.0, 1.5)]
+    assert NUMBERS.attend(column).shape == (2, 1)
+    for table in (np.ones((2, 3)), np.ones((2, 1, 1))):
+        with pytest.raises(ShapeError, match=r"query has shape .*expected \(queries,\)"):
+            NUMBERS.attend(table)
 
 
 def test_a_number_is_asked_as_its_text_too():
@@ -183,7 +197,10 @@ def test_paths_that_are_none(path, error, says):
         (lambda: TEXT.calibrate([], None), DtypeError, "^calibrate: coverage must be a number"),
         (lambda: TEXT.calibrate([], 2), ArgumentError, "^calibrate: coverage must lie between"),
         (lambda: TEXT.extend(None), DtypeError, "^rows must be a list of mappings.*NoneType"),
-        (lambda: TEXT.extend({"key": "c"}), DtypeError, "a mapping of columns, not str"),
+        (lambda: TEXT.extend({"key": "c"}), DtypeError, r"^rows must be a list.*pass \[rows\]"),
+        (lambda: TEXT.learn({"aa": "c"}), ArgumentError, r"^learn: pairs\[0\] names .* key 'c'"),
+        (lambda: qkv.open("x.qkv", mode="r"), TypeError, "'mode': pass create=False"),
+        (lambda: TEXT.extend(["key"]), DtypeError, "a mapping of columns, not str"),
         (lambda: TEXT.add(["c"], np.array(3.0)), DtypeError, "^values must be as many"),
         (lambda: TEXT.ask("a").above("x"), DtypeError, "^above: weight must be a number.*'x'"),
         (lambda: TEXT.rows(count="2"), ArgumentError, "^count must be a number of rows"),
@@ -217,6 +234,19 @@ def test_an_argument_of_the_wrong_kind_is_named(call, error, says):
 def test_an_argument_by_a_wrong_name_is_named(call, says):
     with pytest.raises(TypeError, match=says):
         call()
+
+
+def test_a_score_or_weighting_of_another_framework_is_refused_as_attend_does():
+    torch = pytest.importorskip("torch")
+    key = np.random.default_rng(0).normal(size=(5, 3))
+    D, one = qkv.Database(key, key), torch.tensor(1.5, dtype=torch.float64)
+    for how in ({"weighting": weightings.Softmax(one)}, {"score": scores.Gaussian(one)}):
+        says = f"query is an array of numpy but {next(iter(how))} is one of torch: convert"
+        for door in (qkv.attend, D.ask, D.attend):
+            given = (key, key, key) if door is qkv.attend else (key[:1],)
+            with pytest.raises(FrameworkError, match=says):
+                door(*given, **how)
+        assert torch.is_tensor(D.attend(torch.tensor(key), **how))
 
 
 def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):

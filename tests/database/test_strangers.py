@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import Database, check, encoders
+from qkv.database import Database, cells, check, encoders
 from qkv.database.encoders import Characters, Custom, Exact, Heads, Sentences, Vectors
 from qkv.database.faults import Damaged
-from qkv.database.store import Store
+from qkv.database.store import Store, sizes
 from qkv.errors import ArgumentError, QkvError
 
 KEYS = ["Zhang", "Lipton", "Li"]
@@ -197,3 +197,66 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
             D.add("c", 3)
     whole = text[0] == "{" or text == "[]"  # as a store's settings may be
     assert bool(check(path)) is not whole
+
+
+@pytest.mark.parametrize("cell", ["[]", 1.5, b"x"])
+@pytest.mark.parametrize("table", ["generations", "segments"])
+def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table, cell):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 12)
+    place, told = tmp_path / "names.qkv", "what it says of a file is not what was written"
+    with qkv.open(place) as D:
+        D.add([f"name {i}" for i in range(300)], range(300))
+    with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
+        some = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
+        assert catalogue.execute(f"UPDATE {table} SET bytes = ? WHERE {some}", (cell,)).rowcount
+    with pytest.raises(Damaged, match=told), qkv.open(place, create=False) as D:
+        D.ask("name 3")
+    assert [problem.what for problem in check(place)] == [told]
+    assert check(place, repair=True)[0].repaired
+
+
+@pytest.mark.parametrize(
+    ("column", "number"),
+    [
+        *((column, -2) for column in ("rows", "last", "generation", "settings")),
+        *((column, "x") for column in ("rows", "last", "generation", "settings", "added")),
+        ("rows", 4),
+        ("rows", 2**62),
+        ("last", -1),
+    ],
+)
+def test_a_version_that_no_store_wrote_is_damage(tmp_path, column, number):
+    """Whoever made it knew to make its checksum, too."""
+    place = tmp_path / "names.qkv"
+    with qkv.open(place, encoder="characters") as D:
+        D.add(KEYS, KEYS)
+    with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
+        cursor = catalogue.execute("SELECT * FROM versions WHERE number = 1")
+        names = [name for name, *_ in cursor.description]
+        told = dict(zip(names, cursor.fetchone(), strict=True)) | {column: number}
+        del told["crc"]
+        crc = zlib.crc32("|".join(map(str, told.values())).encode())
+        change = f"UPDATE versions SET {column} = ?, crc = ? WHERE number = 1"
+        catalogue.execute(change, (number, crc))
+    with pytest.raises(Damaged, match="version 1 is not what was written"):
+        len(qkv.open(place, create=False))
+
+
+@pytest.mark.parametrize(
+    "record", ["[" * 100_000, '{"value": {"$bytes": "x"}}', '{"value": {"$array": ["O", [1], ""]}}']
+)
+def test_a_record_that_no_store_wrote_is_damage(record):
+    with pytest.raises(Damaged, match="a record is not what was written"):
+        cells.loads(record)
+
+
+@pytest.mark.parametrize("name", ["kinds/key", "kinds/value", "code"])
+def test_a_layout_without_what_the_schema_names_is_damage(tmp_path, name):
+    place = tmp_path / "pairs.qkv"
+    with qkv.open(place) as D:
+        D.add([[1.0, 2.0], [3.0, 4.0]] if name == "code" else [1.0, 2.0], [3.0, 4.0])
+    with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
+        change = "UPDATE generations SET layout = replace(layout, ?, 'other')"
+        catalogue.execute(change, (name,))
+    with pytest.raises(Damaged, match="are lost or not qkv's"), qkv.open(place, create=False) as D:
+        D.ask([1.0, 2.0] if name == "code" else 1.0, where="value > 1")

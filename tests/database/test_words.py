@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Characters, Encoder, Heads, Lexical, load
+from qkv.database.encoders import Characters, Encoder, Heads, Lexical
 from qkv.database.encoding import at_words, kept
 from qkv.scores import Cosine, Gaussian, ScaledDot
 from qkv.weightings import Entmax, TopK
@@ -96,19 +96,6 @@ def test_a_vector_of_the_callers_own_asks_no_words(D: qkv.Database) -> None:
     alpha = qkv.weights(own, key, score="dot")
     np.testing.assert_allclose(D.attend(own, score="dot"), alpha @ VALUES, rtol=1e-4)
     np.testing.assert_allclose(D.ask(own, score="dot")[1].weights, alpha[1], rtol=1e-4)
-
-
-def test_words_that_were_hashed_are_read_as_they_were() -> None:
-    old = Heads([Lexical(64), Characters(32)]).fit(KEYS)
-    told = old.settings()
-    assert told["heads"][0]["width"] == 64
-    again = load(told, old.arrays())
-    assert again == old and again.sparse(KEYS) is None
-    np.testing.assert_array_equal(again.encode(KEYS), old.encode(KEYS))
-    D = qkv.Database(KEYS, VALUES, encoder=again)
-    query, key = old.query(QUERIES), kept(old, KEYS)
-    alpha = qkv.weights(query, key, score=old.score(120))
-    np.testing.assert_allclose(D.attend(QUERIES), alpha @ VALUES, rtol=1e-4)
 
 
 def test_lexical_alone_needs_no_vectors() -> None:

@@ -224,7 +224,7 @@ def test_lists_of_numbers_are_vectors_where_the_first_rows_were():
     assert len(D) == 7 and D[[1, 1, 1]] == "g" and D[[0.5, 0.5, 0.0]] == "h"
     assert D.remove([1, 1, 1]) == 1 and D.remove([[1, 1, 0], [0, 1, 1]]) == 2
     assert D.ask([1.0, 0.0, 0.0], weighting="hard").value == "a"
-    with pytest.raises(ShapeError, match="vectors of 3 numbers"):
+    with pytest.raises(ShapeError, match="key 0 has 2 numbers, but the keys are vectors of 3"):
         D.add([0.5, 0.5], "x")
     with pytest.raises(DtypeError, match="of type vector"):
         D.add([["x", 1.0, 2.0]], ["x"])

@@ -484,25 +484,6 @@ def test_what_is_not_known_is_no_bound():
         assert Bound(*(np.full(1, x) for x in (0.0, 1.0, gain, loss))).error == 1
 
 
-def test_a_compaction_adds_the_codes_that_a_store_has_not(tmp_path, monkeypatch):
-    keys = np.random.default_rng(13).normal(size=(5000, 64)).astype(np.float32)
-    with qkv.open(tmp_path / "d.qkv") as D:
-        with monkeypatch.context() as patch:
-            patch.setattr(codes, "NARROW", 10**6)
-            D.add(keys, np.arange(5000.0))
-        D.remove(keys[3])
-        assert D.ask(keys[9], tolerance=0.01).rows_read == 4999
-        D.compact()
-        for _ in range(2):
-            found, true = (D.ask(keys[9], tolerance=t) for t in (0.01, None))
-            assert found.rows_read < 500 and len(D) == 4999 and D[keys[9]] == 9
-            error = 0.5 * np.abs(found.weights - true.weights).sum()
-            assert error <= found.error_bound + 1e-6 <= 0.011
-            version = D.version
-            D.compact()
-            assert D.version == version
-
-
 def test_what_8_bits_have_lost_is_told_of_narrow_keys_too():
     keys = np.random.default_rng(1).normal(size=(500, 8)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(500)], precision="int8")

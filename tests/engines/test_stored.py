@@ -132,7 +132,7 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
 
         def loss(q, *held, attend=attend):
             out = attend(q, make(*held))
-            xp = qkv.arrays.namespace(out)
+            xp = qkv.arrays.of(out).xp
             return xp.sum(out * fw.make(ALONG)) + xp.sum(q) * 0.0  # some know of no way back
 
         found.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])

@@ -645,6 +645,20 @@ def test_training_learns() -> None:
     )
 
 
+def test_a_last_batch_that_is_shorter_in_a_compiled_step() -> None:
+    if BACKEND != "tensorflow":
+        pytest.skip("the others compile for each length")
+    x, lost = numbers(5, 3, 4), []
+    for jit in (True, False):
+        keras.utils.set_random_seed(0)
+        rows = keras.Input((None, 4))
+        model = keras.Model(rows, MultiHeadAttention(2, 3)(rows, rows, use_causal_mask=True))
+        model.compile("sgd", "mse", jit_compile=jit)
+        how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        lost.append(model.fit(x, x, **how).history["loss"])
+    close(np.array(lost[0]), np.array(lost[1]))
+
+
 @pytest.mark.parametrize("kind", SCORES)
 def test_every_score_is_kept_in_the_config(kind: str) -> None:
     layer = Attention(score=SCORES[kind](), name="one")
@@ -756,6 +770,8 @@ def test_wrong_arguments_are_named() -> None:
     refused(ArgumentError, "did you mean 'softmax'", lambda: SelfAttention(weighting="softmx"))
     refused(DtypeError, "weighting", lambda: SelfAttention(weighting=3))
     refused(DtypeError, "Keras layer", lambda: Attention(score=keras.layers.Dense(3)))
+    x = numbers(2, 5, 4)
+    refused(TypeError, r"FeedForward\.call.*'training'", lambda: FeedForward(3)(x, trainig=True))
     unknown = {"name": "Gausian", "fields": {}}
     refused(ArgumentError, "did you mean 'Gaussian'", lambda: Attention(unknown))
 

@@ -29,9 +29,13 @@ from tests.test_doors import (
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 
 
+CAUGHT = ("own_function", "own_modified")
+"""Scores whose function has caught its array, which so is no weight of the layer."""
+
+
 def built(score: str, weighting: str, arrays: dict[str, Any]) -> Any:
     """A layer, whose arrays begin as these; a function keeps what it has caught."""
-    given = arrays if score == "own_function" else leaves(score, weighting)
+    given = arrays if score in CAUGHT else leaves(score, weighting)
     compare = how(given, score, weighting)["score"]
     weigh = how(leaves(score, weighting), score, weighting)["weighting"]
     return Attention(compare, weigh, dtype="float64")
@@ -52,7 +56,7 @@ def test_the_layer_and_its_gradients(score, weighting):
     out, want = truth(score, weighting)
     close(found[0], out[rows])
     close(alpha[0], want[rows])
-    caught = "score" if score == "own_function" else "nothing"
+    caught = "score" if score in CAUGHT else "nothing"
     learned = [name for name in arrays if "." in name and not name.startswith(caught)]
     arrays |= dict(zip(learned, (x.value for x in layer.trainable_weights), strict=True))
     descends(found[0], arrays, score, weighting)

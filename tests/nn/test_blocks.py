@@ -194,8 +194,8 @@ def test_a_block_can_be_copied():
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda x: TransformerBlock(D, H, cross=True)(x), "memory"),
-        (lambda x: TransformerBlock(D, H)(x, x), "memory"),
+        (lambda x: TransformerBlock(D, H, cross=True)(x), "memory.* pass it, or .*cross=False"),
+        (lambda x: TransformerBlock(D, H)(x, x), "memory.* takes none.*cross=True"),
         (lambda x: TransformerBlock(D, 3), "embed_dim"),
         (lambda x: TransformerEncoder(0, D, H), "num_layers"),
         (lambda x: FeedForward(D, activation="gello"), "gelu"),

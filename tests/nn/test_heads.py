@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -438,13 +440,42 @@ def test_any_score_weighting_and_mask():
     torch.testing.assert_close(got[0], out.transpose(0, 1).flatten(1) @ layer.out_proj.weight.T)
 
 
-@pytest.mark.parametrize("mask", [masks.causal, torch.ones(S, S).tril().bool()], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [masks.causal, "causal", torch.ones(S, S).tril().bool(), torch.ones(S, S, **F64).tril().log()],
+    ids=["rule", "name", "booleans", "floats"],
+)
 def test_a_mask_of_ours_spares_the_added_keys(mask):
     layer = MultiHeadAttention(E, H, add_bias_kv=True, add_zero_attn=True, **F64)
     x = torch.randn(S, N, E, **F64)
     want = layer(x, x, x, attn_mask=torch.ones(S, S).triu(1).bool())
     for a, b in zip(layer(x, x, x, mask=mask), want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_mask_of_one_column_spares_the_added_keys():
+    layer, shut = MultiHeadAttention(E, H, add_zero_attn=True), torch.ones(S, 1).bool()
+    x, shut[1] = torch.randn(S, N, E), False
+    want = layer(x, x, x, mask=shut.expand(S, S))
+    for a, b in zip(layer(x, x, x, mask=shut), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize(
+    ("mask", "step"),
+    [
+        (masks.causal, "pass it as mask="),
+        ("causal", "pass it as mask="),
+        (np.ones((S, S), bool), "not ndarray: pass torch.as_tensor"),
+        (torch.ones(S, S, dtype=torch.int64), "not torch.int64"),
+    ],
+    ids=["rule", "name", "ndarray", "integers"],
+)
+def test_what_is_no_mask_of_torchs_is_told_where_it_goes(name, mask, step):
+    layer, x = MultiHeadAttention(E, H), torch.randn(S, N, E)
+    with pytest.raises(DtypeError, match=f"^{name} .*{re.escape(step)}"):
+        layer(x, x, x, **{name: mask})
 
 
 @pytest.mark.parametrize(
@@ -692,3 +723,32 @@ def test_a_short_layer_with_and_without_mkl(weights, large, mkl, monkeypatch):
             want = theirs(x, x, x, need_weights=weights, **options)
             got = ours(x, x, x, need_weights=weights, **options)
             torch.testing.assert_close(got, want)
+
+
+class Adapter(torch.nn.Module):
+    """W x + B A x, with no weight of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.a = torch.nn.Linear(inner.in_features, 2, bias=False)
+        self.b = torch.nn.Linear(2, inner.out_features, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}, {"num_kv_heads": 1}])
+def test_an_adapter_may_stand_in_the_place_of_out_proj(options):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(8, 2, batch_first=True, **options)
+    same = copy.deepcopy(layer)
+    layer.out_proj = Adapter(layer.out_proj)
+    with torch.no_grad():
+        same.out_proj.weight += layer.out_proj.b.weight @ layer.out_proj.a.weight
+    x = torch.randn(2, 5, 8)
+    for how in ({}, {"is_causal": True}, {"need_weights": False, "mask": masks.window(1)}):
+        torch.testing.assert_close(layer(x, x, x, **how)[0], same(x, x, x, **how)[0])
+    block = TransformerBlock(8, 2, 16)
+    block.self_attn.out_proj = Adapter(block.self_attn.out_proj)
+    assert block(x).shape == x.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.nn.modules import module  # noqa: E402
 
 import qkv  # noqa: E402
 from qkv import masks, scores  # noqa: E402
@@ -13,6 +14,7 @@ from qkv.nn import (  # noqa: E402
     AdditiveScore,
     Attention,
     BahdanauDecoder,
+    FeedForward,
     GatedScore,
     GaussianScore,
     KernelRegression,
@@ -128,6 +130,14 @@ def test_dropout_acts_while_training_alone():
 def test_wrong_scores_are_refused(make, match):
     with pytest.raises(ArgumentError, match=match):
         make()
+
+
+@pytest.mark.parametrize("layer", [AdditiveScore(4, 4), GaussianScore(), FeedForward(4)])
+def test_a_call_names_the_nearest_keyword(layer):
+    name, x = type(layer).__name__, torch.zeros(3, 4)
+    known = "x" if name == "FeedForward" else "key, query"
+    with pytest.raises(TypeError, match=rf"^{name}\.forward\(\) .* 'mask'.* Known: {known}\.$"):
+        layer(*[x] * (1 + known.count(",")), mask=None)
 
 
 def test_widths_that_do_not_fit_are_refused():
@@ -252,3 +262,66 @@ def test_a_layer_without_widths_says_what_to_pass():
             Attention(given)
     assert isinstance(Attention(GaussianScore).score, GaussianScore)
     assert Attention("gaussian").score == scores.Gaussian(1.0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_hooks_on_a_score_run(name):
+    """They see the scores, and what they return counts; without them nothing is called."""
+    torch.manual_seed(0)
+    score = MAKE[name]()
+    layer = MultiHeadAttention(8, 2, batch_first=True, score=score)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    plain = layer(x, x, x, need_weights=False, is_causal=True)[0]
+    seen = []
+    first = score.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
+    then = score.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    out = layer(x, x, x, need_weights=False, is_causal=True)[0]
+    assert seen == [(2, 2, 5, 4), (2, 2, 5, 5)]
+    torch.testing.assert_close(out, plain)
+    weights = list(score.parameters())
+    found = (torch.autograd.grad(y.sum(), [x, *weights]) for y in (out, plain))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    first.remove()
+    then.remove()
+    layer(x, x, x, need_weights=False, is_causal=True)
+    assert len(seen) == 2
+    with score.register_forward_hook(lambda module, given, out: out * 0):
+        flat = layer(x, x, x)[1]
+    torch.testing.assert_close(flat, torch.full_like(flat, 1 / 5))
+
+
+def test_hooks_on_an_inner_score_and_a_decoder_s_run():
+    seen = []
+    score = GatedScore(4, 4, "additive")
+    score.score.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    Attention(score)(*torch.randn(3, 1, 5, 4))
+    assert seen == [(1, 5, 5)]
+    decoder = BahdanauDecoder(7, 2, 3, 4)
+    tokens, memory = torch.tensor([[1, 2]]), torch.randn(1, 5, 4)
+    plain = decoder(tokens, memory)[0]
+    seen.clear()
+    decoder.score.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    torch.testing.assert_close(decoder(tokens, memory)[0], plain)
+    assert set(seen) == {(1, 1, 5)}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of tokens, by torch
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_on_all_modules_see_a_score(kind):
+    """As those of a profiler: every module that runs, the last layer of the heads too."""
+    seen: set[type] = set()
+    layer = MultiHeadAttention(8, 2, batch_first=True, score="additive")
+    plain = MultiHeadAttention(8, 2, batch_first=True)
+    decoder = BahdanauDecoder(7, 2, 3, 4)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    with getattr(module, f"register_module_{kind}")(lambda part, *given: seen.add(type(part))):
+        layer(x, x, x)[0].sum().backward()
+        assert {AdditiveScore, type(layer.out_proj), MultiHeadAttention} <= seen
+        seen.clear()
+        decoder(torch.tensor([[1, 2]]), torch.randn(1, 5, 4))[0].sum().backward()
+        assert AdditiveScore in seen
+        seen.clear()
+        with torch.no_grad():
+            plain(x, x, x)
+        assert (type(plain.out_proj) in seen) == (kind != "full_backward_hook")

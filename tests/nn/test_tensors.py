@@ -7,7 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qkv.errors import ArgumentError, DtypeError, ShapeError  # noqa: E402
+import qkv  # noqa: E402
+from qkv import masks, scores, weightings  # noqa: E402
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError  # noqa: E402
 from qkv.nn import (  # noqa: E402
     AdditiveScore,
     Attention,
@@ -93,3 +95,92 @@ WIDE = torch.ones(1, 3, 5)
 def test_another_size_than_the_layer_is_refused(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+NESTED = {
+    "a mask": lambda x: qkv.attend(T, T, T, mask=x),
+    "lengths": lambda x: qkv.attend(T, T, T, mask=masks.lengths(x)),
+    "documents": lambda x: qkv.attend(T, T, T, mask=masks.documents(x)),
+    "in a score": lambda x: qkv.attend(T, T, T, score=scores.Gaussian(x)),
+    "a score's matrix": lambda x: scores.Multiplicative(x),
+    "in a weighting": lambda x: qkv.attend(T, T, T, weighting=weightings.Entmax(x)),
+    "a learned score": lambda x: AdditiveScore(4, 4)(x, T),
+    "its keys": lambda x: GaussianScore()(T, x),
+    "heads, mask": lambda x: HEADS(T, T, T, mask=x),
+    "heads, padding": lambda x: HEADS(T, T, T, key_padding_mask=x),
+    "heads, attn_mask": lambda x: HEADS(T, T, T, attn_mask=x),
+    "rotary": lambda x: Rotary(4)(x),
+    "channels": lambda x: SqueezeExcitation(3)(x),
+    "examples": lambda x: KernelRegression(x, T[0]),
+    "decoder": lambda x: BahdanauDecoder(5, 2, 3, 4)(torch.zeros(2, 2).long(), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", NESTED)
+def test_a_nested_tensor_is_refused_in_our_words(name, layout):
+    """torch's own tell of an internal error."""
+    x = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=layout)
+    with pytest.raises(QkvError):
+        NESTED[name](x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_goes_through_the_network(layout):
+    parts = [torch.randn(3, 4), torch.randn(2, 4)]
+    network = FeedForward(4)
+    out = network(torch.nested.nested_tensor(parts, layout=layout)).unbind()
+    for found, x in zip(out, parts, strict=True):
+        torch.testing.assert_close(found, network(x))
+    with pytest.raises(ShapeError, match=r"not \("):
+        FeedForward(5)(torch.nested.nested_tensor(parts, layout=layout))
+
+
+@pytest.mark.parametrize("layer", [HEADS, SelfAttention(4), FeedForward(4)])
+def test_torch_fx_is_told_to_leave_a_layer_whole(layer):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            out = self.layer(x, x, x)[0] if layer is HEADS else self.layer(x)
+            return out + 1
+
+    class Whole(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return module is layer or super().is_leaf_module(module, name)
+
+    model = Model()
+    with pytest.raises(DtypeError, match=r"torch\.fx.*is_leaf_module.*torch\.export"):
+        torch.fx.symbolic_trace(model)
+    traced = torch.fx.GraphModule(model, Whole().trace(model))
+    torch.testing.assert_close(traced(T), model(T))
+
+
+class Attending(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return qkv.attend(x, x, x)
+
+
+SCRIPTED = {
+    "Attention": Attention,
+    "SelfAttention": lambda: SelfAttention(4),
+    "MultiHeadAttention": lambda: torch.nn.Sequential(TransformerEncoder(1, 4, 2)),
+    "AdditiveScore": lambda: BahdanauDecoder(5, 2, 3, 4),
+    "FeedForward": lambda: FeedForward(4),
+    "SqueezeExcitation": lambda: SqueezeExcitation(4),
+    "Rotary": lambda: Rotary(4),
+    "attend": Attending,
+    "weights": lambda: qkv.weights,
+    "scaled_dot_product_attention": lambda: qkv.scaled_dot_product_attention,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_torchscript_is_told_what_to_use_instead(name):
+    with pytest.raises(CombinationError, match=rf"jit.script cannot read {name}, .*torch.export"):
+        torch.jit.script(SCRIPTED[name]())

@@ -113,3 +113,27 @@ def test_it_is_learned():
         (p - want).square().sum().backward()
         optimizer.step()
     assert alpha[0] > 2.5 and alpha[1] < 1.2
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*deprecated")
+def test_a_trace_is_small_enough_for_torch_to_run_twice():
+    """The search is one node: torch's fuser, at the second call, took minutes for its steps."""
+    layer = layer_of(1.2, 1.8)
+    x, y = torch.randn(2, 1, 3, 8)
+    traced = torch.jit.trace(layer, (x, x.clone(), x.clone()), check_trace=False)
+    kinds = [node.kind() for node in traced.inlined_graph.nodes()]
+    assert kinds.count("qkv::rows") == 1 and len(kinds) < 1500
+    want = layer(y, y, y)[0]
+    for _ in range(3):
+        out = traced(y, y.clone(), y.clone())[0]
+        torch.testing.assert_close(out, want)
+    (slope,) = torch.autograd.grad(out.square().sum(), layer.weighting.alpha)
+    (expected,) = torch.autograd.grad(want.square().sum(), layer.weighting.alpha)
+    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_a_hook_that_never_runs_is_told_of(kind):
+    layer = layer_of(1.2, 1.8)
+    with pytest.warns(UserWarning, match=r"never runs.*nn\.capture"):
+        getattr(layer.weighting, f"register_{kind}")(lambda *given: None)

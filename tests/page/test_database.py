@@ -17,6 +17,7 @@ from qkv.page.calls import call
 from qkv.page.file import module
 from qkv.page.pack import pack
 from qkv.page.views import views
+from qkv.told import short
 from tests.browser import until
 from tests.page.test_file import number, weights
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 def view(page: Any, tmp_path: Path) -> Any:
     to_html({"view": "database"}, tmp_path / "p.html")
     page.goto((tmp_path / "p.html").as_uri())
+    page.get_by_test_id("row-0-key").wait_for()
     return page
 
 
@@ -243,6 +245,23 @@ def test_keys_of_several_columns_and_values_that_are_records(page: Any, tmp_path
     assert value.get_attribute("data-value") == '{"a":[1,null]}'
 
 
+def test_vectors_among_the_columns_of_a_value(page: Any, tmp_path: Path) -> None:
+    D = Database.from_columns(
+        {
+            "name": ["a", "b"],
+            "note": ["two\nlines", "one"],
+            "short": [np.array([1.5, 2.0]), np.array([0.0, 1.0])],
+            "long": [np.arange(12.0), np.ones(12)],
+        },
+        key="name",
+        encoder="characters",
+    )
+    opened(page, D, "a", tmp_path / "p.html")
+    vectors = "short: 1.5, 2, long: 0, 1, 2, 3, 4, 5, 6, 7, …"
+    assert page.get_by_test_id("answer-value").inner_text() == f"note: two lines, {vectors}"
+    assert page.get_by_test_id("row-0-value").input_value() == f"note: two⏎lines, {vectors}"
+
+
 def test_a_score_of_ones_own_is_shown_as_python_found_it(page: Any, tmp_path: Path) -> None:
     D: Any = Database({1.0: 10.0, 2.0: 20.0, 4.0: 40.0})
 
@@ -370,7 +389,7 @@ def pooled(page: Any, D: Any, query: str, **how: Any) -> None:
     shown = page.get_by_test_id("answer-value")
     told = json.loads(shown.get_attribute("data-value"))
     assert told == pytest.approx(found.value, rel=1e-5)
-    assert shown.inner_text() == ", ".join(f"{k}: {float(f'{v:.5g}'):g}" for k, v in told.items())
+    assert shown.inner_text() == short(told, 100)
     hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
     assert hard == pytest.approx(best.value)
     assert number(page, "answer-effective") == pytest.approx(found.effective_rows, rel=1e-4)

@@ -128,6 +128,15 @@ def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
     return query, key, rng.normal(size=(rows, 2))
 
 
+def test_sigmoids_keep_the_digits_of_what_is_small(run: Any) -> None:
+    key = np.array([[-700.0], [-40.0], [-17.0], [0.0], [3.0], [800.0]])
+    how = {"score": {"name": "dot"}, "weighting": {"name": "sigmoid"}}
+    found = run(ATTEND, [{"query": [1.0], "keys": key, "values": key, "how": how}])[0]
+    wanted = qkv.weights(np.ones((1, 1)), key, score="dot", weighting="sigmoid")[0]
+    np.testing.assert_allclose(found["weights"], wanted, rtol=1e-14)
+    np.testing.assert_allclose(wanted[:2], np.exp([-700.0, -40.0]), rtol=1e-14)
+
+
 def test_every_score_and_weighting(run: Any) -> None:
     rng = np.random.default_rng(0)
     cases, due = [], []

@@ -100,6 +100,13 @@ class TestRegression:
         np.testing.assert_allclose(fit.weights, qkv.weights(q, k, **how), atol=1e-12)
         np.testing.assert_allclose(fit.fitted, qkv.attend(q, k, v, **how)[:, 0], atol=1e-12)
 
+    @pytest.mark.parametrize("weighting", [None, "raw"])
+    def test_there_is_no_value_where_no_key_is_in_reach(self, weighting: Any) -> None:
+        by = {"it": scores.Boxcar(0.25)}
+        fit = data.regression([0.0, 1.0], [0.0, 3.0], by, weighting, query=[0.0, 0.5, 1]).fits["it"]
+        np.testing.assert_array_equal(fit.fitted, [0.0, np.nan, 3.0])
+        np.testing.assert_array_equal(fit.weights, [[1, 0], [0, 0], [0, 1]])
+
     def test_keys_are_sorted_with_their_values(self) -> None:
         found = data.regression(self.key, self.value)
         assert np.all(np.diff(found.key) >= 0)

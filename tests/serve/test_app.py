@@ -14,9 +14,10 @@ import qkv
 from qkv.cluster import LostShard
 from qkv.database.faults import Damaged, Locked, Unreadable, Unwritable
 from qkv.errors import ArgumentError
-from qkv.serve import api, bodies, limits, wire
+from qkv.serve import api, bodies, fit, limits, wire
 from qkv.serve.answers import refused_by
-from qkv.serve.app import _parsed, app
+from qkv.serve.app import app
+from qkv.serve.route import Given
 from qkv.serve.served import Served, opened
 from tests.serve.conftest import LOCAL
 
@@ -71,8 +72,8 @@ def test_a_body_that_is_no_json(client: TestClient, content: bytes, told: str) -
 
 def test_a_long_integer_is_not_rounded() -> None:
     for number in (2**63 - 1, 2**64 + 1, -(2**70) - 1):
-        raw = bytearray(json.dumps({"query": number}).encode())
-        assert _parsed(raw, bodies.ASK, "application/json") == {"query": number}
+        raw = json.dumps({"query": number}).encode()
+        assert fit.parsed(raw, bodies.ASK) == {"query": number}
 
 
 def test_lists_within_lists(client: TestClient) -> None:
@@ -149,6 +150,17 @@ def test_a_length_of_many_digits(client: TestClient) -> None:
     assert answer.status_code == 422 and "a length within" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("media", ["application/json", "application/octet-stream"])
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_tensor_in_json_has_numbers_of_json(client: TestClient, media: str, number: str) -> None:
+    query = f'{{"name": "query", "datatype": "FP64", "shape": [1], "data": [{number}]}}'
+    content = f'{{"inputs": [{query}]}}'
+    answer = client.post(
+        "/v2/models/grades/infer", content=content, headers={"content-type": media}
+    )
+    assert answer.status_code in (400, 422) and "not JSON" in answer.json()["error"]
+
+
 def test_a_body_of_another_type(client: TestClient) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         answer = client.post(ASK, content=b"{}", headers={"content-type": kind})
@@ -220,7 +232,39 @@ def test_what_takes_too_long(
     monkeypatch.setattr(kept.database, "ask", lambda *_, **__: late.wait(60), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     late.set()
-    assert answer.status_code == 503 and "0.05 seconds" in answer.json()["error"]
+    told = answer.json()["error"]
+    assert answer.status_code == 503 and "0.05 seconds" in told and "qkv.open" in told
+
+
+def test_what_is_kept_is_finished(
+    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread goes on, so that a refusal would be of what is there a moment later."""
+    timed: list[Any] = []
+
+    async def unhurried(_: Any, call: Any) -> Any:
+        timed.append(await call)
+        return timed[-1]
+
+    monkeypatch.setattr("qkv.serve.app._timed", unhurried)
+    how: dict[str, Any] = {
+        "params": {"name": "slow", "format": "csv"},
+        "headers": {"content-type": "text/csv"},
+    }
+    answer = client.post("/v1/databases", content=b"name,age\nAnn,3\nBo,4\n", **how)
+    assert answer.status_code == 200 and answer.json()["rows"] == 2
+    assert [type(found) for found in timed] == [Given]  # the body alone
+    del served["slow"]
+
+
+def test_a_file_that_is_too_large_is_told_what_to_do(client: TestClient) -> None:
+    how: dict[str, Any] = {
+        "params": {"name": "large", "format": "csv"},
+        "headers": {"content-type": "text/csv"},
+    }
+    answer = client.post("/v1/databases", content=bytes(limits.UPLOAD + 1), **how)
+    told = answer.json()["error"]
+    assert answer.status_code == 413 and "qkv import FILE" in told and "qkv serve" in told
 
 
 def test_a_bug_tells_nothing(client: TestClient, served: Served, monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jsonschema
@@ -66,6 +67,27 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
 def test_it_names_the_place(x: Any, schema: fit.Schema, told: str) -> None:
     found = fault(x, schema, "x")
     assert found is not None and told in found
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"query": "a", "query": "b"}',
+        b'{"rows": [{"name": "a:b"}, {"name": 1, "n\\u0061me": 2}]}',
+        b'{"rows": [{"name": "\\u003a", "name": "x"}]}',
+        b'{"top": 12345678901234567890123, "top": 3}',
+    ],
+)
+def test_a_name_that_comes_twice_in_an_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^the body has '\w+' twice in one object: leave"):
+        fit.parsed(raw, {"type": "object"})
+
+
+def test_the_same_name_in_several_objects_is_none_that_comes_twice() -> None:
+    body = {"rows": [{"a": "x: y"}, {"a": ":", "b": {"a": [1.5, {"a": None}]}}], "a": "\\u003a"}
+    assert fit.parsed(json.dumps(body).encode(), {"type": "object"}) == body
+    with pytest.raises(ValueError, match="the body is nested too deeply"):
+        fit.parsed(b'{"a":' * 300 + b"1" + b"}" * 300, {"type": "object"})
 
 
 def test_a_parameter_is_read_as_its_type() -> None:

@@ -126,7 +126,11 @@ def test_encoded_vectors_ask_a_table_of_texts(client: Any, store: Path) -> None:
 
 
 BAD: dict[str, tuple[np.ndarray, str, dict[str, Any]]] = {
-    "vectors of 6 numbers": (np.zeros((1, 5), np.float32), "FP32", {}),
+    "query 0 has 5 numbers, but the keys are vectors of 6": (
+        np.zeros((1, 5), np.float32),
+        "FP32",
+        {},
+    ),
     "NaN": (np.full((1, 6), np.nan, np.float32), "FP32", {}),
     "top must be at least": (np.zeros((1, 6), np.float32), "FP32", {"top": 0}),
     "gausian": (np.zeros((1, 6), np.float32), "FP32", {"score": "gausian"}),

@@ -15,6 +15,7 @@ import uvicorn
 
 import qkv
 from qkv.page import to_html
+from qkv.serve import limits
 from qkv.serve.app import app
 from qkv.serve.guard import Access
 from qkv.serve.run import bound
@@ -108,6 +109,50 @@ def test_a_served_database_is_asked(page: Any, url: str, own: Served) -> None:
     assert page.get_by_test_id("data-error").is_hidden()
 
 
+def test_a_narrow_page_breaks_no_word_that_has_room(page: Any, tmp_path: Path) -> None:
+    to_html({"view": "data"}, tmp_path / "p.html")
+    page.set_viewport_size({"width": 380, "height": 800})
+    page.goto((tmp_path / "p.html").as_uri())
+    csv = "about,title\n" + "a rebellious girl grows up through revolution " * 4 + ",Persepolis\n"
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": "books.csv", "mimeType": "text/csv", "buffer": csv.encode()}
+    )
+    page.get_by_test_id("data-query").fill("a girl")
+    value = page.get_by_test_id("data-row-0-value")
+    value.wait_for()
+    lines = """it => {
+        const all = document.createRange();
+        all.selectNodeContents(it);
+        return all.getClientRects().length;
+    }"""
+    assert value.inner_text() == "Persepolis" and value.evaluate(lines) == 1
+    assert page.evaluate("document.documentElement.scrollWidth") == 380
+
+
+def test_text_that_runs_from_right_to_left_is_laid_out_so(page: Any, tmp_path: Path) -> None:
+    to_html({"view": "data"}, tmp_path / "p.html")
+    page.goto((tmp_path / "p.html").as_uri())
+    csv = "hello,world\nשלום!,مرحبا!\n"
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": "words.csv", "mimeType": "text/csv", "buffer": csv.encode()}
+    )
+    query = page.get_by_test_id("data-query")
+    query.fill("שלום!")
+    page.get_by_test_id("data-row-0-key").wait_for()
+    left = """it => {
+        const one = document.createRange(), text = it.firstChild, end = text.data.length;
+        const place = (from) => {
+            one.setStart(text, from);
+            one.setEnd(text, from + 1);
+            return one.getBoundingClientRect().x;
+        };
+        return place(end - 1) < place(0);
+    }"""
+    for shown in ("data-row-0-key", "data-row-0-value", "data-value-found"):
+        assert page.get_by_test_id(shown).evaluate(left), shown
+    assert query.evaluate("it => getComputedStyle(it).unicodeBidi") == "plaintext"
+
+
 def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, url: str) -> None:
     page.add_init_script("""
         const ask = fetch;
@@ -137,6 +182,68 @@ def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, 
     assert page.get_by_test_id("data-error").is_hidden()
 
 
+def test_a_limit_is_told_with_what_to_do(
+    page: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.goto(url)
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-first-0-title").wait_for()
+    monkeypatch.setattr(limits, "SECONDS", 0)
+    page.expected.append("503")
+    page.get_by_test_id("data-query").fill("Emma")
+    page.get_by_test_id("data-error").filter(has_text="qkv.open(PATH)").wait_for()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_long_cell_leaves_room_for_the_others(page: Any, tmp_path: Path, served: bool) -> None:
+    text = "who is at the door, and why " * 70
+    csv = f'question,answer\n"{text}",nobody\n{"x" * 300},somebody\n'
+    to_html({"view": "data"}, tmp_path / "p.html")
+    with at_work(Served(), Access()) as url:
+        page.goto(url if served else (tmp_path / "p.html").as_uri())
+        if served:
+            page.get_by_test_id("tab-data").click()
+        page.get_by_test_id("data-file").set_input_files(
+            {"name": "faq.csv", "mimeType": "text/csv", "buffer": csv.encode()}
+        )
+        first = page.get_by_test_id("data-first-1-answer")
+        first.wait_for()
+        box = first.bounding_box()
+        assert box["x"] + box["width"] < 1280
+        page.get_by_test_id("data-query").fill(text)
+        key = page.get_by_test_id("data-row-0-key")
+        key.wait_for()
+        assert key.inner_text() == text.strip()  # all of it is there
+        short = key.bounding_box()["height"]
+        assert short < 120
+        told = page.get_by_test_id("data-explained").inner_text()
+        assert "who is at the door, and why who is at t… counts" in told and len(told) < 500
+        key.locator("div").click()
+        assert key.bounding_box()["height"] > 2 * short
+        page.goto("about:blank")
+
+
+def test_a_condition_is_of_the_table_that_is_open(page: Any, tmp_path: Path) -> None:
+    served = Served()
+    served.put("prices", qkv.Database.from_columns({"what": ["a", "b"], "net price": [3.5, 4]}))
+    served.put("names", qkv.Database({"Li": "Mu", "Hu": "Rachel"}))
+    with at_work(served, Access()) as url:
+        page.goto(url)
+        page.get_by_test_id("tab-data").click()
+        where = page.get_by_test_id("data-where")
+        for table, column, example in [
+            ("prices", "what", "`net price` <= 3.5"),
+            ("names", "key", 'key == "Li"'),
+        ]:
+            page.get_by_test_id("data-table").select_option(table)
+            page.get_by_test_id(f"data-first-1-{column}").wait_for()
+            assert not where.input_value() and where.get_attribute("placeholder") == example
+            where.fill(example)
+            page.get_by_test_id(f"data-first-1-{column}").wait_for(state="detached")
+            assert page.get_by_test_id(f"data-first-0-{column}").count() == 1
+        page.goto("about:blank")
+
+
 def test_a_server_that_is_gone_is_told_of(page: Any, url: str) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
@@ -149,6 +256,18 @@ def test_a_server_that_is_gone_is_told_of(page: Any, url: str) -> None:
     page.get_by_test_id("data-query").fill("Ulysses")
     page.get_by_test_id("data-row-0-weight").wait_for()
     assert page.get_by_test_id("data-error").is_hidden()
+
+
+def test_a_page_that_cannot_start_says_why_and_starts_again(page: Any, url: str) -> None:
+    refused = {"error": "this took longer than 60 seconds"}
+    page.route("**/page/call/views", lambda way: way.fulfill(status=503, json=refused))
+    page.expected.append("503")
+    page.goto(url)
+    page.get_by_role("alert").filter(has_text=refused["error"]).wait_for()
+    page.unroute("**/page/call/views")
+    page.get_by_role("button", name="Start again").click()
+    page.get_by_test_id("answer-value").first.wait_for()
+    assert page.get_by_role("button", name="Start again").is_hidden()
 
 
 def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own: Served) -> None:
@@ -183,6 +302,7 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own:
     )
     page.get_by_test_id("data-error").wait_for()
     assert "empty" in page.get_by_test_id("data-error").inner_text()
+    assert page.get_by_test_id("data-about").inner_text().startswith("holes: 2 rows")
 
 
 def test_a_folder_of_a_database_is_opened(page: Any, url: str, own: Served, tmp_path: Path) -> None:
@@ -286,3 +406,4 @@ def test_a_file_in_the_page_alone(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("data-query").fill("much")
     page.get_by_test_id("data-error").wait_for()
     assert "must be a number" in page.get_by_test_id("data-error").inner_text()
+    assert not page.get_by_test_id("data-row-0-weight").count()  # it was to another question

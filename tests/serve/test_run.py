@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -45,6 +46,15 @@ def names(tmp_path: Path) -> Path:
     with qkv.open(tmp_path / "names.qkv", encoder="characters") as database:
         database.add(["Li", "Hu"], ["Mu", "Rachel"])
     return tmp_path / "names.qkv"
+
+
+def test_a_program_is_told_the_address_before_it_waits(names: Path) -> None:
+    with serving(names, "--json") as (url, server):
+        ready, _, _ = select.select([server.stdout], [], [], 60)
+        assert ready, "nothing on stdout while it serves"
+        told = json.loads(server.stdout.readline())
+        port = urlsplit(url).port
+        assert told == {"url": url, "host": "127.0.0.1", "port": port, "databases": ["names"]}
 
 
 WHOLE = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"

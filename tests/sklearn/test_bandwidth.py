@@ -87,7 +87,7 @@ def test_categories_share_the_gradient_of_their_column():
 def test_blocks_of_rows_make_no_difference(monkeypatch):
     rows, width = rows_of(sloped=SLOPED), np.ones(D)
     want = rows.slope(width)
-    monkeypatch.setattr("qkv.sklearn.bandwidth.PAIRS", 5 * M)
+    monkeypatch.setattr("qkv.sklearn.bandwidth.AT_ONCE", 5 * M)
     for one, two in zip(rows.slope(width), want, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-12)
 

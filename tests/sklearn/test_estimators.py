@@ -17,7 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import qkv
-from qkv.errors import QkvError
+from qkv.errors import CombinationError, QkvError
 from qkv.sklearn import AttentionClassifier, AttentionRegressor, AttentionTransformer
 from qkv.weightings import Normalized, TopK
 
@@ -130,6 +130,12 @@ def test_two_questions_at_once_are_answered_as_each_alone():
         alone = AttentionClassifier(WIDTH).fit(X, both[:, j])
         np.testing.assert_allclose(model.predict_proba(Q)[j], alone.predict_proba(Q), rtol=1e-12)
         np.testing.assert_array_equal(model.predict(Q)[:, j], alone.predict(Q))
+
+
+@pytest.mark.parametrize("kind", [AttentionRegressor, AttentionClassifier])
+def test_a_kernel_that_the_weighting_does_not_take_is_refused_by_fit(kind):
+    with pytest.raises(CombinationError, match="Gaussian can be negative: use"):
+        kind(1.0, kernel="gaussian", weighting="normalized").fit([[0.0], [1.0]], [0, 1])
 
 
 def test_a_query_without_an_answer_has_all_classes_alike():

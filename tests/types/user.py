@@ -185,5 +185,5 @@ def layers(t: Tensor, x: Floats) -> None:
     assert_type(nn.BahdanauDecoder(10, 4, 8, 6)(t, t), tuple[Tensor, Tensor, Tensor])
     heads(t, t)  # type: ignore[call-arg]
     nn.SelfAttention(8)(x)  # type: ignore[call-overload]
-    nn.TransformerBlock(8, 2)(t, causal=True)  # type: ignore[call-arg]
+    nn.TransformerBlock(8, 2)(t, causal=True)  # type: ignore[arg-type]
     KerasAttention(score="additive", weighting="entmax15")

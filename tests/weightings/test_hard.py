@@ -20,7 +20,7 @@ LIVE[1] = False
 def gradients(fw, weighting, **how):
     def loss(*arrays):
         out = qkv.attend(*arrays, weighting=weighting, mask=fw.make(LIVE), **how)
-        return qkv.arrays.namespace(out).sum(out * fw.make(ALONG))
+        return qkv.arrays.of(out).xp.sum(out * fw.make(ALONG))
 
     return fw.grads(loss, [fw.make(x) for x in (QUERY, KEY, VALUE)])
 

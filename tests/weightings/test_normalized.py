@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, wish, monkeypa
         how = {"mask": fw.make(LIVE), "engine": engine}
         how |= {"score": scores.Epanechnikov(width), "weighting": weightings.Normalized(wish)}
         out = qkv.attend(query, fw.make(KEY), fw.make(VALUE), **how)
-        return qkv.arrays.namespace(out).sum(out * fw.make(along))
+        return qkv.arrays.of(out).xp.sum(out * fw.make(along))
 
     dq, dwidth = fw.grads(loss, [fw.make(QUERY), fw.make(width)])
     assert dq[0] != 0 and not dq[1:].any()
@@ -94,7 +95,7 @@ def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
         def loss(*arrays, wish=wish):
             how = {"score": scores.Epanechnikov(2.0), "weighting": weightings.Normalized(wish)}
             out = qkv.attend(*arrays, mask=fw.make(LIVE), engine=engine, **how)
-            return qkv.arrays.namespace(out).sum(out[:1, :])
+            return qkv.arrays.of(out).xp.sum(out[:1, :])
 
         found.append(fw.grads(loss, [fw.make(x) for x in (QUERY, KEY, VALUE)]))
     for got, want in zip(*found, strict=True):
@@ -139,3 +140,29 @@ def test_it_says_what_it_refuses():
     assert "distance" in how.refuses(scores.Constant(), biased=False)
     with pytest.raises(CombinationError, match=r"distance.*Constant"):
         qkv.attend(QUERY, KEY, VALUE, score="constant", weighting=how)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 2e-6), ("float64", 1e-14)])
+def test_a_small_sigmoid_keeps_its_digits(dtype, within):
+    s = np.array([[0.0, 9.0, 800.0, -9.0, -20.0, -36.9, -37.1, -60.0, -80.0]], dtype)
+    want = [[1 / (1 + math.exp(-x)) for x in s[0].tolist()]]
+    np.testing.assert_allclose(weightings.Sigmoid()(s), want, rtol=within)
+    edges = np.array([[-np.inf, -1e30, 1e30, np.inf]], dtype)
+    assert weightings.Sigmoid()(edges).tolist() == [[0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+def test_so_does_its_slope(engine):
+    torch = pytest.importorskip("torch")
+    x = torch.tensor([0.0, 9.0, 800.0, -20.0, -60.0, -800.0, 1e30], dtype=torch.float64)
+    q, one = x[:, None].clone().requires_grad_(), torch.ones(1, 1, dtype=torch.float64)
+    qkv.attend(q, one, one, score="dot", weighting="sigmoid", engine=engine).sum().backward()
+    want = torch.sigmoid(x) * torch.sigmoid(-x)
+    torch.testing.assert_close(q.grad[:, 0], want, rtol=1e-12, atol=1e-16)
+
+
+def test_a_row_of_small_weight_is_named():
+    D = qkv.Database(np.array([[-20.0], [-25.0]]), [1.0, 2.0])
+    answer = D.ask([1.0], score="dot", weighting="sigmoid")
+    assert [row.index for row in answer.rows] == [0, 1]
+    assert answer.rows[0].weight == pytest.approx(math.exp(-20), rel=1e-5)

@@ -1,4 +1,4 @@
-/** A table in a file that a browser reads itself: comma-, semicolon- or tab-separated text. */
+/** A table in a file that a browser reads itself: text between commas, semicolons, tabs or bars. */
 
 export interface Table {
   columns: string[];
@@ -11,7 +11,15 @@ const MISSING = new Set(
   "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null|".split("|"),
 );
 /** "007" and "+1" are text, and with them their column. */
-const NUMBER = /^-?(0|[1-9]\d{0,14})(\.\d{1,16})?([eE][+-]?\d{1,3})?$/;
+const NUMBER = /^-?(0|[1-9]\d{0,14}|(?=\.))(\.\d{1,16})?([eE][+-]?\d{1,3})?$/;
+/** Numbers with a comma for the point, thousands parted by points or not; and ones that are whole. */
+const COMMA = /^-?(0|[1-9]\d*|[1-9]\d{0,2}(\.\d{3})+)(,\d+([eE][+-]?\d{1,3})?)?$/;
+/** Numbers with a point, thousands parted by commas or not. */
+const PARTED = /^-?(0|[1-9]\d*|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$/;
+const THOUSANDS = /^-?[1-9]\d{0,2},\d{3}$/;
+/** A price or a share with one or two digits behind its comma, which no mark of thousands has. */
+const PRICE = /^(([€$£¥%]|[A-Z]{3})\s*-?\d[\d.]*,\d\d?|-?\d[\d.]*,\d\d?\s*([€$£¥%]|[A-Z]{3}))$/;
+const MARKS = [",", ";", "\t", "|"];
 
 /** The cells of a text, line by line; a cell in quotes may hold anything, "" for a quote. */
 function cells(text: string, mark: string): string[][] {
@@ -45,6 +53,36 @@ function cells(text: string, mark: string): string[][] {
   return lines;
 }
 
+/** The delimiter under which most lines have as many cells as the first, and the cells. */
+function split(text: string): { mark: string; lines: string[][] } {
+  const found = MARKS.flatMap((mark) => {
+    try {
+      const lines = cells(text, mark);
+      const wide = lines[0]?.length ?? 0;
+      const like = lines.filter((line) => line.length === wide).length / Math.max(lines.length, 1);
+      return [{ mark, lines, fits: [Number(wide > 1), like, wide] }];
+    } catch {
+      return []; // a quote that opens under another delimiter
+    }
+  });
+  if (!found.length) cells(text, ",");
+  const more = (a: number[], b: number[]) => a.map((x, i) => x - b[i]).find((x) => x !== 0) ?? 0;
+  return found.reduce((best, next) => (more(next.fits, best.fits) > 0 ? next : best));
+}
+
+/** Columns in which numbers have a point, and nothing that parts thousands: between semicolons a comma is the point,
+ * elsewhere it parts, once one cell of the table shows it. */
+function pointed(columns: string[][], mark: string): string[][] {
+  const german = mark === ";";
+  const present = columns.map((texts) => texts.map((text) => text.trim()).filter((text) => !MISSING.has(text)));
+  const fits = present.map((texts) => texts.every((text) => (german ? COMMA : PARTED).test(text)));
+  const commas = present.filter((_, i) => fits[i]).flat().filter((text) => text.includes(","));
+  const shown = commas.some((text) => (german ? !THOUSANDS.test(text) : text.includes(".")));
+  if (!shown && !(german && present.flat().some((text) => PRICE.test(text)))) return columns;
+  const plain = (text: string) => (german ? text.replaceAll(".", "").replace(",", ".") : text.replaceAll(",", ""));
+  return columns.map((texts, i) => (fits[i] ? texts.map((text) => (MISSING.has(text.trim()) ? text : plain(text))) : texts));
+}
+
 function column(texts: string[]): Cell[] {
   const bare = texts.map((text) => text.trim());
   const present = bare.filter((text) => !MISSING.has(text));
@@ -54,17 +92,14 @@ function column(texts: string[]): Cell[] {
 
 /** The table of a text whose first line names the columns. */
 export function parse(text: string): Table {
-  const whole = text.replace(/^\ufeff/, "");
-  const first = whole.slice(0, whole.search(/[\r\n]|$/));
-  const count = (mark: string) => first.split(mark).length;
-  const mark = [",", "\t", ";"].reduce((best, next) => (count(next) > count(best) ? next : best));
-  const [columns, ...lines] = cells(whole, mark);
+  const { mark, lines: all } = split(text.replace(/^\ufeff/, ""));
+  const [columns, ...lines] = all;
   if (!columns?.length || !lines.length) throw new Error("the file has no rows below its first line");
   if (columns.length < 2) throw new Error("the file has one column: a key and a value are two");
   if (new Set(columns).size < columns.length) throw new Error("two columns have the same name");
   const odd = lines.findIndex((line) => line.length !== columns.length);
   if (odd >= 0) throw new Error(`row ${odd + 1} has ${lines[odd].length} cells, the first line ${columns.length}`);
-  const read = columns.map((_, i) => column(lines.map((line) => line[i])));
+  const read = pointed(columns.map((_, i) => lines.map((line) => line[i])), mark).map(column);
   const rows = lines.map((_, i) => Object.fromEntries(columns.map((name, j) => [name, read[j][i]])));
   return { columns, rows };
 }

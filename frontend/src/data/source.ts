@@ -1,7 +1,7 @@
 /** A table that is asked: by Python where there is one, else by the twin. */
 
 import { type Key, type Like, ask } from "../equation";
-import { counted } from "../numbers";
+import { counted, short } from "../numbers";
 import type { Backend } from "../wire";
 import { type Cell, type Table, parse } from "./csv";
 import { tar } from "./tar";
@@ -72,8 +72,20 @@ function named(file: string, taken: (name: string) => boolean): string {
 
 function format(file: File): string {
   const ending = file.name.split(".").at(-1)!.toLowerCase();
-  if (!FORMATS.includes(ending)) throw new Error(`${file.name}: the name must end in .${FORMATS.join(", .")}`);
+  if (!FORMATS.includes(ending)) {
+    const step = "save a workbook’s sheet as CSV, unpack what is packed, or use qkv import, which reads more";
+    throw new Error(`${file.name}: the name must end in .${FORMATS.join(", .")}: ${step}`);
+  }
   return ending;
+}
+
+/** The file as text; an error where it is in another encoding, which would be read as other letters. */
+async function utf8(file: File): Promise<string> {
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  } catch {
+    throw new Error(`${file.name} is not UTF-8 text: save it as CSV UTF-8`);
+  }
 }
 
 /** Python's databases, and files that it is sent. */
@@ -143,7 +155,7 @@ export function local(): Source {
       const how = { score: like(asked.score), weighting: like(asked.weighting) ?? "softmax", top: TOP, columns: pools ? of.value : null };
       const found = ask(pairs, asked.query, how);
       const [first] = found.rows;
-      const share = first && `${first.key} counts ${(100 * first.weight).toPrecision(3)} %. `;
+      const share = first && `${short(first.key)} counts ${(100 * first.weight).toPrecision(3)} %. `;
       return {
         ...found,
         value: found.pooled,
@@ -161,7 +173,7 @@ export function local(): Source {
     folder: null,
     async upload(file) {
       if (!["csv", "tsv"].includes(format(file))) throw new Error(`${file.name}: this page reads .csv and .tsv; qkv serve reads the others`);
-      const table = parse(await file.text());
+      const table = parse(await utf8(file));
       if (table.rows.length > MOST) throw new Error(`${file.name} has ${table.rows.length} rows; without Python ${MOST} are the most`);
       const name = named(file.name, () => false);
       const text = table.columns.find((column) => table.rows.some((row) => typeof row[column] === "string"));

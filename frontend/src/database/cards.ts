@@ -1,14 +1,12 @@
 /** The answer, soft beside hard: the value, where it came from, and how many rows took part. */
 
-import { fixed, h, put, s } from "../dom";
+import { clipped, fixed, h, put, s } from "../dom";
 import type { Answer } from "../equation";
-import { figure as weighed, percent, rounded, told } from "../numbers";
+import { READ, figure as weighed, percent, rounded, short, told } from "../numbers";
 import { spell } from "./state";
 
 /** Values that are told apart by colour; the rest share one. */
 const SHARES = 6;
-/** Letters from which a value is text to read, not a word to see from afar. */
-const LONG = 60;
 /** Values that are named where they tie. */
 const NAMED = 3;
 
@@ -21,7 +19,7 @@ export interface Card {
 /** Values that count as much as the one that is shown. */
 export function alsoHeaviest({ values }: Answer): string {
   const [first, ...others] = values;
-  const equal = others.filter(({ weight }) => weight > (1 - 1e-6) * first.weight).map(({ value }) => told(value));
+  const equal = others.filter(({ weight }) => weight > (1 - 1e-6) * first.weight).map(({ value }) => short(value));
   if (!equal.length) return "";
   const named = equal.length > NAMED ? `${equal.length} others` : equal.join(" and ");
   return `${named} ${equal.length > 1 ? "count" : "counts"} as much.`;
@@ -65,7 +63,7 @@ export function card(name: string, title: string, hint: string, tie: (answer: An
     element,
     show(answer, values) {
       value.textContent = told(answer.pooled);
-      value.classList.toggle("long", value.textContent.length > LONG);
+      value.classList.toggle("long", value.textContent.length > READ);
       value.dataset.value = spell(answer.pooled);
       tied.textContent = tie(answer);
       tied.hidden = !tied.textContent;
@@ -117,7 +115,7 @@ function shares(answer: Answer): HTMLElement[] {
             "li",
             {},
             h("i", { class: `share-${colour}`, "aria-hidden": "true" }),
-            h("span", {}, text),
+            h("span", {}, clipped(text)),
             h("span", { class: "number" }, (answer.shares ? percent : weighed)(weight)),
           ),
         ),

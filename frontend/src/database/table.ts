@@ -118,7 +118,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
   const input = (of: { text: string; given: unknown }, what: "key" | "value", i: number) =>
     h("input", {
       type: "text",
-      value: isRecord(of.given) ? told(of.given) : inOneLine(of.text),
+      value: inOneLine(isRecord(of.given) ? told(of.given) : of.text),
       autocomplete: "off",
       spellcheck: "false",
       "aria-label": `${what} of row ${i + 1}`,

@@ -68,7 +68,8 @@ function squaredDistance(width: number | Vector): Pair {
 }
 
 export function sigmoid(x: number): number {
-  return (Math.tanh(x * 0.5) + 1) * 0.5;
+  const small = Math.exp(-Math.abs(x));
+  return (x < 0 ? small : 1) / (1 + small);
 }
 
 function window(title: string, formula: string, profile: (square: number) => number): Kind {

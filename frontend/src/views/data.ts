@@ -2,8 +2,8 @@
 
 import { long } from "../bars";
 import { type About, type Found, type Row, local, remote } from "../data/source";
-import { fixed, h, labelled, put, select } from "../dom";
-import { counted, percent, told } from "../numbers";
+import { clipped, fixed, h, labelled, put, select } from "../dom";
+import { READ, counted, percent, short, told } from "../numbers";
 import type { View } from "../view";
 
 const SCORES: [string, string][] = [
@@ -31,8 +31,12 @@ const KEPT = {
   server: "It is kept in memory until the server ends.",
   file: "It stays in this page.",
 };
-/** Letters up to which a key is an example of a query. */
+/** Letters up to which a cell is an example of what to type. */
 const LONG = 40;
+/** Bytes of files that are read while one waits. */
+const LARGE = 5e6;
+/** Names of columns that stand for themselves in a condition; others stand in backticks. */
+const PLAIN = /^(?!(and|as|class|for|from|global|if|in|is|not|or|pass|return|with)$)[A-Za-z_]\w*$/;
 
 const STYLE = `
 .data .drop { border: 2px dashed var(--line); border-radius: var(--radius); padding: 1rem; display: flex; flex-wrap: wrap; gap: 0.75rem 1.5rem; align-items: start; margin-bottom: 1.25rem; }
@@ -46,7 +50,9 @@ const STYLE = `
 .data .controls { grid-template-columns: repeat(auto-fill, minmax(min(13rem, 100%), 1fr)); }
 .data .query input { font-size: 1.2rem; font-weight: 600; }
 .data .value { font-size: clamp(1.6rem, 4cqi, 2.4rem); line-height: 1.2; font-weight: 650; margin: 0.35rem 0 0.6rem; overflow-wrap: anywhere; }
-.data td.wide { overflow-wrap: anywhere; }
+.data .value.long { font-size: 1.1rem; line-height: 1.4; }
+.data .first .clip { min-width: 18rem; max-width: 40rem; }
+.data td.wide { overflow-wrap: anywhere; min-width: 6.5rem; }
 .data .controls { align-items: start; }
 .data .first td { vertical-align: top; }
 .data input::placeholder { font-weight: 400; color: var(--soft); }
@@ -54,6 +60,7 @@ const STYLE = `
 .data .query { margin-bottom: 1.25rem; }
 .data th.number { width: 4.5rem; }
 .data th.share { width: 25%; }
+@container page (max-width: 30rem) { .data .share { display: none; } }
 `;
 
 /** A file's button, as all buttons here look; the browser's own lies over it, unseen. */
@@ -68,6 +75,16 @@ function opener(label: string, text: string, input: HTMLInputElement, hint: stri
 /** The first few numbers of rows. */
 const listed = (rows: number[]) =>
   `${rows.length === 1 ? "row" : "rows"} ${rows.slice(0, 5).join(", ")}${rows.length > 5 ? ", …" : ""}`;
+
+/** A condition that some of these rows pass. */
+function condition(rows: Row[], columns: string[]): string {
+  const name = (column: string) => (PLAIN.test(column) ? column : `\`${column.replaceAll("`", "``")}\``);
+  const cells = columns.map((column) => [column, rows.map((row) => row[column]).filter((x) => x !== null)] as const);
+  const number = cells.find(([, some]) => some.length && some.every((x) => typeof x === "number"));
+  if (number) return `${name(number[0])} <= ${(number[1] as number[]).sort((a, b) => a - b)[(number[1].length - 1) >> 1]}`;
+  const text = cells.find(([, [x]]) => typeof x === "string" && /^[^"\\\d]+$/.test(x) && x.length <= LONG);
+  return text ? `${name(text[0])} == "${text[1][0]}"` : "";
+}
 
 export const view: View = {
   name: "data",
@@ -87,7 +104,7 @@ export const view: View = {
     const input = (test: string, props = {}) =>
       h("input", { type: "text", test, autocomplete: "off", spellcheck: "false", on: { input: () => later() }, ...props });
     const query = input("data-query");
-    const where = input("data-where", { placeholder: "year < 1900" });
+    const where = input("data-where");
     const score = select(SCORES, "", () => void show(), { test: "data-score" });
     const weighting = select(WEIGHTINGS, "softmax", () => void show(), { test: "data-weighting" });
     let version: HTMLSelectElement | null = null;
@@ -118,8 +135,9 @@ export const view: View = {
         if (!of) return put(answer);
         const look = { where: where.value, at: version?.value ? Number(version.value) : null };
         const late = (error: unknown) => {
-          if (mine === last) throw error;
-          return null;
+          if (mine !== last) return null;
+          put(answer); // it was to another question
+          throw error;
         };
         if (query.value.trim() === "") {
           const first = await source.rows(of, look).catch(late);
@@ -131,13 +149,14 @@ export const view: View = {
         if (!found || gone || mine !== last) return;
         draw(found, of);
         const value = told(found.value);
-        given.announce(found.rows.length ? `${value}. ${told(found.rows[0].key)} counts ${percent(found.rows[0].weight)}.` : "No row answers.");
+        given.announce(found.rows.length ? `${value}. ${short(found.rows[0].key)} counts ${percent(found.rows[0].weight)}.` : "No row answers.");
       });
 
     const draw = (found: Found, of: About) => {
+      const value = found.rows.length ? told(found.value) : "nothing";
       put(
         answer,
-        h("p", { class: "value", test: "data-value-found" }, found.rows.length ? told(found.value) : "nothing"),
+        h("p", { class: value.length > READ ? "value long" : "value", test: "data-value-found" }, value),
         h("p", { class: "note", test: "data-explained" }, found.explained),
         h(
           "table",
@@ -155,9 +174,9 @@ export const view: View = {
                 "tr",
                 {},
                 h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, fixed(row.weight)),
-                h("td", {}, h("span", { class: "bar" }, h("i", { style: { width: long(row.weight) } }))),
-                h("td", { class: "wide", test: `data-row-${i}-key` }, told(row.key)),
-                h("td", { class: "wide", test: `data-row-${i}-value` }, told(row.value)),
+                h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: long(row.weight) } }))),
+                h("td", { class: "wide", test: `data-row-${i}-key` }, clipped(told(row.key))),
+                h("td", { class: "wide", test: `data-row-${i}-value` }, clipped(told(row.value))),
               ),
             ),
           ),
@@ -171,6 +190,7 @@ export const view: View = {
       const cells = (row: Row, names: string[]) => names.map((name) => row[name]);
       const [one] = first.map((row) => told(cells(row, of.key)));
       query.placeholder = one && one.length <= LONG ? `${one}, or something like it` : `${of.key.join(", ")}, or something like it`;
+      if (first.length) where.placeholder = condition(first, of.columns);
       const shown = [...of.key, ...of.value];
       put(
         answer,
@@ -186,13 +206,17 @@ export const view: View = {
               h(
                 "tbody",
                 {},
-                ...first.map((row, i) => h("tr", {}, ...shown.map((name) => h("td", { test: `data-first-${i}-${name}` }, told(row[name]))))),
+                ...first.map((row, i) => h("tr", {}, ...shown.map((name) => h("td", { class: row[name] === null ? "note" : undefined, test: `data-first-${i}-${name}` }, clipped(told(row[name])))))),
               ),
             ),
           ),
       );
     };
 
+    const pick = (name: string) => {
+      where.value = ""; // it names columns of another
+      void open(source.about.find((one) => one.name === name)!);
+    };
     /** The controls anew, for the table that is chosen now. */
     const open = (of: About | null) =>
       attempt(async () => {
@@ -203,12 +227,12 @@ export const view: View = {
           source.about.length
             ? labelled(
                 "Table",
-                select(source.about.map((one) => one.name), of?.name ?? "", (name) => void open(source.about.find((one) => one.name === name)!), { test: "data-table" }),
+                select(source.about.map((one) => one.name), of?.name ?? "", pick, { test: "data-table" }),
               )
             : h("p", { class: "note" }, "No table yet: open a file, or drop one here."),
         );
         if (!of) return put(columns);
-        const left = (of.skipped ?? []).map(({ why, rows }) => `. ${why}: ${listed(rows)}`);
+        const left = (of.skipped ?? []).map(({ why, rows }) => `. ${why}${rows.length ? `: ${listed(rows)}` : ""}`);
         about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}${left.join("")}`;
         const change = () => {
           const [by, to] = [key.value, value.value === key.value ? REST : value.value];
@@ -240,13 +264,16 @@ export const view: View = {
       attempt(async () => {
         const some = Array.from(files ?? []);
         if (!some.length) return;
-        about.textContent = "Reading …";
+        const size = some.reduce((sum, one) => sum + one.size, 0);
+        const before = about.textContent;
+        const waits = source.whole && size > LARGE;
+        about.textContent = waits ? `Reading ${Math.round(size / 1e6)} MB: this takes a while. What qkv import wrote is open at once.` : "Reading …";
         try {
           const of = await read(some);
           await open(of);
           given.announce(`${of.name} is read.`);
         } catch (error) {
-          about.textContent = "";
+          about.textContent = before;
           throw error;
         }
       });

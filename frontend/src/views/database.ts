@@ -40,6 +40,7 @@ const STYLE = `
 .database .shares { display: flex; height: 1.1rem; border-radius: 2px; overflow: hidden; background: var(--wash); gap: 1px; }
 .database .shares i { height: 100%; transition: width 0.15s ease-out; }
 .database .legend { overflow-wrap: anywhere; list-style: none; margin: 0.5rem 0 0; padding: 0; display: flex; flex-wrap: wrap; gap: 0.15rem 1.25rem; font-size: 0.9rem; }
+.database .legend .clip { -webkit-line-clamp: 2; max-width: none; }
 .database .legend li { display: flex; gap: 0.4rem; align-items: center; }
 .database .legend .number { white-space: nowrap; }
 .database .legend i { width: 0.75rem; height: 0.75rem; border-radius: 2px; flex: none; }

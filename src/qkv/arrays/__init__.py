@@ -119,11 +119,6 @@ def written(numbers: Any) -> Array:
     return np.asarray(numbers)
 
 
-def namespace(x: Array) -> Any:
-    """The array namespace of x."""
-    return of(x).xp
-
-
 def common(**arrays: Array) -> Framework:
     """The one framework of all the named arrays, or an error that names the odd one out."""
     found = {name: of(x) for name, x in arrays.items() if is_array(x)}
@@ -154,7 +149,7 @@ def plain(x: Array, name: str) -> Array:
             f"{name} is ragged, its rows differ in length: fill them up, {name}.to_tensor(), and "
             f"rule that out, masks.lengths({name}.row_lengths())"
         )
-    x = of(x).plain(x)  # first: what it refuses may have no shape to be asked for
+    x = of(x).plain(x, name)  # first: what it refuses may have no shape to be asked for
     if getattr(x.shape, "rank", 2) is None:
         raise ShapeError(f"{name} must have a known number of axes: say so, tf.ensure_shape")
     return x

@@ -56,6 +56,8 @@ class Framework:
     """Whether it draws random numbers of its own that gradients know of."""
     on_grid = False
     """Whether spans must not overlap from one row of blocks to the next."""
+    picks = False
+    """Whether `pick` works here: a compiled shape must not hang on values."""
 
     # What an array is
 
@@ -89,8 +91,8 @@ class Framework:
         x = self.xp.broadcast_to(x[..., :, None, :, :], shape)
         return self.xp.reshape(x, (*sizes[:-3], heads, *sizes[-2:]))
 
-    def plain(self, x: Array) -> Array:
-        """x as an array of operations (a variable is read)."""
+    def plain(self, x: Array, name: str = "x") -> Array:
+        """x as an array of operations (a variable is read); refused by its name."""
         return x
 
     def beside(self, x: Array, like: Array) -> Array:
@@ -182,6 +184,11 @@ class Framework:
         """x where it is finite, else the number."""
         return self.keep(x, self.xp.isfinite(x), other)
 
+    def sigmoid(self, x: Array) -> Array:
+        """1 / (1 + e⁻ˣ): nothing overflows, and what is small keeps its digits."""
+        small = self.xp.exp(-self.xp.abs(x))
+        return self.keep(small, x < 0, 1.0) / (1.0 + small)
+
     def nonzero(self, x: Array) -> Array:
         """x, or 1 where it is 0: a divisor."""
         return self.keep(x, x != 0, 1.0)
@@ -227,10 +234,6 @@ class Framework:
     def take_back(self, x: Array) -> Array:
         """NumPy's array as the framework's own, over the same memory."""
         return x
-
-    def picks(self, x: Array) -> bool:
-        """Whether `pick` works here: a compiled shape must not hang on values."""
-        return False
 
     def pick(self, x: Array, mask: Array, top: Array) -> tuple[Array, Any]:
         """x − top where the mask holds, each row's side by side, then −∞ up to the longest row.

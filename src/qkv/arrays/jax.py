@@ -122,6 +122,9 @@ class Jax(Framework):
             return lax.bitcast_convert_type(jax.random.bits(generator, dtype="uint32"), jnp.int32)
         return generator
 
+    def sigmoid(self, x: Array) -> Array:
+        return jax.nn.sigmoid(x)
+
     def cut(self, x: Array, span: Span, axis: int) -> Array:
         if x.shape[axis] == 1:
             return x

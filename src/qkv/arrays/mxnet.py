@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
-from mxnet import autograd, gluon, util
+from mxnet import autograd, gluon, npx, util
 from mxnet import np as mnp
+from mxnet._deferred_compute import is_deferred_compute
 from mxnet.base import MXNetError
 
 from qkv.arrays.base import Backward, Forward, Framework, Reference, captured_arrays
@@ -35,7 +37,7 @@ class _Namespace:
     bool, int32, int64 = numpy.bool_, numpy.int32, numpy.int64
     float16, float32, float64 = numpy.float16, numpy.float32, numpy.float64
     exp, log, sqrt, abs, tanh, pow = mnp.exp, mnp.log, mnp.sqrt, mnp.abs, mnp.tanh, mnp.power
-    maximum, minimum, matmul, sum = mnp.maximum, mnp.minimum, mnp.matmul, mnp.sum
+    maximum, minimum, sum, ones_like = mnp.maximum, mnp.minimum, mnp.sum, mnp.ones_like
     max, min, expand_dims = mnp.max, mnp.min, mnp.expand_dims
     reshape, broadcast_to = mnp.reshape, mnp.broadcast_to
     isnan, isfinite, any, all = map(_flat, (mnp.isnan, mnp.isfinite, mnp.any, mnp.all))
@@ -53,9 +55,21 @@ class _Namespace:
         return mnp.where(condition.detach(), x, y)
 
     @staticmethod
+    def mean(x: Array, axis: int) -> Array:
+        return mnp.sum(x, axis=axis) / x.shape[axis]  # mx.np.mean sums float64 in float32
+
+    @staticmethod
     def astype(x: Array, dtype: Any) -> Array:
         smooth = all(numpy.issubdtype(kind, numpy.floating) for kind in (x.dtype, dtype))
         return (x if smooth else x.detach()).astype(dtype)
+
+    @staticmethod
+    def matmul(x: Array, y: Array) -> Array:
+        if len(y.shape) > 2 or len(x.shape) == 2:
+            return mnp.matmul(x, y)
+        # One product for all rows; and of six axes mx.np.matmul would end the process.
+        rows = mnp.matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), y)
+        return rows.reshape((*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def matrix_transpose(x: Array) -> Array:
@@ -92,12 +106,18 @@ class MXNet(Framework):
     xp = _Namespace
     gradients = True
 
-    def plain(self, x: Array) -> Array:
+    def sigmoid(self, x: Array) -> Array:
+        return npx.sigmoid(x)
+
+    def plain(self, x: Array, name: str = "x") -> Array:
         if isinstance(x, gluon.Parameter):
             return x.data()
         if not isinstance(x, mnp.ndarray):
+            raise FrameworkError(f"{name} is an array of mx.nd: pass its .as_np_ndarray()")
+        if is_deferred_compute():
             raise FrameworkError(
-                "qkv takes MXNet's mx.np arrays: turn the mx.nd array x into x.as_np_ndarray()"
+                f"{name} stands for an array of a hybridized block, and MXNet cannot make a graph "
+                "of what qkv does with it: call block.hybridize(False)"
             )
         return x
 

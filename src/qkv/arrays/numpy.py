@@ -74,6 +74,7 @@ except (ImportError, TypeError):  # another NumPy
 class NumPy(Framework):
     name = "numpy"
     kinds = (numpy.ndarray,)
+    picks = True
     xp = _standard()
 
     def dtype(self, x: Array) -> str:
@@ -89,7 +90,7 @@ class NumPy(Framework):
     def astype(self, x: Array, dtype: str) -> Array:
         return x if self.dtype(x) == dtype else x.astype(dtype)  # bfloat16 is ml_dtypes' own
 
-    def plain(self, x: Array) -> Array:
+    def plain(self, x: Array, name: str = "x") -> Array:
         x = x if type(x) is numpy.ndarray else numpy.asarray(x)  # a matrix multiplies otherwise
         return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
@@ -243,9 +244,6 @@ class NumPy(Framework):
         x -= tau
         numpy.maximum(x, 0, out=x)
         return x if live is None else _zero_unless(x, live)
-
-    def picks(self, x: Array) -> bool:
-        return True
 
     def pick(self, x: Array, mask: Array, top: Array) -> tuple[Array, Any]:
         found = numpy.flatnonzero(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +137,7 @@ def found(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     (array([1]), array([0]), array([1]))
     """
     vectors = vectors.own()
-    place = places(vectors)
+    place = vectors.flat.view("<u4")[1::2]
     if len(place) * len(asked) < SIFTED:
         at, column = (place[:, None] == asked).nonzero()
     else:  # the low bits rule out nearly all
@@ -147,7 +148,8 @@ def found(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
         same = column < len(asked)
         same[same] = asked[column[same]] == place[at[same]]
         at, column = at[same], column[same]
-    return vectors.starts.searchsorted(at, side="right") - 1, column, at
+    row = vectors.starts.searchsorted(at, side="right") - 1 if len(at) else at
+    return row, column, at
 
 
 def product(one: Ragged, two: Ragged) -> np.ndarray:
@@ -190,6 +192,7 @@ def beside(asked: np.ndarray | None) -> int:
     return 0 if asked is None else len(asked) + 1
 
 
+@dataclass(eq=False)
 class Wide:
     """Vectors (m, d), or `scale` (m,) times them, with sparse ones beside, as an array
     (m, d + w + 1) that is made when it is read: see `columns`.
@@ -199,14 +202,10 @@ class Wide:
     [[1.0, 1.0, 3.0, 0.0]]
     """
 
-    def __init__(
-        self,
-        dense: np.ndarray,
-        vectors: Ragged,
-        asked: np.ndarray,
-        scale: np.ndarray | None = None,
-    ):
-        self.dense, self.vectors, self.asked, self.scale = dense, vectors, asked, scale
+    dense: np.ndarray
+    vectors: Ragged
+    asked: np.ndarray
+    scale: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.dense)

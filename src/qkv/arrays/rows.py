@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,7 +200,7 @@ class Weighed(NamedTuple):
     exact as the dtype, `statistical` where rows were drawn for it; `read` is how many keys were
     read in full; `bound` is the same as a monoid, where codes were read first; `refused` says why
     none were, though a tolerance allowed it; `sums` are what the output was made of, which those
-    of other rows can be added to.
+    of other rows can be added to, and `scaled` (n, m) the scores behind α, if they were kept.
     """
 
     out: np.ndarray
@@ -213,6 +214,7 @@ class Weighed(NamedTuple):
     statistical: bool = False
     refused: str = ""
     sums: Any = None
+    scaled: np.ndarray | None = None
 
 
 class Unread(NamedTuple):
@@ -222,17 +224,14 @@ class Unread(NamedTuple):
     shape: Shape
 
 
+@dataclass(eq=False)
 class Cuts:
     """All rows in cuts of at most so many, in groups that are read together."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        size: int,
-        codes: bool = False,
-        ahead: Collection[str] = ("key", "value"),
-    ):
-        self.rows, self.size, self.codes, self.ahead = rows, size, codes, ahead
+    rows: Rows
+    size: int
+    codes: bool
+    ahead: Collection[str]
 
     def __iter__(self) -> Iterator[list[Cut]]:
         if not self.rows.apart:
@@ -254,7 +253,7 @@ class Cuts:
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
             for start in range(0, rows, step):
                 some = stored if rows <= step else stored.some(slice(start, start + step))
-                size = len(some.key)
+                size = rows if some is stored else len(some.key)
                 if some.live is not None:
                     size, whole = int(np.count_nonzero(some.live)), size
                     some = some._replace(live=None) if size == whole else some

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from qkv.arrays.base import Backward, Forward, Framework, Reference, captured_arrays
 from qkv.types import Arithmetic, Array, Arrays, Lift, Pull, Shape, Span
@@ -84,6 +85,9 @@ class TensorFlow(Framework):
     gradients = on_grid = True
     product = staticmethod(_Namespace.matmul)
 
+    def sigmoid(self, x: Array) -> Array:
+        return tf.sigmoid(x)
+
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)
 
@@ -99,7 +103,7 @@ class TensorFlow(Framework):
             shape = tuple(self.length(like, i) if n is None else n for i, n in enumerate(shape))
         return super().full(shape, value, like)
 
-    def plain(self, x: Array) -> Array:
+    def plain(self, x: Array, name: str = "x") -> Array:
         return tf.convert_to_tensor(x)  # a Variable is read once, here
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
@@ -140,6 +144,10 @@ class TensorFlow(Framework):
         return accumulator.join()
 
     def when(self, condition: Array, yes: Arithmetic, no: Arithmetic, *args: Array) -> Array:
+        # XLA has no gradient of a branch with an axis of unknown length.
+        unknown = any(None in x.shape for x in args)
+        if unknown and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            return no(*args)
         return tf.cond(condition, lambda: yes(*args), lambda: no(*args))
 
     def until(self, done: Arithmetic, step: Lift, state: Any, limit: int) -> Any:

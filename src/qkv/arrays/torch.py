@@ -21,7 +21,7 @@ from qkv.arrays.captured import graph_leaves, hoisted
 from qkv.arrays.functions import Custom, Inner
 from qkv.arrays.parted import Parted, is_parted
 from qkv.errors import FrameworkError
-from qkv.types import Arithmetic, Array, Arrays, Lift, Live, Pull, Slopes
+from qkv.types import Arithmetic, Array, Arrays, Lift, Live, Pull, Shape, Slopes
 
 _AS_IT_IS = nullcontext()
 
@@ -126,16 +126,22 @@ class Torch(Framework):
             out = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         return out if ragged == 1 else out.transpose(1, ragged)
 
-    def plain(self, x: Array) -> Array:
+    def plain(self, x: Array, name: str = "x") -> Array:
         if x.is_nested:
             raise FrameworkError(
-                "a nested tensor, sequences of different lengths, goes to nn.MultiHeadAttention, "
-                "to a block of it or to scaled_dot_product_attention; else x.to_padded_tensor(0) "
-                "goes with masks.lengths"
+                f"{name} is nested, sequences of different lengths, which go to "
+                "nn.MultiHeadAttention, to a block of it or to scaled_dot_product_attention; else "
+                "pass its .to_padded_tensor(0) with masks.lengths"
             )
         if x.layout != torch.strided:
-            raise FrameworkError(f"a tensor of layout {x.layout} is not taken: pass x.to_dense()")
+            raise FrameworkError(f"{name} is of layout {x.layout}: pass its .to_dense()")
         return x
+
+    def shape(self, x: Array) -> Shape:
+        try:
+            return tuple(x.shape)
+        except RuntimeError:  # a nested tensor may have none
+            return tuple(self.plain(x).shape)
 
     def beside(self, x: Array, like: Array) -> Array:
         return x if x.device == like.device else x.to(like.device)
@@ -270,6 +276,9 @@ class Torch(Framework):
     def finite(self, x: Array, other: float = 0.0) -> Array:
         return torch.nan_to_num(x, other, other, other)
 
+    def sigmoid(self, x: Array) -> Array:
+        return torch.sigmoid(x)
+
     def nonzero(self, x: Array) -> Array:
         return x.masked_fill(x == 0, 1.0)
 
@@ -349,8 +358,12 @@ class Torch(Framework):
         return state
 
     def node(self, name: str, x: Array, live: Live, number: Any) -> Array | None:
-        # What is exported must run without us.
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if not torch.compiler.is_compiling():
+            # The steps of a search for a learned number are more than a trace's fuser can do.
+            search = isinstance(number, torch.Tensor) and NODES[name].back is None
+            if not (search and _traced() and not torch.onnx.is_in_onnx_export()):
+                return None
+        elif torch.compiler.is_exporting():  # what is exported must run without us
             return None
         if NODES[name].back is None:
             x = x.detach()

@@ -104,7 +104,27 @@ def rebuild(fw: Framework, record: T, arrays: Iterable[Array]) -> T:
 
 def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> T:
     """The same record with `function` applied to each array."""
-    return _map(fw, function, record)  # type: ignore[no-any-return]
+    if is_array(record):
+        return function(record) if of(record) is fw else record
+    names = fields_of(record)
+    if names is not None:
+        held = {name: getattr(record, name) for name in names}
+        fresh = {
+            name: map_arrays(fw, function, value)
+            for name, value in held.items()
+            if not isinstance(value, _PLAIN)
+        }
+        if all(fresh[name] is held[name] for name in fresh):
+            return record
+        # A copy that runs no __init__: the fields were checked when the record was built, and a
+        # tracer in place of an array could not be checked again.
+        copy = object.__new__(type(record))
+        for name in names:  # no more than those: what is derived is from the arrays replaced
+            object.__setattr__(copy, name, fresh.get(name, held[name]))
+        return copy
+    if type(record) in (tuple, list):
+        return type(record)(map_arrays(fw, function, item) for item in record)  # type: ignore[call-arg,attr-defined]
+    return record
 
 
 def brief(record: Any) -> str:
@@ -151,7 +171,10 @@ def kind(fw: Framework, record: Any) -> Hashable:
         return record  # type: ignore[no-any-return]
     if type(record) in fw.kinds:  # no tracer, where the call's own arrays are none
         learned = getattr(record, "requires_grad", False)
-        return ArrayKind(type(record), record.dtype, record.shape, learned)
+        try:
+            return ArrayKind(type(record), record.dtype, record.shape, learned)
+        except RuntimeError:  # a nested tensor, which is refused
+            return ArrayKind(type(record), record.dtype, fw.shape(record), learned)
     held = getattr(record, "__dict__", None)
     if held is not None and KIND in held:
         return held[KIND]  # type: ignore[no-any-return]
@@ -190,30 +213,6 @@ def arrays_of(kind: Hashable) -> list[ArrayKind]:
     if type(kind) is ArrayKind:
         return [kind]
     return [x for item in kind for x in arrays_of(item)] if isinstance(kind, tuple) else []
-
-
-def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
-    if is_array(record):
-        return function(record) if of(record) is fw else record
-    names = fields_of(record)
-    if names is not None:
-        held = {name: getattr(record, name) for name in names}
-        fresh = {
-            name: _map(fw, function, value)
-            for name, value in held.items()
-            if not isinstance(value, _PLAIN)
-        }
-        if all(fresh[name] is held[name] for name in fresh):
-            return record
-        # A copy that runs no __init__: the fields were checked when the record was built, and a
-        # tracer in place of an array could not be checked again.
-        copy = object.__new__(type(record))
-        for name in names:  # no more than those: what is derived is from the arrays replaced
-            object.__setattr__(copy, name, fresh.get(name, held[name]))
-        return copy
-    if type(record) in (tuple, list):
-        return type(record)(_map(fw, function, item) for item in record)
-    return record
 
 
 _PLAIN = (int, float, str, type(None))

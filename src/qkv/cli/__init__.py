@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from qkv.cli.command import CODES, STOPPED, Debug, Preface, as_command
+from qkv.cli.command import CODES, STOPPED, Debug, Plugins, Preface, as_command
 
 COMMANDS = {
     "ask": "ask",
@@ -84,14 +84,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _qkv(
     context: typer.Context,
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODULE",
-            help="A module, or a .py file, that registers scores, weightings or encoders of your "
-            "own; give it again for several.",
-        ),
-    ] = None,
+    plugins: Plugins = None,
     debug: Debug = False,
     version: Annotated[
         bool,
@@ -103,7 +96,7 @@ def _qkv(
     Every row answers, weighted by how well its key matches. Results go to stdout, everything else
     to stderr. Every command takes --json.
     """
-    context.obj = Preface(plugin or [], debug)
+    context.obj = Preface(plugins or [], debug)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from qkv.cli import files, options, screen, values
 from qkv.cli.command import NOTHING, Result
 from qkv.cli.source import cell, is_url, opened
 from qkv.database import spelled
-from qkv.errors import ArgumentError, counted
+from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.answer import Answer
@@ -176,8 +176,7 @@ def draw(answer: Answer) -> None:
 
 
 def _left(answer: Answer) -> str:
-    missing = answer.missing
-    return f"; {counted(missing, 'row')} without a value left out" if missing else ""
+    return f"; {answer.left_out} left out" if answer.missing else ""
 
 
 def _queries(words: list[str]) -> Iterator[str]:

@@ -68,20 +68,34 @@ Debug = Annotated[
 ]
 
 
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="MODULE",
+        help="A module, or a .py file, that registers scores, weightings or encoders of your own; "
+        "give it again for several.",
+    ),
+]
+
+
 class Preface(NamedTuple):
-    """What stood before the command: the plugins, and --debug, which may stand behind it too."""
+    """What stood before the command and may stand behind it too."""
 
     plugins: list[str]
     debug: bool
 
 
 def as_command(function: Command) -> Callable[..., None]:
-    """The function as typer wants it: with --json and --debug, and with errors made one line."""
-    names = {"as_json": Json, "debug": Debug}
+    """The function as typer wants it: with options for every command, and errors made one line."""
+    names: dict[str, Any] = {"as_json": Json, "debug": Debug, "plugins": Plugins}
     signature = inspect.signature(function, eval_str=True)
     groups = [p for p in signature.parameters.values() if dataclasses.is_dataclass(p.annotation)]
     alone = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter(x, alone, annotation=names[x], default=False) for x in names]
+    more = [
+        inspect.Parameter(x, alone, annotation=told, default=None if x == "plugins" else False)
+        for x, told in names.items()
+    ]
     more.append(inspect.Parameter("context", alone, annotation=typer.Context))
     own = [p for p in signature.parameters.values() if p not in groups]
     inside = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
@@ -89,16 +103,21 @@ def as_command(function: Command) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(
-        *, context: typer.Context, as_json: bool = False, debug: bool = False, **arguments: Any
+        *,
+        context: typer.Context,
+        plugins: list[str] | None = None,
+        as_json: bool = False,
+        debug: bool = False,
+        **arguments: Any,
     ) -> None:
         for group in groups:
             given = {name: arguments.pop(name) for name in inside[group.name]}
             arguments[group.name] = group.annotation(**given)
-        plugins, before = context.obj
+        first, before = context.obj
         debug = debug or before
         try:
             with _listening() if debug else contextlib.nullcontext():
-                _plug_in(plugins)
+                _plug_in([*first, *(plugins or [])])
                 with warnings.catch_warnings():
                     warnings.showwarning = lambda told, *_, **__: screen.note(f"qkv: {told}")
                     code = _print(function(**arguments), as_json)

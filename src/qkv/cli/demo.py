@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv.cli import screen
 from qkv.cli.ask import draw
@@ -56,17 +56,16 @@ def demo() -> Iterator[Result]:
     from qkv.database import Database
 
     with Database(NAMES) as names:
-        yield _told("A key that is there: names['Li']", "Li", names.ask("Li", weighting="hard"))
-        yield _told("A name that is not: names.ask('Lee')", "Lee", names.ask("Lee"))
+        yield _told("A key that is there: names['Li']", names.ask("Li", weighting="hard"))
+        yield _told("A name that is not: names.ask('Lee')", names.ask("Lee"))
     with Database(MAJORS) as majors:
         by_major = majors.by(key="value", value="key")
         yield _told(
             "Find people by major: swap key and value, ask for 'theorems and proofs'",
-            "theorems and proofs",
             by_major.ask("theorems and proofs"),
         )
     with Database(SALARIES) as salaries:
-        yield _told("GPA 3.5: what salary, in thousands?", 3.5, salaries.ask(3.5))
+        yield _told("GPA 3.5: what salary, in thousands?", salaries.ask(3.5))
 
     steps = NEXT if find_spec("wordllama") else [*NEXT[:-1], 'pip install "qkv[text]"', NEXT[-1]]
     yield Result(
@@ -82,8 +81,7 @@ NEXT = [
 ]
 
 
-def _told(title: str, query: Any, answer: Answer) -> Result:
-
+def _told(title: str, answer: Answer) -> Result:
     def show() -> None:
         screen.line(title, "bold")
         draw(answer)

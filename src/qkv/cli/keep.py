@@ -29,7 +29,7 @@ def import_(
     append: Annotated[
         bool, options.option("--append", "Add the rows to a database that is there.")
     ] = False,
-    table: options.Table = None,
+    table: options.TableName = None,
     missing: options.Missing = None,
     names: options.Names = None,
     token: options.Token = None,

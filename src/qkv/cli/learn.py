@@ -38,7 +38,7 @@ def learn(
         options.option("FILE", "Keep the state in FILE, and go on from it if it is there."),
     ] = None,
     seed: Annotated[int, options.option("NUMBER", "The same seed learns the same.")] = 0,
-    table: options.Table = None,
+    table: options.TableName = None,
 ) -> Result:
     """Learn from PAIRS of a query and its right key.
 
@@ -68,7 +68,7 @@ def calibrate(
     coverage: Annotated[
         float, options.option("SHARE", "How often the set of an answer has the right row.")
     ] = 0.9,
-    table: options.Table = None,
+    table: options.TableName = None,
 ) -> Result:
     """Learn from PAIRS when to be silent.
 

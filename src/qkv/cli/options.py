@@ -84,7 +84,9 @@ Value = Annotated[
     list[str] | None,
     option("--value -v COLUMN", "The column to answer with; give it again for several columns."),
 ]
-Table = Annotated[str | None, option("--table NAME", "Which table, where the source has several.")]
+TableName = Annotated[
+    str | None, option("--table NAME", "Which table, where the source has several.")
+]
 Missing = Annotated[
     list[str] | None,
     option(
@@ -150,7 +152,7 @@ class Read:
     """The options of every command that reads a SOURCE, as one parameter of its function."""
 
     at: At = None
-    table: Table = None
+    table: TableName = None
     missing: Missing = None
     names: Names = None
     token: Token = None

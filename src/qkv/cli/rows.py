@@ -42,9 +42,15 @@ def rows(
             (str(at), *(screen.cell(row.get(name)) for name in columns))
             for at, row in enumerate(found, start)
         ]
+        hidden = 0
         if lines:
-            names = ["", *(screen.cell(name) for name in columns)]
-            screen.table(names, lines, right=[""], whole=[""])
+            names = ("", *(screen.cell(name) for name in columns))
+            fit = max(screen.fitting([names, *lines]), 2)
+            hidden = len(names) - fit
+            screen.table(names[:fit], [line[:fit] for line in lines], right=[""], whole=[""])
+        if hidden:
+            told = f"{counted(hidden, 'column')} of {len(columns)} have no room here"
+            screen.note(f"{told}: --json shows them, and so does a pipe, such as | less -S")
         more = f"; the next: --from {end}" if end < total else ""
         told = f"{start} to {end - 1} of {total:,}" if found else f"none from {start} of {total:,}"
         screen.note(f"rows {told}{more}")

@@ -163,7 +163,8 @@ def ascii_only(stream: TextIO | None = None) -> bool:
 
 def make_encodable(stream: TextIO) -> None:
     """Let a letter that the stream's encoding lacks become a question mark, not an error."""
-    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    fails = ("strict", "surrogateescape")  # the second in the locale C
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in fails:
         stream.reconfigure(errors="replace")
 
 
@@ -190,6 +191,20 @@ def note(text: str) -> None:
     """A line on stderr: said to people, no part of the result."""
     make_encodable(sys.stderr)
     print(printable(text), file=sys.stderr)
+
+
+def fitting(lines: Sequence[Sequence[str]], least: int = 8) -> int:
+    """How many columns a terminal has room for, cut to no fewer letters than these; one at least,
+    and elsewhere all."""
+    from rich.cells import cell_len
+
+    room, count = width() + len(GAP), 0
+    for column in zip(*lines, strict=True):
+        room -= min(max(map(cell_len, column)), least) + len(GAP)
+        if room < 0:
+            break
+        count += 1
+    return max(count, 1)
 
 
 def table(

@@ -246,14 +246,11 @@ def head_named(text: str) -> tuple[int, int]:
 def look(sentence: str, wish: tuple[int, int] | None) -> tuple[Captured, int, int]:
     """What the model weighs while it reads, from word to word, and a layer and a head of it:
     without a wish, those that look farthest."""
-    from qkv.database.encoders import Sentences
-    from qkv.page.sentence import farthest, quiet
+    from qkv.page.sentence import farthest, minilm
 
-    with quiet():
-        model = Sentences().loaded()
+    reader, tokenizer = minilm()
     from qkv.transformers import capture
 
-    reader, tokenizer = model[0].auto_model, model.tokenizer
     with capture(reader) as seen:
         reader(**tokenizer(sentence, return_tensors="pt"))
     told = seen.words(tokenizer, sentence)

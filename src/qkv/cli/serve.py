@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from qkv.cli import options, screen
@@ -37,7 +38,7 @@ def serve(
         ),
     ] = None,
     browse: Annotated[bool, options.option("--open", "Open the page in a browser.")] = False,
-) -> Result:
+) -> Iterator[Result]:
     """Serve databases over HTTP: a page and an API.
 
     Until Ctrl-C; the page is at /, the API at /v1, its reference at /reference. Others on the
@@ -62,6 +63,8 @@ def serve(
         names = ", ".join(served.databases) or "no database"
         # Who asks before the server listens to it waits in the socket's queue.
         screen.note(f"qkv: serving {names} at {url}; Ctrl-C ends it")
+        told = {"url": url, "host": host, "port": found, "databases": list(served.databases)}
+        yield Result(told, lambda: None)
         if browse:
             import webbrowser
 
@@ -69,4 +72,3 @@ def serve(
         # By its own name it is reached from elsewhere; on loopback a name may be anyone's.
         hosts = [] if is_loopback(host) else [host, socket.gethostname()]
         run(app(served, access, hosts), place)
-    return Result({"host": host, "port": found}, lambda: None)

@@ -23,7 +23,7 @@ from qkv.database.view import View
 from qkv.database.where import Among
 from qkv.errors import CombinationError, counted
 from qkv.scores import Score
-from qkv.weightings import State, Weighting
+from qkv.weightings import State, Weighting, WeightingLike
 from qkv.weightings.bound import Bound
 from qkv.weightings.softmax import Softmax
 
@@ -73,7 +73,7 @@ class Spread(View):
 
     def _marked(self, name: str, *args: Any) -> np.ndarray | None:
         """Which rows the leaves mark, (m,); None where all do."""
-        found = zip(self.snapshot.each(name, *args), self.snapshot.slices, strict=True)
+        found = zip(self.snapshot.each("viewed", name, *args), self.snapshot.slices, strict=True)
         parts = [
             (np.ones(slice.rows, bool), False) if some is None else (some, True)
             for some, (_, slice) in found
@@ -86,10 +86,10 @@ class Spread(View):
         return sum(each[name] for each in self.snapshot.each("censuses", [name]))  # type: ignore[no-any-return]
 
     def whole(self, name: str, bits: int = 64) -> bool:
-        return all(self.snapshot.each("whole", name, bits))
+        return all(self.snapshot.each("viewed", "whole", name, bits))
 
     def dated(self, name: str) -> bool:
-        return any(self.snapshot.each("dated", name))
+        return any(self.snapshot.each("viewed", "dated", name))
 
     @cached_property
     def _widths(self) -> tuple[int, int]:
@@ -132,7 +132,8 @@ class One:
         self.asked, self.known, self.i = asked, known, i
         places = np.concatenate([some.places[i] for some in found])
         weights = np.concatenate([some.weights[i] for some in found])
-        order = np.argsort(-(weights if convex else np.abs(weights)), kind="stable")
+        size = weights if convex else np.abs(weights)
+        order = np.lexsort((places, -size))[: np.count_nonzero(size)]
         self.places, self.weights = places[order], weights[order]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -152,7 +153,7 @@ class Gathered(Asked):
         self,
         view: Spread,
         score: Score,
-        weighting: Weighting,
+        weighting: WeightingLike,
         where: Any,
         top: int,
         tolerance: float | None,
@@ -162,8 +163,8 @@ class Gathered(Asked):
         but: int | None = None,
     ):
         self.view, self.score, self.where, self.top = view, score, where, top
-        self._read_as, weighting = parts.resolved(score, weighting, None)
-        self.weighting, self.tolerance = weighting.among(len(view)), tolerance
+        self._read_as, known = parts.resolved(score, weighting, None)
+        self.weighting, self.tolerance = known.among(len(view)), tolerance
         self.promise, self.library, self._but = promise, library, but
         self._rounded = tolerance is not None and view.rounded and view.kept.coded
         if self._rounded and type(self.weighting) is not Softmax:
@@ -247,7 +248,7 @@ class Gathered(Asked):
             self.refused = found[0].refused if all(x.refused for x in found) else ""
             read = None if self.refused else sum(x.read for x in found)
         known = Summed(parts.merged([x.lse for x in found], np.logaddexp), tolerance)
-        return known, [x.heaviest.times(known.share(x.lse)) for x in found], error, read
+        return known, [x.heaviest.among(known, x.lse) for x in found], error, read
 
     def attended(self, code: Query) -> np.ndarray | None:
         """The output (n, d_v) within the tolerance; None where none is proven."""

@@ -105,7 +105,8 @@ class Cluster(Leaving, Reading[Any, Any]):
         return self._view.value(key, default)  # the shards know of no newer version than it has
 
     def _asked(self, view: Any, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
-        return Gathered(view, score, weighting, where, *how)
+        meant = self._meant(view, score, weighting, *how)
+        return Gathered(view, view.score(score), weighting, where, *meant)
 
     def _attended(
         self,
@@ -127,7 +128,7 @@ class Cluster(Leaving, Reading[Any, Any]):
             [code.code, *tree.leaves(fw, (score, weighting))]
         ):
             given = Query(to_numpy(code.code), code.asked)
-            found = self._asked(view, score, weighting, where, 1, near_to).attended(given)
+            found = Gathered(view, score, weighting, where, 1, near_to).attended(given)
             if found is not None:
                 return taken(fw, found, code.code)
 
@@ -195,21 +196,15 @@ class Cluster(Leaving, Reading[Any, Any]):
         count, found = len(self._fleet.sources), dict[int, list[Any]]()
         if count == 1:
             return {0: things} if things else {}
-        many, keys = self._view.snapshot, [key_of(thing) for thing in things]
-        digests: dict[str, list[tuple[bytes, bytes | None]]] = {
-            schema.hash: [(schema.digest(key), schema.digest_before(key)) for key in keys]
-            for schema in many.schemas
-        }
-        digests = digests or {"": [(cells.digest(key), None) for key in keys]}
-        owners: list[int | None] = [None] * len(keys)
+        many, schema = self._view.snapshot, self._schema
+        digest = cells.digest if schema is None else schema.digest
+        digests = [digest(key_of(thing)) for thing in things]
+        owners = [int.from_bytes(some[:8], "big") % count for some in digests]
         for (_, slice), there in zip(many.slices, many.each("has", digests), strict=True):
             for i in there:
                 owners[i] = slice.source
-        for thing, (digest, _), own in zip(
-            things, next(iter(digests.values())), owners, strict=True
-        ):
-            new = int.from_bytes(digest[:8], "big") % count
-            found.setdefault(new if own is None else own, []).append(thing)
+        for thing, own in zip(things, owners, strict=True):
+            found.setdefault(own, []).append(thing)
         return found
 
     # What it is

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from qkv import parts
 from qkv.arrays.ragged import Ragged, joined
 from qkv.cluster.shard import Job, Profile, Slice
 from qkv.database.faults import LostShard
-from qkv.database.schema import Schema
 from qkv.database.view import CHUNK
 from qkv.errors import ArgumentError, CombinationError
 from qkv.types import Arrays
@@ -170,12 +168,6 @@ class Many:
         return dict(self.begun.settings)
 
     @property
-    def schemas(self) -> list[Schema]:
-        """Those of the stores, by how they find keys: older ones do it in another way."""
-        told = [about.settings["schema"] for about in self.abouts if about.settings]
-        return list({made.hash: made for made in map(Schema.from_dict, told)}.values())
-
-    @property
     def names(self) -> tuple[str, ...]:
         return self.begun.names
 
@@ -254,8 +246,7 @@ class Many:
 def _alike(first: str, one: Profile, second: str, two: Profile) -> None:
     """Refuse stores whose rows cannot be compared with one query."""
     for name in ("schema", "encoder") if one.settings and two.settings else ():
-        told, other = (_told(about, name) for about in (one, two))
-        if told != other:
+        if one.settings.get(name) != two.settings.get(name):
             raise CombinationError(
                 f"{first} and {second} differ in their {name}: shards of one database have the "
                 "same; `qkv.cluster.split` makes them"
@@ -266,12 +257,6 @@ def _alike(first: str, one: Profile, second: str, two: Profile) -> None:
             f"the encoders of {first} and {second} have learned other things: "
             "`qkv.cluster.split` makes shards of one database"
         )
-
-
-def _told(about: Profile, name: str) -> Any:
-    """A setting, but for how keys are found: that is each store's own affair."""
-    told: Any = about.settings.get(name)
-    return replace(Schema.from_dict(told), hash="blake2b") if name == "schema" else told
 
 
 class Sent:

@@ -85,13 +85,22 @@ class Summed(NamedTuple):
             found = np.exp(own - self.lse)
         return np.where(np.isfinite(found), found, 0.0)
 
+    def weights(self, found: np.ndarray, i: int, own: Any) -> np.ndarray:
+        """Those among all rows, of scores, so that equal ones weigh the same to the bit; or where
+        `own` is a log-sum-exp, of the weights of rows that have it."""
+        if own is None:
+            some = np.exp(found.astype(float) - self.lse[i])
+        else:
+            some = found * np.exp(own - self.lse[i])
+        return np.where(np.isfinite(some), some, 0.0).astype(found.dtype)
+
 
 class Heaviest(NamedTuple):
     """What one slice has to say to n queries once their weights are known.
 
     `told` (2, n) gives the entropy; `sums` the output; `places` and `weights` the heaviest rows of
-    each query; `counts` the rows that were asked and those left out for want of a value; `best` is
-    the best score; `rows` are the heaviest themselves, if they are few.
+    each query, or the scores of these, `scored`; `counts` the rows that were asked and those left
+    out for want of a value; `best` is the best score; `rows` are the heaviest themselves, if few.
     """
 
     told: np.ndarray
@@ -101,17 +110,21 @@ class Heaviest(NamedTuple):
     counts: tuple[int, int]
     best: np.ndarray
     rows: dict[int, dict[str, Any]]
+    scored: bool = False
 
-    def times(self, share: np.ndarray) -> Heaviest:
-        """The same with a share (n,) of the weight."""
-        mass, along = self.told
+    def among(self, known: Summed, own: np.ndarray) -> Heaviest:
+        """The same among all rows, of rows whose own log-sum-exp (n,) is this."""
+        (mass, along), share = self.told, known.share(own)
         log = np.log(np.where(share > 0, share, 1.0))
         share = share.astype(self.sums[0].dtype)
         pooled = [x.T * share for x in self.sums[:2]]
         return self._replace(
             told=np.array([mass * share, (along + log * mass) * share]),
             sums=(*(x.T for x in pooled), *self.sums[2:]),
-            weights=[x * one for x, one in zip(self.weights, share, strict=True)],
+            weights=[
+                known.weights(x, i, None if self.scored else own[i])
+                for i, x in enumerate(self.weights)
+            ],
         )
 
 
@@ -133,6 +146,7 @@ class Leaf:
     def __init__(self, view: View, slice: Slice, job: Job | None):
         self.view, self.slice, self._job = view, slice, job
         self._alpha: np.ndarray | None = None
+        self._scored = False  # whether scores stand in their place
         self._lse: np.ndarray | None = None  # with which the weights of these rows alone sum to 1
 
     @property
@@ -152,10 +166,10 @@ class Leaf:
 
     @property
     def part(self) -> parts.Part:
-        return self._scored[0]
+        return self._scores[0]
 
     @cached_property
-    def _scored(self) -> tuple[parts.Part, np.ndarray]:
+    def _scores(self) -> tuple[parts.Part, np.ndarray]:
         job = self.job
         return parts.scored(
             self.view.vectors(self.asked.live, asked=job.words),
@@ -195,13 +209,13 @@ class Leaf:
             bound = found.bound or Bound(none, none + 1, none, none)
             bound = Bound(lse, *(x / bound.total for x in bound[1:]))
         told = parts.sums_by(found.weights.sum(axis=1), parts.entropy_in(found))
-        heaviest = self._heaviest(told, found.sums, found.weights, found.best, top)
+        heaviest = self._heaviest(told, found.sums, found.weights, found.best, top, found.scaled)
         return First(lse, bound, found.read, heaviest, found.refused)
 
     def heaviest(self, known: State, top: int) -> Heaviest:
-        part, best = self._scored
+        part, best = self._scores
         told, alpha = part.weigh(known), part.s
-        del self._scored  # they are weights now
+        del self._scores  # they are weights now
         sums = parts.sums(self._rows, alpha, mean=self.job.weighting.convex)
         return self._heaviest(told, sums, alpha, best, top)
 
@@ -216,28 +230,34 @@ class Leaf:
         return self.asked.matches(self.job.keys) if self.job.score.compares_keys else None
 
     def _heaviest(
-        self, told: np.ndarray, sums: parts.Sums, alpha: np.ndarray, best: np.ndarray, top: int
+        self,
+        told: np.ndarray,
+        sums: parts.Sums,
+        alpha: np.ndarray,
+        best: np.ndarray,
+        top: int,
+        scaled: np.ndarray | None = None,
     ) -> Heaviest:
-        asked, origin = self.asked, self.slice.origin
-        self._alpha = alpha
+        asked, origin, scored = self.asked, self.slice.origin, scaled is not None
+        self._alpha, self._scored = alpha if scaled is None else scaled, scored
         orders = [asked.order(some, top) for some in alpha]
         places = [
             origin + (order if asked.places is None else asked.places[order]) for order in orders
         ]
-        weights = [some[order] for some, order in zip(alpha, orders, strict=True)]
+        weights = [some[order] for some, order in zip(self._alpha, orders, strict=True)]
         counts, read = (asked.total, asked.missing), dict[int, dict[str, Any]]()
         if sum(map(len, places)) <= FEW:  # which saves another call
             named = np.unique(np.concatenate(places))
             found = self.view.rows(self._ids(named).tolist())
             read = dict(zip(named.tolist(), found, strict=True))
-        return Heaviest(told, sums, places, weights, counts, best, read)
+        return Heaviest(told, sums, places, weights, counts, best, read, scored)
 
     def _weights(self, known: State | Summed, i: int) -> np.ndarray:
         if isinstance(known, Summed):
             if self._alpha is None or self._lse is None:
                 self.first(known.tolerance, 1)
             assert self._lse is not None and self._alpha is not None
-            return np.asarray(self._alpha[i] * known.share(self._lse)[i].astype(self._alpha.dtype))
+            return known.weights(self._alpha[i], i, None if self._scored else self._lse[i])
         if self._alpha is None:
             self.heaviest(known, 1)
         assert self._alpha is not None
@@ -274,11 +294,9 @@ class Leaf:
     def find(self, key: Any) -> list[int]:
         return (self.slice.origin + self._at(self.view.find(key))).tolist()  # type: ignore[no-any-return]
 
-    def has(self, digests: dict[str, list[tuple[bytes, bytes | None]]]) -> list[int]:
-        """Which of the keys are here: of each, a digest for every way to find it, and what it may
-        have been found by before."""
-        own, find = digests[self.view.schema.hash], self.view.snapshot.find
-        return [i for i, (now, was) in enumerate(own) if find(now) or (was and find(was))]
+    def has(self, digests: list[bytes]) -> list[int]:
+        """Which of the keys are here, by their digests."""
+        return [i for i, digest in enumerate(digests) if self.view.snapshot.find(digest)]
 
     def _at(self, ids: Any) -> np.ndarray:
         return np.searchsorted(self.view.ids, np.asarray(ids, np.int64))
@@ -296,20 +314,13 @@ class Leaf:
         """The records of some rows from one on."""
         return self.view.snapshot.records(self.view.ids[start : start + CHUNK])
 
-    def where(self, wish: Any) -> np.ndarray | None:
-        return self.view.where(wish)
-
-    def present(self) -> np.ndarray | None:
-        return self.view.present
-
-    def whole(self, name: str, bits: int) -> bool:
-        return self.view.whole(name, bits)
-
     def censuses(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self.view.census(name) for name in names}
 
-    def dated(self, name: str) -> bool:
-        return self.view.dated(name)
+    def viewed(self, name: str, *args: Any) -> Any:
+        """What the view of these rows has by a name, or says by it."""
+        found = getattr(self.view, name)
+        return found(*args) if callable(found) else found
 
 
 def _fine(found: Weighed, weighting: Weighting) -> np.ndarray:
@@ -420,10 +431,8 @@ class Shard:
             self._leaves.clear()
             raise Unreadable(str(fault)) from None
 
-    def write(self, source: int, name: str, *args: Any) -> tuple[int, Any]:
-        """A method of the database that changes it; the version that it made, and its result."""
+    def write(self, source: int, name: str, *args: Any) -> None:
+        """A method of the database that changes it."""
         if source not in self._writers:
             self._writers[source] = open_database(self._path(source), create=False)
-        writer = self._writers[source]
-        found = getattr(writer, name)(*args)
-        return writer.version, found
+        getattr(self._writers[source], name)(*args)

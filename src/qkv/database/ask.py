@@ -19,9 +19,10 @@ from qkv.behind import Behind, Row, Share, Source
 from qkv.database import cells
 from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, CombinationError, counted
+from qkv.errors import ArgumentError, CombinationError, counted, few
 from qkv.scores import Score
-from qkv.weightings import WeightingLike
+from qkv.told import short
+from qkv.weightings import Weighting, WeightingLike
 
 if TYPE_CHECKING:
     from qkv.database.conformal import Promise
@@ -168,7 +169,8 @@ class Asked:
             value = values[0].value
         entropy = None if found.entropy is None else float(found.entropy[at])
         fits = isinstance(self.promise, str) or found.best[at] >= self.promise.best
-        return Answer(
+        answer: Answer = object.__new__(Answer)  # which sets its fields one by one, as it is frozen
+        vars(answer).update(
             query=query,
             value=value,
             rows=rows,
@@ -186,6 +188,7 @@ class Asked:
             _behind=InProcess(self, query, alpha if keep else None, value, entropy, fits),
             _library=self.library,
         )
+        return answer
 
     def source(self, query: Any, alpha: np.ndarray, most: int) -> Source:
         view, order = self.view, np.arange(len(alpha))
@@ -214,6 +217,17 @@ class Asked:
             names=(", ".join(schema.key), ", ".join(schema.value)),
         )
 
+    def lacking(self, query: Any) -> str:
+        """That the query is a key, where no row that has it has a value; else empty."""
+        schema = self.view.schema
+        if is_array(query) and schema.key_kind != "vector":
+            return ""
+        rows = self.view.rows(self.view.find(query))
+        lacks = [[name for name in schema.value if cells.is_missing(row[name])] for row in rows]
+        if not rows or not all(x if schema.pools else len(x) == len(schema.value) for x in lacks):
+            return ""
+        return f"{short(query)} is a key, but its row lacks {few(lacks[-1])} and is left out"
+
     def weights(self, queries: Any) -> np.ndarray:
         """α of every row for each query, (n, m), 0 for those that were not asked."""
         return self.of_all(self.weighed(queries, value=False)[0].weights)
@@ -241,7 +255,7 @@ class Asked:
             if len(near):
                 near = near[size[near] >= _largest(size[near], top)]
             near = near[np.argsort(-size[near], kind="stable")][:top]
-        found: np.ndarray = near[size[near] > 0]
+        found: np.ndarray = near[: np.count_nonzero(size[near] > 0)]  # NaN comes last
         return found
 
     def heaviest(self, alpha: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
@@ -352,14 +366,24 @@ class InProcess(Behind):
 
     def hint(self, rows: list[Row]) -> str:
         asked = self.asked
+        if asked.missing and (told := asked.lacking(self.query)):
+            return told
         if not rows or asked.score is not asked.view.score(None):
             return ""
         several = asked.weighting.convex and asked.total > 1
         flat = several and self.entropy() > math.log(asked.total * FLAT)
+        if flat and not _tells_apart(asked.weighting):
+            return ""
         return asked.view.encoder.hint(self.query, rows[0].key, flat)
 
     def source(self, most: int) -> Source:
         return self.asked.source(self.query, np.asarray(self._alpha()), most)
+
+
+def _tells_apart(weighting: Weighting) -> bool:
+    """Whether scores that are 1 apart have other weights: else rows look alike by its own doing."""
+    found = np.asarray(weighting(np.array([[0.0, 1.0]])))
+    return bool((parts.entropy(found) < math.log(2 * FLAT)).all())
 
 
 def farther(one: Scatter, two: Scatter) -> Scatter:
@@ -370,15 +394,13 @@ def farther(one: Scatter, two: Scatter) -> Scatter:
 
 def _shares(values: list[Any], weights: list[float]) -> list[Share]:
     """The weight of each value, heaviest first."""
-    total, first = dict[Any, float](), []
+    total: dict[Any, float] = {}
+    first: dict[Any, Any] = {}
     for value, weight in zip(values, weights, strict=False):
         name = value if type(value) is str else mark(value)
-        if name in total:
-            total[name] += weight
-        else:
-            total[name] = weight
-            first.append(value)
-    return sorted(map(Share, first, total.values()), key=itemgetter(1), reverse=True)
+        total[name] = total.get(name, 0.0) + weight
+        first.setdefault(name, value)
+    return sorted(map(Share, first.values(), total.values()), key=itemgetter(1), reverse=True)
 
 
 def mark(value: Any) -> Any:

@@ -151,12 +151,12 @@ _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 def loads(text: str) -> dict[str, Any]:
     try:
         cells, _ = _scan(text, 0)  # what `json.loads` comes to, of text that `dumps` made
-    except (StopIteration, ValueError):
+        if "$" in text:
+            cells = {name: restored(cell) for name, cell in cells.items()}
+    except (StopIteration, *NO_CELLS):
         cells = None
     if type(cells) is not dict:
         raise Damaged(f"a record is not what was written: {shown(text)}. qkv check names its file")
-    if "$" in text:
-        return {name: restored(cell) for name, cell in cells.items()}
     return cells
 
 
@@ -211,6 +211,10 @@ def plain(cell: Any) -> Any:
     raise AssertionError(cell)
 
 
+NO_CELLS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What `restored` raises of what nobody's `plain` made."""
+
+
 def restored(plain: Any) -> Any:
     """The cell that `plain` made."""
     if isinstance(plain, list):
@@ -263,13 +267,9 @@ def digest(key: Any) -> bytes:
             raise ArgumentError(_NAN)
         return blake2b(b"v[%d]" % len(row) + row.tobytes(), digest_size=DIGEST).digest()
     try:
-        return _of_json(_same(key))
+        text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     except RecursionError:
         raise ArgumentError(_DEEP) from None
-
-
-def _of_json(same: Any) -> bytes:
-    text = json.dumps(same, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return blake2b(b"j" + utf8(text), digest_size=DIGEST).digest()
 
 
@@ -298,8 +298,8 @@ def digests(keys: Any) -> list[bytes]:
 
 
 def vector_digest(key: Any) -> bytes:
-    """What a key that is a vector (d,) is found by where its schema says "sha256": its numbers as
-    float32, as they are kept. One with NaN finds nothing, since none is kept.
+    """What a key is found by where keys are vectors (d,): its numbers as float32, as they are kept.
+    One with NaN finds nothing, since none is kept.
 
     >>> same = [np.array([0.1, -0.0]), np.array([0.1, 0], np.float32)]
     >>> len({vector_digest(key) for key in same})
@@ -323,28 +323,6 @@ def vector_digests(keys: Any) -> list[bytes]:
         parts = (text[i * size : (i + 1) * size] for i in range(len(block)))
         found += [sha256(part).digest()[:DIGEST] for part in parts]
     return found
-
-
-def local_digest(key: Any) -> bytes | None:
-    """What a moment with a zone, or a tuple with one in it, was found by before it was known by its
-    instant; None where that is the same."""
-    parts = key if isinstance(key, tuple) else (key,)
-    if not any(isinstance(x, datetime.datetime) and x.utcoffset() for x in parts):
-        return None
-    written = [plain(x) if isinstance(x, datetime.datetime) else _same(x) for x in parts]
-    return _of_json({"$tuple": written} if isinstance(key, tuple) else written[0])
-
-
-def wide_digest(key: Any) -> bytes | None:
-    """What a vector that float32 does not hold was found by before it was known by its float32
-    numbers; None where it is held."""
-    row = to_numpy(key)
-    if row.dtype.kind == "f" and row.dtype.itemsize <= 4:
-        return None
-    wide = _numeric(row).astype("<f8") + 0.0
-    with np.errstate(over="ignore"):
-        exact = (wide.astype("<f4") == wide).all()
-    return None if exact else sha256(b"v" + wide.tobytes()).digest()[:DIGEST]
 
 
 SOME = 512

@@ -143,11 +143,9 @@ def tensors(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return made
 
 
-def found(tensors: Mapping[str, np.ndarray], name: str) -> Column | None:
-    """A column among the tensors of a segment; None in a store that was written without."""
-    kinds = tensors.get(f"kinds/{name}")
-    if kinds is None:
-        return None
+def found(tensors: Mapping[str, np.ndarray], name: str) -> Column:
+    """A column among the tensors of a segment."""
+    kinds = tensors[f"kinds/{name}"]
     return Column(kinds, tensors.get(f"cells/{name}", np.zeros(len(kinds), np.uint64)))
 
 

@@ -124,10 +124,6 @@ def truthy(name: str) -> Condition:
     return passed
 
 
-def equal(left: Side, right: Side) -> Condition:
-    return member(left, [right])
-
-
 def member(left: Side, members: Sequence[Side]) -> Condition:
     """left == member, for any of them. Of a constant and constants too."""
     if isinstance(left, Written):
@@ -186,11 +182,8 @@ def _alike(table: Piece, name: str, column: Column, other: str) -> np.ndarray:
     """Which cells of two columns are equal; a missing one equals a missing one."""
     second = table.column(other)
     numeric = np.isin(column.kinds, NUMBERS) & np.isin(second.kinds, NUMBERS)
-    # By the kind: a store may have kept NaN for the code of what is missing.
-    alike = (column.codes == second.codes) | (column.kinds == MISSING)
-    same: np.ndarray = np.where(
-        numeric, column.numbers == second.numbers, (column.kinds == second.kinds) & alike
-    )
+    alike = (column.kinds == second.kinds) & (column.codes == second.codes)
+    same: np.ndarray = np.where(numeric, column.numbers == second.numbers, alike)
     unsure = np.flatnonzero(same & numeric & ((column.kinds == WIDE) | (second.kinds == WIDE)))
     if len(unsure):
         pairs = zip(table.cells(name, unsure), table.cells(other, unsure), strict=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
-from qkv.database.queries import nearness
 from qkv.database.schema import Cells, by_place, keyed, names, plain
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
     from qkv.weightings import WeightingLike
 
 
+READING = dict.fromkeys(
+    ("mode", "readonly", "read_only"),
+    "create=False to make none; many may read beside one that writes",
+)
 ON_DISK = " Database.from_columns(…, path=…) writes one to disk, and qkv.open(path) opens it."
 
 
@@ -231,10 +234,8 @@ class Database(Writing[K, V]):
         """
         from qkv.database.influence import valuate
 
-        view = self._filled()
-        near, sure = nearness(tolerance, confidence)
-        how = (1, near, "", self._library, sure)
-        return valuate(self._asked(view, view.score(score), weighting, where, *how), pairs)
+        how = (score, weighting, where, 1, tolerance, confidence)
+        return valuate(self._asked(self._filled(), *how), pairs)
 
 
 def open(
@@ -263,7 +264,7 @@ def open(
     ...         D["Li"]
     'Mu'
     """
-    keywords("open()", other, open.__kwdefaults__)
+    keywords("open()", other, open.__kwdefaults__, elsewhere=READING)
     if isinstance(path, str) and "://" in path:
         raise ArgumentError(
             f"path: {path} is an address, and a database here is a folder: qkv.Client(url) asks a "

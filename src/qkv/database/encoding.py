@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -160,47 +160,23 @@ def anew(view: View, encoder: Encoder, keys: Any, progress: Progress | None) -> 
 
 def _beside(view: View, ids: np.ndarray) -> dict[str, np.ndarray]:
     """The tensors of some rows beside their keys' vectors: of the values and of the columns, from
-    the records where there are none yet or their file is lost."""
-    snapshot, schema, apart = view.snapshot, view.schema, view.schema.vectors
+    the records where their file is lost."""
+    snapshot, schema = view.snapshot, view.schema
     kept = [x for x in snapshot.names if x == "value" or columns.is_column(x)]
     try:
-        found = {name: snapshot.tensor(name, ids) for name in kept}
+        return {name: snapshot.tensor(name, ids) for name in kept}
     except (Damaged, UnknownRow):
-        if apart:  # what was a vector is in no record
+        if schema.vectors:  # which are in no record
             raise
-        found = {}
-    if view.typed and found:
-        return found
     rows = list(map(cells.loads, snapshot.records(ids)))
-    plain = [name for name in schema.columns if name not in apart]
-    read: Cells = {name: [row.get(name) for row in rows] for name in plain}
-    read |= {n: found["value"] for n, role in apart.items() if role == "value"}
-    pooled = found.get("value", schema.pooled(read))
+    read: Cells = {name: [row.get(name) for row in rows] for name in schema.columns}
+    pooled = schema.pooled(read)
     return columns.tensors(read) | ({} if pooled is None else {"value": pooled})
 
 
-def uncoded(view: View) -> bool:
-    """Whether vectors have no codes beside them that would bound them."""
-    kind = view.snapshot.kind("code")
-    wide = kind is not None and kind[1][0] >= codes.NARROW
-    return wide and not (view.rounded or view.wordy or view.kept.coded)
-
-
-def coded(view: View, progress: Progress | None) -> Blocks:
-    """The ids and tensors of all rows of a view, block by block, with codes beside the vectors."""
-    return _with(view, lambda made, first: codes.near(made["code"], first), progress)
-
-
 def valued(view: View, width: int, progress: Progress | None) -> Blocks:
-    """The same with so many numbers as values beside them, of which none is there yet."""
-    return _with(
-        view, lambda made, _: {"value": np.full((len(made["code"]), width), np.nan)}, progress
-    )
-
-
-def _with(
-    view: View, more: Callable[[dict[str, Any], int], dict[str, Any]], progress: Progress | None
-) -> Blocks:
+    """The ids and tensors of all rows of a view, block by block, with so many numbers as values
+    beside them, of which none is there yet."""
     snapshot = view.snapshot
     ids = snapshot.ids()
     for start in range(0, len(ids), ENCODED):
@@ -208,4 +184,4 @@ def _with(
         found = {name: snapshot.tensor(name, some) for name in snapshot.names}
         if progress is not None:
             progress(start + len(some), len(ids))
-        yield some, found | more(found, int(some[0]))
+        yield some, found | {"value": np.full((len(some), width), np.nan)}

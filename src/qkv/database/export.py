@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from qkv.database.cells import is_missing
-from qkv.database.faults import ChangedCells
+from qkv.database.faults import ChangedCells, unwritable
 from qkv.database.schema import transposed
-from qkv.database.sources.numbers import MISSING, date_form, numbers
+from qkv.database.sources.numbers import MISSING, date_form, numbers, unparted
 from qkv.database.sources.table import cell as exact
 from qkv.errors import ArgumentError, extra, file_name, in_folder, warn
 from qkv.frames import arrow, frame
@@ -128,10 +128,11 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             yield file
         os.replace(aside, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno and error.filename2 is None:
-            error.filename = str(path)  # not the name that goes, or none where the disk is full
         with contextlib.suppress(OSError):
             os.unlink(aside)
+        # What a connection says is of the rows, not of the file.
+        if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+            raise unwritable(path, error) from error
         raise
 
 
@@ -183,7 +184,9 @@ class _Seen:
         if str in kinds:
             texts = {x for x in present if type(x) is str}
             self._odd |= any(text.strip() in ABSENT or "\0" in text for text in texts)
-            self._words = self._words or any(type(numbers([text])[0]) is str for text in texts)
+            self._words = self._words or any(
+                type(numbers([unparted(text)])[0]) is str for text in texts
+            )
             self._dates |= {date_form(text.strip()) for text in texts}
         elif kinds & _DATES:
             self._dates |= {date_form(_text(x)) for x in present}

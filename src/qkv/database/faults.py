@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from qkv.errors import QkvError, warn
@@ -32,6 +33,14 @@ class Unreadable(QkvError, OSError):
 
 class Unwritable(QkvError, OSError):
     """The store cannot be written: a full disk, a read-only folder."""
+
+
+def unwritable(path: Path, error: OSError) -> Unwritable:
+    """The fault of a file that was not written, and left as it was."""
+    return Unwritable(
+        f"{path} cannot be written ({error.strerror or error}): nothing was changed; make room or "
+        "make the folder writable, and try again"
+    )
 
 
 class Closed(QkvError, ValueError):
@@ -62,8 +71,9 @@ class StaleFit(UserWarning):
 
 
 class SkippedRows(UserWarning):
-    """Rows were left out: of a scan by a damaged file, of an import for want of a key; `rows` are
-    then their numbers in what was imported, the first is 1."""
+    """Rows were left out: of a scan by a damaged file, of answers for want of a number among those
+    pooled together, of an import for want of a key; `rows` are then their numbers in what was
+    imported, the first is 1."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)

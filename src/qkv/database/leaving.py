@@ -137,8 +137,8 @@ class Leaving(Shown):
             cells = ("" if row[c] is None else html.escape(short(row[c], 80)) for c in shown)
             body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
         count = about["rows"]
-        more = {"rows": count - GLANCE, "columns": len(about["columns"]) - WIDE}
-        told = ", ".join(f"{rest:,} more {what}" for what, rest in more.items() if rest > 0)
+        more = {"more row": count - GLANCE, "more column": len(about["columns"]) - WIDE}
+        told = ", ".join(counted(rest, what) for what, rest in more.items() if rest > 0)
         rest = f"<p><small>and {told}</small></p>" if told else ""
         rows = f"{counted(count, 'row')}, version {about['version']}"
         return (

@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.database import columns
 from qkv.database.cells import loads
-from qkv.database.columns import MISSING, Column
+from qkv.database.columns import MISSING, OTHER, Column
 from qkv.database.compare import Texts, texts_of
 from qkv.database.store.segments import Segment
 from qkv.errors import ArgumentError
@@ -50,17 +50,11 @@ class Piece:
                 f"where: column {name!r} holds vectors, and text, numbers and dates are compared: "
                 "ask for the vectors nearest to yours"
             )
-        found = self._kept(name)
-        if found is not None or not len(self):
-            return found or columns.coded([])
-        mark = self._mark(name)
-        if mark not in self._view.built:
-            self._view.built[mark] = columns.coded(self.cells(name, slice(None)))
-        return self._view.built[mark]
+        return self._kept(name)
 
     def texts(self, name: str) -> Texts:
         """As `texts_of` has them, kept."""
-        kept, mark = self._view.texts, self._mark(name)
+        kept, mark = self._view.texts, (name, int(self.ids[0]) if len(self) else -1, len(self))
         found = kept.get(mark)
         if found is None:
             found = texts_of(self, name)
@@ -68,24 +62,19 @@ class Piece:
                 kept[mark] = found
         return found
 
-    def _mark(self, name: str) -> tuple[str, int, int]:
-        return name, int(self.ids[0]) if len(self) else -1, len(self)
-
     def kinds(self, name: str) -> np.ndarray:
-        """What each cell is, of a column of vectors too."""
-        return (self._kept(name) or self.column(name)).kinds
+        """What each cell is, of a column of vectors too: of the keys none is missing."""
+        if self._view.schema.vectors.get(name) == "key":
+            return np.full(len(self), OTHER, np.uint8)
+        return self._kept(name).kinds
 
-    def _kept(self, name: str) -> Column | None:
+    def _kept(self, name: str) -> Column:
         found, live = columns.found(self._part.tensors, name), self._part.live
-        return found if found is None or live is None else found.some(live)
+        return found if live is None else found.some(live)
 
     def present(self) -> np.ndarray:
         """Which rows have a value."""
-        schema, live = self._view.schema, self._part.live
-        if schema.pools and self._kept(schema.value[0]) is None:
-            value = self._part.tensors["value"]
-            absent = np.isnan(np.asarray(value if live is None else value[live])).any(axis=1)
-            return np.asarray(~absent)
+        schema = self._view.schema
         missing = [self.kinds(name) == MISSING for name in schema.value]
         join = np.logical_or if schema.pools else np.logical_and
         return np.asarray(~join.reduce(missing))

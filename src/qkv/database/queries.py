@@ -12,8 +12,8 @@ import numpy as np
 from qkv.arrays import is_array, of, plain, to_numpy
 from qkv.database import cells, spelled
 from qkv.database.schema import by_place
-from qkv.errors import ArgumentError, DtypeError, keywords
-from qkv.names import ELSEWHERE
+from qkv.elsewhere import ELSEWHERE
+from qkv.errors import ArgumentError, DtypeError, ShapeError, keywords
 from qkv.types import Array
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
             raise DtypeError(f"query must be {told}, not the number {array}")
         return (array[None], True) if array.ndim == 1 else (array, False)
     if shaped:
-        array = to_numpy(query)
-        return array.reshape(-1).tolist(), array.ndim == 0
+        return to_numpy(_column(query))[:, 0].tolist(), len(query.shape) == 0
     many = isinstance(query, list) and not (kind == "json" and cells.is_numbers(query))
     queries = query if many else [query]
     if kind in READ and not view.encoder.any_query:
@@ -134,9 +133,17 @@ READ = {"date": _moment, "number": _number}
 """What is read of text where keys are of these kinds, by whichever door it came."""
 
 
+def _column(query: Array) -> Array:
+    """Numbers as (n, 1); a table of them is none, as each key is one number."""
+    if tuple(query.shape[1:]) not in ((), (1,)):
+        told = "but the keys are numbers: expected (queries,) or (queries, 1)"
+        raise ShapeError(f"query has shape {tuple(query.shape)}, {told}")
+    return of(query).xp.reshape(query, (-1, 1))
+
+
 def differentiable(view: View, query: Array) -> tuple[Array, bool]:
-    """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
-    column, single = of(query).xp.reshape(query, (-1, 1)), len(query.shape) == 0
+    """Numbers (n,), (n, 1) or one () as (n, 1) in the keys' units, and whether it is one."""
+    column, single = _column(query), len(query.shape) == 0
     found = view.encoder.moved(column)
     if found is None:
         found = view.encoded(to_numpy(column)[:, 0].tolist()).code
@@ -176,7 +183,7 @@ def listed(pairs: Any, what: str, right: str) -> list[Any]:
     if not isinstance(pairs, Iterable):
         told = f"(query, {right}) pairs, not {type(pairs).__name__}"
         raise DtypeError(f"{what}: pairs must be a list of {told}")
-    return list(pairs)
+    return list(pairs.items() if isinstance(pairs, Mapping) else pairs)
 
 
 def questions(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:

@@ -257,30 +257,38 @@ class Reading(Closing, Generic[K, V]):
         >>> D.ask(3.55, score="gaussian", weighting="hard").value
         82.0
         """
-        from qkv.database.conformal import kept
-
         if other:
             known("ask()", other, Asking.__optional_keys__)
-        at_most(top)
         view = self._filled()
         queries, single = as_queries(view, query)
-        near, sure = nearness(tolerance, confidence)
-        how = (top, near, kept(view, score, weighting), self._library, sure)
-        asked = self._asked(view, view.score(score), weighting, where, *how)
+        asked = self._asked(view, score, weighting, where, top, tolerance, confidence)
         answers = asked.answers(queries)
         return answers[0] if single else answers
 
     def _asked(self, view: View, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
         """What makes answers of queries; the last is kept, as most questions are put alike."""
-        from qkv.database.ask import Asked
-
         given, last = (view, score, weighting, where, *how, EDITION[0]), self._last
         if last is not None and all(map(is_, given, last[0])):
             return last[1]
-        made = Asked(view, score, weighting, view.where(where), *how)
+        from qkv.database.ask import Asked
+
+        meant = self._meant(view, score, weighting, *how)
+        made = Asked(view, view.score(score), weighting, view.where(where), *meant)
         # A condition that is no text may mean something else the next time.
         self._last = (given, made) if where is None or type(where) is str else None
         return made
+
+    def _meant(
+        self, view: View, score: Any, weighting: Any, top: Any, tolerance: Any, confidence: Any
+    ) -> tuple[Any, ...]:
+        """What `Asked` is told beside score, weighting and rows, where that means anything."""
+        from qkv import parts
+        from qkv.database.conformal import kept
+
+        at_most(top)
+        parts.one_framework({"query": view.ids}, score=score, weighting=weighting)
+        near, sure = nearness(tolerance, confidence)
+        return top, near, kept(view, score, weighting), self._library, sure
 
     @overload
     def attend(self, query: A, **options: Unpack[How]) -> A: ...
@@ -408,7 +416,7 @@ class Reading(Closing, Generic[K, V]):
         view, found = self._view, {}
         for name in self.columns:
             role = view.schema.vectors.get(name)
-            if role == "key" or (role and not view.typed):
+            if role == "key":
                 found[name] = {"type": "vector", "missing": 0}
                 continue
             census = view.census(name)

@@ -13,11 +13,17 @@ import numpy as np
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells
 from qkv.database.faults import Damaged, SkippedRows, skip
-from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
+from qkv.errors import ArgumentError, DtypeError, ShapeError, counted, few, unknown
 from qkv.types import NOTHING
 
 Cells = dict[str, Any]
 """A column's name → its cells: a list, or an array (m, d) with a vector for each row."""
+
+
+LOST = (
+    "the settings of the store, which say what its columns are, are lost or not qkv's: restore its "
+    "catalogue.sqlite from a copy"
+)
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,7 @@ class Schema:
 
     A key of several columns is a tuple, a value of several columns a mapping. `key_kind` and
     `value_kind` are of `cells.kind`; a value may also be "numbers", several columns of them, or
-    "any". `hash` says by which digest keys are found: "blake2b", or "sha256" for those that are
-    vectors, but in stores up to format 2.
+    "any".
     """
 
     columns: tuple[str, ...]
@@ -36,7 +41,6 @@ class Schema:
     key_kind: str
     value_kind: str
     unique: bool = False
-    hash: str = "blake2b"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,12 +61,8 @@ class Schema:
         )
         kinds = (made.key_kind, made.value_kind)
         sound = sound and all(isinstance(kind, str) for kind in kinds)
-        sound = sound and made.hash in ("blake2b", "sha256")
         if not sound or not {*made.key, *made.value} <= {*made.columns}:
-            raise Damaged(
-                "the settings of the store, which say what its columns are, are lost or not qkv's: "
-                "restore its catalogue.sqlite from a copy"
-            )
+            raise Damaged(LOST)
         return made
 
     @classmethod
@@ -83,8 +83,7 @@ class Schema:
             value_kind = kinds[0]
         else:
             value_kind = "numbers" if kinds and set(kinds) == {"number"} else "any"
-        known_by = "sha256" if key_kind == "vector" else "blake2b"
-        return cls(tuple(columns), tuple(key), tuple(value), key_kind, value_kind, unique, known_by)
+        return cls(tuple(columns), tuple(key), tuple(value), key_kind, value_kind, unique)
 
     @property
     def pools(self) -> bool:
@@ -116,23 +115,13 @@ class Schema:
 
     def digest(self, key: Any) -> bytes:
         """What a key is found by."""
-        if self.hash == "sha256" and is_array(key) and key.ndim == 1:
+        if self.key_kind == "vector" and is_array(key) and key.ndim == 1:
             return cells.vector_digest(key)
         return cells.digest(key)
 
-    def digest_before(self, key: Any) -> bytes | None:
-        """What an older row of this key may be found by, if that is another."""
-        if isinstance(key, str):  # as most are
-            return None
-        if self.hash != "sha256":
-            return cells.local_digest(key)
-        if type(key) is np.ndarray and key.dtype == np.float32:
-            return None
-        return cells.wide_digest(key) if is_array(key) and key.ndim == 1 else None
-
     def digests(self, keys: Any) -> list[bytes]:
         """One for each key of a sequence, or for each row of an array (m, d)."""
-        if self.hash == "sha256":
+        if self.key_kind == "vector":
             return cells.vector_digests(vectors(keys, "key"))
         return cells.digests(keys)
 
@@ -298,6 +287,21 @@ def keyed(columns: Cells, key: Sequence[str]) -> Cells:
     }
 
 
+def tell_partial(values: np.ndarray, names: Sequence[str]) -> None:
+    """Warn of rows that have some of the numbers (m, d_v) that are pooled together, but not all."""
+    missing = np.isnan(values)
+    some = missing.any(axis=1) & ~missing.all(axis=1)
+    if not some.any():
+        return
+    counts = missing[some].sum(axis=0).tolist()
+    lack = sorted(zip(counts, names, strict=True), key=lambda pair: -pair[0])
+    of = few([f"{name} ({n:,})" for n, name in lack if n])
+    rows, total = int(some.sum()), counted(len(some), "row")
+    told = f"{rows:,} of {total} lack{'s' * (rows == 1)} a number in {of}, so no answer counts "
+    step = f"fill it in, or make one column the value, such as {lack[-1][1]}"
+    skip(SkippedRows(f"{told}{'it' if rows == 1 else 'them'}: {step}"))
+
+
 def _missing(column: Any) -> np.ndarray:
     """Which cells are missing, (m,): None and NaN, and vectors with NaN in them."""
     if is_array(column):
@@ -345,6 +349,8 @@ def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
     """Rows with named cells as columns; a cell that a row does not name is None."""
     if not isinstance(rows, Iterable):
         raise DtypeError(f"rows must be a list of mappings, not {type(rows).__name__}")
+    if isinstance(rows, Mapping):
+        raise DtypeError("rows must be a list of mappings, not one: pass [rows]")
     rows = list(rows)
     for row in rows:
         if not isinstance(row, Mapping):

@@ -13,10 +13,10 @@ from qkv.arrays import of
 from qkv.arrays.ragged import Query, Wide, beside
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, codes, columns, spelled
-from qkv.database.columns import Column
 from qkv.database.compare import Texts
+from qkv.database.faults import Damaged
 from qkv.database.piece import Piece
-from qkv.database.schema import Schema
+from qkv.database.schema import LOST, Schema
 from qkv.database.store import Snapshot, sizes
 from qkv.database.where import Among, condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
@@ -64,7 +64,6 @@ class View:
         self._censuses: dict[str, np.ndarray] = {}
         self._aside: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
         self._bounds: dict[Any, Any] = {}
-        self.built: dict[tuple[str, int, int], Column] = {}
         self.texts: dict[tuple[str, int, int], Texts] = {}
 
     def __len__(self) -> int:
@@ -86,7 +85,11 @@ class View:
 
     @cached_property
     def schema(self) -> Schema:
-        return Schema.from_dict(self.settings.get("schema", {}))
+        found = Schema.from_dict(self.settings.get("schema", {}))
+        needed = {f"kinds/{x}" for x in found.columns if found.vectors.get(x) != "key"} | {"code"}
+        if len(self.snapshot) and not needed <= {*self.snapshot.names}:
+            raise Damaged(LOST)
+        return found
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -106,13 +109,8 @@ class View:
         try:
             found = self.encoder.asked(queries)
         except (ArgumentError, DtypeError, ShapeError) as fault:  # which tells of keys in rows
-            told = re.sub(r"^key(?= \d)", "query", str(fault)).removesuffix(": leave that row out")
-            raise type(fault)(told) from None
-        if found.asked is not None and not self.wordy:
-            raise ArgumentError(
-                f"the encoder ({self.encoder.kind}) compares words, and the store has none beside "
-                "its vectors: encode the keys again, D.encode()"
-            )
+            told = re.sub(r"(^|where )key(?= \d)", r"\1query", str(fault))
+            raise type(fault)(told.removesuffix(": leave that row out")) from None
         self.check(found)
         wide = np.result_type(found.code, np.float32)
         found = found._replace(code=np.ascontiguousarray(found.code, dtype=wide))
@@ -199,13 +197,12 @@ class View:
                 return None
         try:
             found = self.schema.digest(key)
-            before = self.schema.digest_before(key)
         except (ArgumentError, DtypeError):
             return None  # what cannot be kept is nobody's key
         if self.schema.key_kind == "date" and not self.snapshot.find(found):
-            others = [*map(self.schema.digest, spelled.alike(spelled.moment(key))), before or found]
+            others = map(self.schema.digest, spelled.alike(spelled.moment(key)))
             return next(filter(self.snapshot.find, others), found)
-        return found if before is None or not self.snapshot.find(before) else before
+        return found
 
     @cached_property
     def key_kinds(self) -> dict[str, str]:
@@ -291,8 +288,6 @@ class View:
     def present(self) -> np.ndarray | None:
         """Which rows have a value, (m,); None where all do. Of several columns all must be missing,
         or one that is to be pooled."""
-        if self.schema.value_kind == "text" and not self.typed:
-            return None
         parts = [piece.present() for piece in self._pieces()]
         found = np.concatenate(parts) if parts else np.zeros(0, bool)
         return None if found.all() else found
@@ -305,11 +300,6 @@ class View:
         both = present if allowed is None else present & allowed
         asked = len(present) if allowed is None else int(np.count_nonzero(allowed))
         return both, asked - int(np.count_nonzero(both))
-
-    @property
-    def typed(self) -> bool:
-        """Whether columns lie beside the vectors; else they are read from the records."""
-        return any(map(columns.is_column, self.snapshot.names))
 
     @property
     def rounded(self) -> bool:

@@ -10,26 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.database.compare import (
-    Condition,
-    Name,
-    Side,
-    Written,
-    constantly,
-    contains,
-    equal,
-    joined,
-    member,
-    order,
-    quiet,
-    truthy,
-)
+from qkv.database import compare
+from qkv.database.compare import Condition, Name, Side, Written
 from qkv.errors import ArgumentError, DtypeError, unknown
 
 _EQUAL = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
 _IN = {ast.In: True, ast.NotIn: False}
-_NAME = re.compile(r"`((?:[^`]|``)*)`(?!`)")
-"""A name in backticks, one of its own written twice."""
+_QUOTED = re.compile(
+    r"""("{3}|'{3}|["'])(?:\\.|(?!\1).)*(?:\1|\Z)|`(?P<name>(?:[^`]|``)*)`(?!`)|`""", re.DOTALL
+)
+"""A string, to the end where it never closes; a name in backticks, one of its own written twice; a
+backtick that opens none."""
 _ASSIGNS = re.compile(r"(?<![=<>!])=(?!=)")
 _SHOWN = 60
 """Characters of a caller's text that an error quotes."""
@@ -44,14 +35,16 @@ def condition(where: Any, names: Sequence[str]) -> Condition:
     neither less nor more than anything. Text is not compared with numbers: that is an error.
     """
     if isinstance(where, str):
-        return quiet(_Expression(where, names).compiled())
+        return compare.quiet(_Expression(where, names).compiled())
     if isinstance(where, Mapping):
         parts = []
         for name, wish in where.items():
             _known(name, names)
             many = isinstance(wish, list | set | frozenset)
-            parts.append(member(Name(name), [Written(x) for x in (wish if many else [wish])]))
-        return quiet(joined(parts, all_of=True))
+            parts.append(
+                compare.member(Name(name), [Written(x) for x in (wish if many else [wish])])
+            )
+        return compare.quiet(compare.joined(parts, all_of=True))
     raise DtypeError(
         'where must be a mapping of columns, an expression such as "year > 1950", or a function '
         f"of a row, not {type(where).__name__}"
@@ -107,62 +100,48 @@ class _Expression:
 
     def _plain(self) -> tuple[str, dict[str, str]]:
         """The text with `column names` in backticks made into names that no column has."""
-        if "`" not in self.text:
-            return self.text, {}
-        parts: list[str] = []
         quoted: dict[str, str] = {}
-        at = 0
-        while at < len(self.text):
-            letter = self.text[at]
-            if letter in "'\"":
-                end = _closing(self.text, at)
-            elif letter == "`":
-                name = _NAME.match(self.text, at)
-                if name is None:
-                    raise ArgumentError(f"where: a backtick in {_quoted(self.text)} is not closed")
-                place = next(
-                    free
-                    for i in range(len(self.names) + 1)
-                    if (free := f"_column_{len(quoted)}_{i}") not in self.names
-                )
-                quoted[place] = name[1].replace("``", "`")
-                parts.append(f" {place} ")
-                at = name.end()
-                continue
-            else:
-                end = at + 1
-            parts.append(self.text[at:end])
-            at = end
-        return "".join(parts), quoted
+
+        def named(found: re.Match[str]) -> str:
+            if found[0] == "`":
+                raise ArgumentError(f"where: a backtick in {_quoted(self.text)} is not closed")
+            if found["name"] is None:
+                return found[0]
+            tried = (f"_column_{len(quoted)}_{i}" for i in range(len(self.names) + 1))
+            place = next(free for free in tried if free not in self.names)
+            quoted[place] = found["name"].replace("``", "`")
+            return f" {place} "
+
+        return _QUOTED.sub(named, self.text), quoted
 
     def _built(self, node: ast.expr) -> Condition:
         match node:
             case ast.BoolOp(op, values):
-                return joined(list(map(self._built, values)), isinstance(op, ast.And))
+                return compare.joined(list(map(self._built, values)), isinstance(op, ast.And))
             case ast.UnaryOp(ast.Not(), operand):
                 inner = self._built(operand)
                 return lambda table: ~inner(table)
             case ast.Compare(left, ops, comparators):
                 sides = [left, *comparators]
                 pairs = zip(ops, sides, sides[1:], strict=False)
-                return joined([self._pair(op, a, b) for op, a, b in pairs], all_of=True)
+                return compare.joined([self._pair(op, a, b) for op, a, b in pairs], all_of=True)
             case ast.Name():
-                return truthy(self._column(node))
+                return compare.truthy(self._column(node))
             case ast.Constant(bool() as value):
-                return constantly(value)
+                return compare.constantly(value)
         raise self._strange(node)
 
     def _pair(self, op: ast.cmpop, left: ast.expr, right: ast.expr) -> Condition:
         if type(op) in _IN:
             wished = _IN[type(op)]
             if isinstance(right, ast.List | ast.Tuple | ast.Set):
-                found = member(self._side(left), list(map(self._side, right.elts)))
+                found = compare.member(self._side(left), list(map(self._side, right.elts)))
             else:
-                found = contains(self._side(right), self._side(left))
+                found = compare.contains(self._side(right), self._side(left))
         elif type(op) in _EQUAL:
-            wished, found = _EQUAL[type(op)], equal(self._side(left), self._side(right))
+            wished, found = _EQUAL[type(op)], compare.member(self._side(left), [self._side(right)])
         else:
-            return order(op, self._side(left), self._side(right))
+            return compare.order(op, self._side(left), self._side(right))
         return found if wished else lambda table: ~found(table)
 
     def _side(self, node: ast.expr) -> Side:
@@ -186,7 +165,7 @@ class _Expression:
             if column not in self.names:
                 alike = [x for x in self.names if unicodedata.normalize("NFKC", x) == node.id]
                 column = alike[0] if len(alike) == 1 else column
-        _known(column, self.names)
+        _known(column, self.names, "" if node.id in self.quoted else " Text stands in quotes.")
         return column
 
     def _strange(self, node: ast.expr) -> ArgumentError:
@@ -199,23 +178,10 @@ class _Expression:
         )
 
 
-def _known(name: str, names: Sequence[str]) -> None:
+def _known(name: str, names: Sequence[str], more: str = "") -> None:
     if name not in names:
-        raise unknown("column", name, names)
-
-
-def _closing(text: str, at: int) -> int:
-    """Where the string that opens here ends; the end of the text where it never does."""
-    quote = text[at] * 3 if text.startswith(text[at] * 3, at) else text[at]
-    at += len(quote)
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-        elif text.startswith(quote, at):
-            return at + len(quote)
-        else:
-            at += 1
-    return len(text)
+        told = unknown("column", name, names)
+        raise told if "did you mean" in str(told) else ArgumentError(f"{told}{more}")
 
 
 def _quoted(text: str) -> str:

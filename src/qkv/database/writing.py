@@ -26,6 +26,7 @@ from qkv.database.schema import (
     pairs_of,
     plain,
     several,
+    tell_partial,
     transposed,
     vectors,
 )
@@ -106,12 +107,9 @@ class Writing(Leaving, Reading[K, V]):
         >>> D.update("Li", "Wei"), D.update("Hu", "Rachel")
         (0, 1)
         """
-        if value is not NOTHING:
-            pairs = [(key, value)]
-        elif isinstance(key, Mapping | list):
-            pairs = pairs_of(key, NOTHING, False)
-        else:
+        if value is NOTHING and not isinstance(key, Mapping | list):
             raise DtypeError("update takes a key and its value, or a mapping of them")
+        pairs = pairs_of(key, value, False)
         with self._alone():
             view = self._view
             if not view.begun:
@@ -265,11 +263,12 @@ class Writing(Leaving, Reading[K, V]):
         pooled = schema.pooled(columns)
         if pooled is not None:
             tensors["value"] = pooled
+            if len(schema.value) > 1:
+                tell_partial(pooled, schema.value)
         if encoding.keeps_keys(encoder, schema):
             tensors["key"] = keys
-        if not view.begun or view.typed:
-            beside = {name: pooled for name, role in apart.items() if role == "value"}
-            tensors |= typed.tensors({**kept, **beside})
+        beside = {name: pooled for name, role in apart.items() if role == "value"}
+        tensors |= typed.tensors({**kept, **beside})
         try:
             self._store.commit(
                 records=records,
@@ -382,14 +381,9 @@ class Writing(Leaving, Reading[K, V]):
         return found
 
     def compact(self, progress: Progress | None = None) -> Any:
-        """Merge segments, drop removed rows, and forget past versions; a store from before there
-        were codes beside the vectors gets them, as a new version."""
+        """Merge segments, drop removed rows, and forget past versions."""
         callable_or_none(progress=progress)
-        with self._alone():
-            view = self._view
-            if encoding.uncoded(view):
-                how = {"settings": view.settings, "arrays": view.snapshot.arrays()}
-                self._store.recode(encoding.coded(view, progress), what="codes", **how)
+        self._writable()
         self._held = self._last = None  # it would keep an old version alive
         return self._store.compact(progress)
 

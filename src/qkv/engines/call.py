@@ -129,8 +129,7 @@ HELD = 1e-100, math.inf
 def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     """Whether the numbers of a record are of a size between these, 0 or infinite."""
     parts = [record]
-    while parts:
-        x = parts.pop()
+    for x in parts:  # which grows on the way
         if type(x) is float:
             size = abs(x)
             if not (least <= size <= most or size == 0 or size == math.inf):
@@ -142,17 +141,11 @@ def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     return True
 
 
-def all_rows(call: Call) -> Span:
-    return Span(0, call.fw.length(call.query, -2))
-
-
-def all_cols(call: Call) -> Span:
-    return Span(0, call.fw.length(call.key, -2))
-
-
-def place(call: Call, rows: Span, cols: Span) -> Block:
-    """Where a block lies, with the positions that masks and score_mods read."""
+def place(call: Call, rows: Span | None = None, cols: Span | None = None) -> Block:
+    """Where a block lies, with the positions that masks and score_mods read; None: a whole axis."""
     fw, lead, like = call.fw, call.lead, call.query
+    rows = rows or Span(0, fw.length(like, -2))
+    cols = cols or Span(0, fw.length(call.key, -2))
     row, col, n, m = call.at or (0, 0, fw.length(like, -2), fw.length(call.key, -2))
     rows = rows._replace(start=rows.start + row) if row else rows
 
@@ -197,7 +190,7 @@ def scores(call: Call, query: Array, key: Array, bias: Array | None, block: Bloc
     """The scores of a block: of its queries and keys, with the mask's bias, scaled for α."""
     s = evaluate(call.score, query, share_heads(call, key), block)
     if bias is not None:
-        s = s + call.fw.keep(bias, bias > -float("inf"))
+        s = s + call.fw.keep(bias, bias != -float("inf"))
     return call.fw.settle(call.weighting.scale(s))
 
 

@@ -264,14 +264,7 @@ def _best(asked: Coded, k: int, tolerance: float) -> Weighed | str:
 
 def _alike(asked: Coded, at: np.ndarray) -> bool:
     """Whether these rows have the same key, so that the lowest of them come first."""
-    at = np.sort(at)
-    keys = [
-        cut.vectors(at[(at >= cut.start) & (at < cut.start + cut.size)] - cut.start)
-        for group in asked.cuts()
-        for cut in group
-        if ((at >= cut.start) & (at < cut.start + cut.size)).any()
-    ]
-    key = np.concatenate(keys)
+    key = np.concatenate([key for _, key, _ in asked.picked(np.sort(at))])
     return bool((key == key[0]).all())
 
 

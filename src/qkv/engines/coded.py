@@ -10,6 +10,7 @@ import numpy as np
 
 from qkv.arrays import of
 from qkv.arrays.int8 import Queries
+from qkv.arrays.lengths import lengths
 from qkv.arrays.rows import Cut, Near, Reader, Rows
 from qkv.engines import stored
 from qkv.engines.doubt import Doubt
@@ -66,10 +67,10 @@ class Coded:
         if self.plain and not rows.apart and some.near.residual is not None:
             room = np.empty((2, rows.shape[0]), np.float32)
             self._columns = rows.bounds.setdefault((0, 0), room)  # no cut has 0 rows
-        self.length = _lengths(self.phi)
+        self.length = lengths(self.phi) * CAREFUL
         # A gate moves by a quarter of what its logit does, times a score of at most ‖φ‖ ‖k‖.
         gate = self.phi[:0] if form.gate is None else np.asarray(form.gate[1], float)[None]
-        self.bend = float(_lengths(gate).sum()) / 4
+        self.bend = float(lengths(gate).sum()) / 4 * CAREFUL
         self.tilt = 1.0 if form.gate is None else 1 + np.asarray(form.gate[2]) / 4 * CAREFUL
         self.queries = Queries(np.concatenate([self.phi, gate]))
 
@@ -233,7 +234,7 @@ class Coded:
             self._cuts = list(self.rows.cuts(self.size, codes=True))
         return self._cuts
 
-    def _picked(self, at: np.ndarray) -> Iterator[tuple[slice, np.ndarray, Near]]:
+    def picked(self, at: np.ndarray) -> Iterator[tuple[slice, np.ndarray, Near]]:
         """Rows at places, some at a time: which they are, their keys, what bounds their codes."""
         begin = end = 0
         keys, nears = list[np.ndarray](), list[Near]()
@@ -257,7 +258,7 @@ class Coded:
         that nothing is lost where nothing but zeros was multiplied."""
         n, width = self.phi.shape
         out, off, terms = np.empty((n, len(at))), np.empty((n, len(at))), np.empty((3, len(at)))
-        for some, key, near in self._picked(at):
+        for some, key, near in self.picked(at):
             form = self.form(norm := np.sqrt(np.einsum("ij,ij->i", key, key)))
             if steady:
                 s = np.stack([np.add.reduce(key * one, 1) for one in self.phi])
@@ -289,11 +290,6 @@ class Coded:
         self.read = m
         slack = Slack(none, unit * self.length * self.tilt, none + unit, 2.0**-53)
         return self.coded().exactly(s, slack)
-
-
-def _lengths(x: np.ndarray) -> np.ndarray:
-    """‖x‖ of rows (n, d), and a little more."""
-    return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x)) * CAREFUL)
 
 
 def _spread(near: Near, factor: np.ndarray | None) -> float:

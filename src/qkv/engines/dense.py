@@ -66,7 +66,7 @@ def reference(call: Call) -> Callable[..., Arrays]:
 def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | None, Array]:
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, its log-sum-exp and its weights, for some rows or all."""
     call = calls.some_rows(call.precise(), rows)
-    block = calls.place(call, rows or calls.all_rows(call), calls.all_cols(call))
+    block = calls.place(call, rows)
     live = calls.live(call, block)
     query = calls.clean_queries(call, call.fw.cut(call.query, block.rows, -2), live)
     key = calls.clean(call, call.key, live)

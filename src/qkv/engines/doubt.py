@@ -94,7 +94,7 @@ class Doubt:
     def bound(self) -> Bound:
         """How far the weights may be off."""
         n, m = self.scores.shape
-        found: Bound = self._each(self._bound, _added, Bound(self.top, *np.zeros((3, n))))
+        found: Bound = self._each(self._bound, Bound.merge, Bound(self.top, *np.zeros((3, n))))
         self.total = found.total
         if self.profile is None:
             return found._replace(gain=found.gain + FAINT * m)
@@ -191,11 +191,6 @@ def from_largest(s: np.ndarray, slack: np.ndarray) -> float:
     w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
     sums = w.sum(), (high - w).sum(), (w - low).sum()
     return float(Bound(np.zeros(1), *map(np.atleast_1d, sums)).error[0])
-
-
-def _added(one: Bound, two: Bound) -> Bound:
-    """Two bounds in one unit."""
-    return Bound(one.top, *(a + b for a, b in zip(one[1:], two[1:], strict=True)))
 
 
 def _heaviest(x: np.ndarray, budget: float, most: int) -> np.ndarray:

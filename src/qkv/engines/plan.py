@@ -78,6 +78,16 @@ def find(
     return kind, plan
 
 
+def first(call: Call, choice: Choice, kind: Kind | None, given: tuple[Any, ...]) -> Any:
+    """The first call of a kind, by the plan kept of it, so that the next is rounded alike."""
+    plan = None if kind is None else keep(kind, call, choice)
+    found = None if plan is None else plan.run(*given)
+    if found is not None:
+        return found
+    with call.fw.quiet(), call.fw.guard(call.query):
+        return results(call, choice.run(call))
+
+
 def keep(kind: Kind, call: Call, choice: Choice) -> Plan | None:
     """Remember what was chosen for a call, unless there is nothing to gain."""
     looks = getattr(choice.engine, "looks", None)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qkv import arrays, masks, scores, weightings
-from qkv.arrays import common, framework_of, is_array, tree
+from qkv.arrays import common, is_array, tree
 from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
@@ -30,6 +30,8 @@ from qkv.weightings import Weighting, WeightingLike
 
 TEXT = "text is encoded first, as Database(keys, values).ask(query) does"
 """The next step of who attends over words."""
+
+HELD = "an array of the score or the weighting"
 
 LOOKED_AT = 2**20
 """Numbers of a mask that are looked at."""
@@ -57,28 +59,32 @@ def request(
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
         raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
     p = fraction("dropout_p", dropout_p)
-    like = next((x for x in (query, key, value) if is_array(x)), None)
-    query = as_array("query", query, like)
-    fw = _one_framework(query, score, weighting, rule)
-    score = tree.map_arrays(fw, fw.ambient, score)
-    weighting = tree.map_arrays(fw, fw.ambient, weighting)
-    query, key, value = (_ambient(fw, x) for x in (query, key, value))
-    _one_dtype(fw, query, score=score, weighting=weighting)
+    given = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    like = next((x for x in given.values() if is_array(x)), None)
+    given = {name: as_array(name, x, like) for name, x in given.items()}
+    fw = one_framework(given, score=score, weighting=weighting, mask=rule)
+    given = {name: fw.ambient(x) for name, x in given.items()}
+    score, weighting = map_arrays(fw, fw.ambient, (score, weighting))
+    score, weighting = map_arrays(fw, lambda x: fw.plain(x, HELD), (score, weighting))
+    _one_dtype(fw, given["query"], score=score, weighting=weighting)
     if bias is not None:
         _told_apart(fw, bias)
-    call = build(
-        query,
-        key,
-        value,
-        score=tree.map_arrays(fw, fw.plain, score),
-        weighting=tree.map_arrays(fw, fw.plain, weighting),
-        rule=rule,
-        bias=bias_of(fw, bias, query),
-        dropout=p,
-        tolerance=tolerance,
-        at=at,
-    )
-    call = replace(call, seed=seed_of(fw, seed, query)) if p else call
+    lead = _fitting(fw, given)
+    query, key, value = (given.get(name) for name in ("query", "key", "value"))
+    n, m = fw.shape(query)[-2], fw.shape(key)[-2]
+    score.check(fw.shape(query), fw.shape(key))
+    weighting.fits(lead, n)
+    parts = query, key, value, score, weighting, bias_of(fw, bias, query)
+    if 0 in (*lead, n, m):
+        parts = map_arrays(fw, fw.inert, parts)
+    query, key, value, score, weighting, bias = parts
+    drawn = seed_of(fw, seed, query) if p else None
+    if lead != fw.shape(query)[:-2] or None in lead:  # what only a run will tell may be 1
+        sizes = (*_lengths(fw, lead, given), *fw.sizes(query)[-2:])
+        query = fw.xp.broadcast_to(query, sizes)
+    call = Call(query, key, value, score, weighting, rule, bias, p, drawn, tolerance, at=at)
+    if rule is not None:
+        masks.seen(rule, at).check(lead, n, m)
     return _wanting(call, lse, weights) if lse is not False or weights is not False else call
 
 
@@ -107,10 +113,6 @@ def resolved(
     return weightings.paired(scores.resolve(score), weighting, bias is not None), weighting
 
 
-def _ambient(fw: Framework, x: Any) -> Any:
-    return fw.ambient(x) if framework_of(x) is fw else x
-
-
 def bias_of(fw: Framework, bias: Array | None, query: Array) -> Array | None:
     """What a mask adds to the scores, in the precision that they are summed in."""
     wide = "float64" if fw.dtype(query) == "float64" else "float32"
@@ -136,15 +138,15 @@ def seed_of(fw: Framework, seed: Any, query: Array) -> Array | None:
     return None if seed is None and fw.chance else dropout.seed_array(fw, seed, query)
 
 
-def _one_framework(query: Array, score: Score, weighting: Weighting, rule: Any) -> Any:
-    """The query's framework, unless a score or a mask holds an array of another."""
-    for what, record in (("score", score), ("weighting", weighting), ("mask", rule)):
+def one_framework(given: dict[str, Array], **records: Any) -> Framework:
+    """The framework of the arrays, unless a score or a mask holds an array of another."""
+    for what, record in records.items():
         for x in _all_arrays(record):
-            common(query=query, **{what: x})
-    return common(query=query)
+            common(query=given["query"], **{what: x})
+    return common(**given)
 
 
-def _one_dtype(fw: Any, query: Array, **records: Any) -> None:
+def _one_dtype(fw: Framework, query: Array, **records: Any) -> None:
     """Refuse a learned array of another precision than the query's."""
     for what, record in records.items():
         for x in tree.leaves(fw, record):
@@ -165,12 +167,8 @@ def _all_arrays(record: Any) -> list[Array]:
     return [x for name in names for x in _all_arrays(getattr(record, name))]
 
 
-def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
-    """A call whose shapes and dtypes fit, with the query broadcast to the full leading shape."""
-    given = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    like = next((x for x in given.values() if arrays.is_array(x)), None)
-    given = {name: as_array(name, x, like) for name, x in given.items()}
-    fw, query = arrays.common(**given), given["query"]
+def _fitting(fw: Framework, given: dict[str, Array]) -> Shape:
+    """The leading shape of query, key and value, whose shapes, dtypes and devices fit."""
     dtypes = {name: fw.dtype(x) for name, x in given.items()}
     for name, dtype in dtypes.items():
         if dtype not in FLOATS:
@@ -186,7 +184,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
                 f"query is {dtypes['query']} but {name} is {dtype}: cast one of them, "
                 f"{name}.{to}(query.dtype)"
             )
-        here, there = (fw.device(x) for x in (query, given[name]))
+        here, there = (fw.device(given[x]) for x in ("query", name))
         if here != there:
             raise ArgumentError(
                 f"query is on {here} but {name} on {there}: pass {name}.to(query.device)"
@@ -198,28 +196,16 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
                 f"{name} must have at least two axes (…, rows, width), not shape {shape}; "
                 f"one row is {name}[None, :], one column {name}[:, None]"
             )
-    if value is not None and differ(shapes["key"][-2], shapes["value"][-2]):
+    query, key, *value = shapes.values()
+    if value and differ(key[-2], value[0][-2]):
         raise ShapeError(
-            f"key and value must have one row each per pair, but key has {shapes['key'][-2]} "
-            f"and value {shapes['value'][-2]}"
+            f"key and value must have one row each per pair, but key has {key[-2]} and value "
+            f"{value[0][-2]}"
         )
-    lead = shapes["query"][:-2]
-    for name in ("key", "value")[: len(given) - 1]:
-        lead = _join_leads(lead, shapes[name][:-2], shapes["query"], name, shapes[name])
-    rest["score"].check(shapes["query"], shapes["key"])
-    rest["weighting"].fits(lead, shapes["query"][-2])
-    query, key, value = (given.get(name) for name in ("query", "key", "value"))
-    if 0 in (*lead, shapes["query"][-2], shapes["key"][-2]):
-        parts = (query, key, value, rest["score"], rest["weighting"], rest.get("bias"))
-        parts = map_arrays(fw, fw.inert, parts)
-        query, key, value, rest["score"], rest["weighting"], rest["bias"] = parts
-    if lead != shapes["query"][:-2] or None in lead:  # what only a run will tell may be 1
-        sizes = (*_lengths(fw, lead, given), *fw.sizes(query)[-2:])
-        query = fw.xp.broadcast_to(query, sizes)
-    call = Call(query, key, value, **rest)
-    if call.rule is not None:
-        masks.seen(call.rule, call.at).check(lead, call.n, call.m)
-    return call
+    lead = query[:-2]
+    for name, shape in shapes.items():
+        lead = _join_leads(lead, shape[:-2], query, name, shape)
+    return lead
 
 
 def _lengths(fw: Framework, lead: Shape, given: dict[str, Array]) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from qkv import masks
@@ -106,12 +106,14 @@ def _hoisted(call: Call) -> Call:
     return replace(call, score=found.score, rule=found.rule)
 
 
+@dataclass(eq=False)
 class Same:
     """Queries that are the same on all processes."""
 
-    def __init__(self, across: Across, learning: bool):
-        self.across, self.learning = across, learning
-        self.back: Back | None = None  # waits for the gradients, so that nothing runs twice
+    across: Across
+    learning: bool
+    back: Back | None = None
+    """Waits for the gradients, so that nothing runs twice."""
 
     def forward(self, call: Call) -> tuple[Array, State]:
         single = alone(call) if self.learning else None
@@ -153,11 +155,12 @@ class Together(Same):
         return slopes
 
 
+@dataclass(eq=False)
 class Ring:
     """Sharded queries that travel from process to process until they are home again."""
 
-    def __init__(self, across: Across, learning: bool):
-        self.across = across
+    across: Across
+    learning: bool
 
     def visits(self, call: Call) -> list[At]:
         """Where the queries lie that come by, one's own first."""

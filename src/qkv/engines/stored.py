@@ -16,10 +16,11 @@ from qkv.arrays.rows import Cut, Reader, Rows, Weighed
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
-from qkv.engines.passes import finished
+from qkv.engines.passes import Passes, finished
+from qkv.engines.read import loops_of
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Span
-from qkv.weightings import State, Weighting
+from qkv.weightings import State, TopK, Weighting
 from qkv.weightings.base import pool
 
 CACHED = 2**18
@@ -38,21 +39,41 @@ def weighed(
     """What is known of all rows; in float64 where float32 does not hold the scores: a bandwidth or
     a temperature may be as narrow as a number can be."""
     query = query if calls.within((score, weighting)) else query.astype(float)
-    found = run(rows, scored(rows, query, score), weighting)
+    found = run(rows, scored(rows, query, score), weighting, part)
     told = found.best if found.lse is None else found.best + found.lse
     if of(told).surely_finite(told) or np.isfinite(told).all():
         return found
     if not (rows.shape[0] if rows.allowed is None else rows.allowed.any()):
         return found
     if query.dtype != np.float64:
-        found = run(rows, scored(rows, query.astype(float), score), weighting)
+        found = run(rows, scored(rows, query.astype(float), score), weighting, part)
     if not part:
         calls.reached(score, weighting, query, found.best)
     return found
 
 
-def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
-    """The output of scores (n, m) and all that is known of them; they are overwritten."""
+def nearest(rows: Rows, query: Array, score: Score, k: int) -> tuple[Array, Array]:
+    """The scores (n, k) of the k best rows for each query, the best first, and where they stand;
+    −∞ where there are fewer. By the state of `TopK` alone: no value is read."""
+    best = TopK(k)
+    call = Call(of(query).detach(query), rows.key, None, score, best).precise()
+
+    def found(some: Span, keys: Any) -> State:
+        return Passes(call, some, keys).fold(best.lift_best, best.merge_best, best.init_best)
+
+    tiling = streaming.tiling_of(call, *streaming.block_size(call))
+    most, at = loops_of(call).tiled(found, tiling)
+    return most, at
+
+
+def run(rows: Rows, scores: np.ndarray, weighting: Weighting, part: bool = False) -> Weighed:
+    """The output of scores (n, m) and all that is known of them; they are overwritten. Of a `part`
+    they are kept as well: the weights among all rows are to be found from them."""
+    scaled = None
+    if part:
+        scaled = np.array(weighting.scale(scores))
+        if rows.allowed is not None:
+            scaled[:, ~rows.allowed] = -np.inf
     at = None if rows.allowed is None else np.flatnonzero(rows.allowed)
     seen = scores if at is None else np.take(scores, at, axis=1)
     best = np.maximum.reduce(seen, 1, initial=-np.inf)
@@ -66,7 +87,8 @@ def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
             all_rows[at] = found
     found = sums(rows, alpha, mean=weighting.convex)
     lse = None if lse is None else lse[:, 0]
-    return Weighed(averaged(found), alpha, spread, lse, best, read=rows.shape[0], sums=found)
+    told = (averaged(found), alpha, spread, lse, best)
+    return Weighed(*told, read=rows.shape[0], sums=found, scaled=scaled)
 
 
 def _weights(
@@ -74,11 +96,14 @@ def _weights(
 ) -> tuple[np.ndarray, np.ndarray | None, Array | None]:
     """The weights of scores, their entropy where it is found on the way, and the log-sum-exp if
     there is one."""
-    if s.size > CACHED:
-        return _in_blocks(s, allowed, weighting)
-    live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
-    alpha, lse = weighting.weights_and_lse(s, live, k)
-    return alpha, None, lse
+    if s.size <= CACHED:
+        live = None if allowed is None else allowed[None]
+        alpha, lse = weighting.weights_and_lse(s, live, of(s).positions(0, s.shape[1], s)[None])
+        return alpha, None, lse
+    part = Part(s, allowed, weighting)
+    _, known, _ = finished(part, weighting)
+    told = part.weigh(known)  # the weights are in place of the scores
+    return s, entropy_of(*told), weighting.lse(known) if weighting.has_lse else None
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
@@ -87,17 +112,17 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     out = np.empty((n, m), query.dtype)
     # Nothing but a caller's own code asks where a row lies.
     call = Call(query, rows.key, None, score, Weighting()) if is_open(score) else None
-    kind = type(score), query.dtype
-    kept = rows.kept.get(kind)
-    aside = kept
-    if kept is None and type(score).aside is not Score.aside:
-        aside = np.full(m, np.nan, query.dtype)
+    kind = kept = aside = None
+    if type(score).aside is not Score.aside:
+        kind = type(score), query.dtype
+        kept = rows.kept.get(kind)
+        aside = np.full(m, np.nan, query.dtype) if kept is None else kept
 
     form = score.form(query, query[:1]) if score.linear else None
     moved = None if form is None else form.query * form.scale
 
     def fill(cut: Cut) -> None:
-        block: Any = call and calls.place(call, calls.all_rows(call), cut)  # type: ignore[arg-type]
+        block: Any = call and calls.place(call, None, cut)  # type: ignore[arg-type]
         wide, live = cut.stored.key, cut.stored.live
         if moved is not None and isinstance(wide, Wide):
             some = wide if live is None else wide[live]
@@ -122,16 +147,6 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     if aside is not None:
         rows.kept[kind] = aside
     return out
-
-
-def _in_blocks(
-    s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
-) -> tuple[np.ndarray, np.ndarray, Array | None]:
-    """The weights in place of the scores, their entropy, and the log-sum-exp if there is one."""
-    part = Part(s, allowed, weighting)
-    _, known, _ = finished(part, weighting)
-    told = part.weigh(known)
-    return s, entropy_of(*told), weighting.lse(known) if weighting.has_lse else None
 
 
 class Part:

@@ -25,7 +25,7 @@ from qkv.engines.read import Held, loops_of, pulled, whole
 from qkv.errors import count
 from qkv.scores import functions_in
 from qkv.types import Array, Arrays, Slopes, Span
-from qkv.weightings import State, TopK, Weighting
+from qkv.weightings import State, Weighting
 from qkv.weightings.base import of_rows
 
 NAME = "streaming"
@@ -137,7 +137,7 @@ def _lent(call: Call) -> Call | None:
     NumPy does that several times faster than others, and for some rows on each core.
     """
     fw = call.fw
-    if fw.picks(call.query) or not call.weighting.searches or call.weighting.has_lse:
+    if fw.picks or not call.weighting.searches or call.weighting.has_lse:
         return None
     lent = [fw.lend(x) for x in tree.leaves(fw, call)]
     return None if any(x is None for x in lent) else tree.rebuild(fw, call, lent)
@@ -387,15 +387,3 @@ def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> Slopes:
     out += [None] * len(tree.leaves(call.fw, call.rule))
     out += [] if call.bias is None else [dbias]
     return (*out, *[None] * len(tree.leaves(call.fw, call.seed)))
-
-
-def nearest(call: Call, k: int) -> tuple[Array, Array]:
-    """The scores (…, n, k) of the k best keys of each query, the best first, and where they stand;
-    −∞ where there are fewer. By the state of `TopK` alone: no value is read."""
-    best, call = TopK(k), call.precise()
-
-    def found(rows: Span, keys: Any) -> Arrays:
-        return Passes(call, rows, keys).fold(best.lift_best, best.merge_best, best.init_best)
-
-    most, at = loops_of(call).tiled(found, tiling_of(call, *block_size(call)))
-    return most, at

@@ -12,6 +12,7 @@ from keras import ops
 from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
 from qkv.attention import attend, weights
+from qkv.elsewhere import built_with, refuse, refuse_call
 from qkv.errors import ArgumentError, DtypeError, fraction, unknown
 from qkv.keras.axes import Axes, check_shapes, three
 from qkv.keras.masks import merged
@@ -27,7 +28,6 @@ from qkv.keras.scores import (
     start,
     written,
 )
-from qkv.names import by_name, refuse
 from qkv.types import Array, Shape
 
 Config = dict[str, Any]
@@ -42,12 +42,22 @@ def start_as(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
         init(**kwargs)
     except ValueError as error:
         if others := [name for name in kwargs if f"'{name}'" in str(error)]:
-            inits = (vars(kind).get("__init__") for kind in type(layer).__mro__)
-            refuse(layer, others, {p.name for own in inits for p in by_name(own)})
+            refuse(layer, others, built_with(type(layer)))
         raise
 
 
-class AttentionLayer(keras.Layer):  # type: ignore[misc]
+class Guided(keras.Layer):  # type: ignore[misc]
+    """A layer that says of a keyword which it is not called with where that goes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            refuse_call(self, kwargs)
+            raise
+
+
+class AttentionLayer(Guided):
     """What the layers share: a score and a weighting, their weights, and the call of `attend`."""
 
     def __init__(
@@ -233,7 +243,7 @@ class Attention(AttentionLayer):
         inputs: Any,
         mask: Any = None,
         inputs_mask: Any = None,
-        attention_mask: Any = None,
+        attention_mask: masks.MaskLike | None = None,
         return_attention_scores: bool = False,
         training: bool | None = None,
         use_causal_mask: bool = False,

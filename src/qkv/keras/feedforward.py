@@ -7,13 +7,13 @@ from typing import Any
 import keras
 
 from qkv.errors import fraction, sizes, sizes_or_none
-from qkv.keras.attention import Config, start_as
+from qkv.keras.attention import Config, Guided, start_as
 from qkv.keras.axes import width
 from qkv.types import Shape
 
 
 @keras.saving.register_keras_serializable("qkv")
-class FeedForward(keras.Layer):  # type: ignore[misc]
+class FeedForward(Guided):
     """y = f(x W₁ + b₁) W₂ + b₂, each row by itself: what follows attention in a transformer.
 
     x (…, d) → (…, d_out); W₁ (d, hidden), W₂ (hidden, d_out). d_out is d unless given. Dropout

@@ -193,7 +193,7 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
         query_mask: Any = None,
         value_mask: Any = None,
         key_mask: Any = None,
-        attention_mask: Any = None,
+        attention_mask: masks.MaskLike | None = None,
         return_attention_scores: bool = False,
         training: bool | None = None,
         use_causal_mask: bool = False,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
 from qkv.masks.base import Mask, array, resolve, seen
-from qkv.masks.custom import custom, has_functions, hoisted
+from qkv.masks.functions import custom, has_functions, hoisted
 from qkv.masks.sequences import blocks, documents, lengths
 from qkv.types import Nested, Shaped
 

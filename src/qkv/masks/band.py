@@ -51,7 +51,7 @@ class Band(Mask):
             return block.m - block.n if self.align == "bottom_right" else 0
         if isinstance(self.offset, int):
             return self.offset
-        return per_row(self.offset, block)[..., None]
+        return per_row(self.offset, block)
 
     def allowed(self, block: Block) -> Array | None:
         xp = of(block.q).xp

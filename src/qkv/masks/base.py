@@ -201,7 +201,7 @@ class Values(Mask):
     def allowed(self, block: Block) -> Array | None:
         fw = of(self.values)
         part = fw.cut(fw.cut(self.values, block.rows, -2), block.cols, -1)
-        return part > -float("inf") if self.is_bias else part
+        return part != -float("inf") if self.is_bias else part
 
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
         host = on_host(self.values)
@@ -212,7 +212,7 @@ class Values(Mask):
             for size, span in zip(host.shape[-2:], (rows, cols), strict=True)
         )
         host = host[..., high, wide]
-        live = host if host.dtype == bool else host > -np.inf
+        live = host if host.dtype == bool else host != -np.inf
         return True if live.all() else (None if live.any() else False)
 
     def check(self, lead: Shape, n: int, m: int) -> None:
@@ -245,7 +245,10 @@ def array(values: Any) -> Mask:
             if isinstance(values, bool):
                 told += ": masks.causal is the mask that flags such as is_causal=True stand for"
             elif callable(values):
-                told = "a function: wrap it as masks.custom(f)"
+                ours = getattr(values, "__module__", "").startswith("qkv.masks")
+                name = getattr(values, "__name__", "")
+                step = f"call it, masks.{name}(…)" if ours else "wrap it as masks.custom(f)"
+                told = f"a function: {step}"
             elif hasattr(values, "mask_mod"):  # what FlexAttention makes of such a function
                 told = f"a {type(values).__name__}: pass masks.custom(mask.mask_mod)"
             raise DtypeError(

@@ -28,7 +28,7 @@ def whole_numbers(what: str, values: Any) -> Any:
     except (TypeError, ValueError):
         told = "rows that differ in length, or no numbers"
         raise DtypeError(f"{what} must be whole numbers, not {told}") from None
-    if "int" not in of(values).dtype(values) and 0 not in values.shape:
+    if "int" not in of(values).dtype(values) and 0 not in of(values).shape(values):
         told = values if values.ndim == 0 else of(values).dtype(values)
         raise DtypeError(f"{what} must be whole numbers, not {told}")
     return values
@@ -68,14 +68,14 @@ def check_rows(what: str, values: Any, lead: Shape, n: int, last: int | None) ->
 
 
 def per_row(values: Any, block: Block) -> Array:
-    """(B,) or (B, n) numbers as (B, 1, …, r or 1), beside the queries of the block; (n,) as (r,)
-    where there is no batch."""
+    """(B,) or (B, n) numbers as (B, 1, …, r or 1, 1), beside the queries of the block; (n,) as
+    (r, 1) where there is no batch."""
     x = beside(values, block)
     if len(x.shape) == 2 or len(x.shape) > block.axes:
         x = of(x).cut(x, block.rows, -1)
     elif len(x.shape) == 1:
         x = x[:, None]
-    return _under_lead(x, block)
+    return of(x).xp.expand_dims(_under_lead(x, block), axis=-1)  # no [..., None] of MXNet's ()
 
 
 def per_position(values: Any, span: Span, block: Block) -> Array:

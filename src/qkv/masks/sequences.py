@@ -94,7 +94,7 @@ class Lengths(Mask):
         return len(self.valid.shape) == 1
 
     def allowed(self, block: Block) -> Array | None:
-        return block.k < per_row(self.valid, block)[..., None]
+        return block.k < per_row(self.valid, block)
 
     def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
         host = on_host(self.valid)

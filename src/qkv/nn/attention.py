@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
 from torch import Tensor, nn
 
 from qkv import attention
-from qkv.arrays import framework
+from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import fraction, sizes
 from qkv.masks import MaskLike
-from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, parameter, told
-from qkv.nn.tensors import called_as, check_dtype, check_tensors, check_width
+from qkv.nn.tensors import (
+    called_as,
+    check_dtype,
+    check_plain,
+    check_tensors,
+    check_width,
+)
 from qkv.weightings import WeightingLike
-
-TORCH = framework("torch")
 
 
 def attended(
@@ -59,6 +62,8 @@ class Attention(nn.Module):
     tensor([[10.0100]])
     """
 
+    __prepare_scriptable__ = unscripted
+
     def __init__(
         self,
         score: LayerScore = "scaled_dot",
@@ -96,8 +101,11 @@ class Attention(nn.Module):
         value: Tensor,
         mask: MaskLike | None = None,
         need_weights: bool = False,
+        **wrong: Never,
     ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, m) beside it."""
+        if wrong:
+            refuse_call(self, wrong)
         check_tensors(query=query, key=key, value=value)
         return _answered(self, query, key, value, mask, need_weights)
 
@@ -122,6 +130,8 @@ class SelfAttention(nn.Module):
     >>> layer(torch.ones(5, 4)).shape
     torch.Size([5, 2])
     """
+
+    __prepare_scriptable__ = unscripted
 
     def __init__(
         self,
@@ -157,10 +167,17 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: MaskLike | None = None, *, need_weights: Literal[True]
     ) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x: Tensor, mask: MaskLike | None = None, need_weights: bool = False) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        mask: MaskLike | None = None,
+        need_weights: bool = False,
+        **wrong: Never,
+    ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
-        check_tensors(x=x)
-        TORCH.plain(x)
+        if wrong:
+            refuse_call(self, wrong)
+        check_plain(x=x)
         check_dtype(self.w_query, x=x)
         check_width(self.w_query.shape[0], x)
         query, key, value = (x @ w for w in (self.w_query, self.w_key, self.w_value))

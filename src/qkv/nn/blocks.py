@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Never, TypedDict, Unpack
 
 from torch import Tensor, nn
 
+from qkv.elsewhere import refuse, refuse_call
 from qkv.errors import ArgumentError, sizes
 from qkv.masks import MaskLike
-from qkv.names import refuse
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
@@ -106,17 +106,20 @@ class TransformerBlock(nn.Module):
         memory_mask: MaskLike | None = None,
         memory_key_padding_mask: Tensor | None = None,
         cache: tuple[Cache, Cache] | None = None,
+        **wrong: Never,
     ) -> Tensor:
         """`mask` and `memory_mask` as for `qkv.attend`; the other two are True for padding.
 
         `cache` holds the keys of earlier calls, and of the memory once it was read.
         """
+        if wrong:
+            refuse_call(self, wrong)
         check_tensors(x=x, memory=x if memory is None else memory)
-        check_dtype(self.self_attn.out_proj.weight, x=x, memory=memory)
+        check_dtype(getattr(self.self_attn.out_proj, "weight", None), x=x, memory=memory)
         own, far = cache or (None, None)
         if (memory is not None) != self.cross and not (self.cross and far):
-            wanted = "needs a memory" if self.cross else "takes no memory: build it with cross=True"
-            raise ArgumentError(f"memory: this block {wanted}")
+            wanted = "needs one: pass it, or" if self.cross else "takes none:"
+            raise ArgumentError(f"memory: this block {wanted} build it with cross={not self.cross}")
 
         def attend(x: Tensor) -> Tensor:
             return self.self_attn(
@@ -202,7 +205,10 @@ class TransformerEncoder(_Stack):
         mask: MaskLike | None = None,
         key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        **wrong: Never,
     ) -> Tensor:
+        if wrong:
+            refuse_call(self, wrong)
         return self._through(x, mask=mask, key_padding_mask=key_padding_mask, is_causal=is_causal)
 
     if TYPE_CHECKING:
@@ -246,7 +252,10 @@ class TransformerDecoder(_Stack):
         memory_mask: MaskLike | None = None,
         memory_key_padding_mask: Tensor | None = None,
         cache: Caches | None = None,
+        **wrong: Never,
     ) -> Tensor:
+        if wrong:
+            refuse_call(self, wrong)
         return self._through(
             x,
             memory,
@@ -301,8 +310,11 @@ class Transformer(nn.Module):
         source_key_padding_mask: Tensor | None = None,
         target_key_padding_mask: Tensor | None = None,
         is_causal: bool = True,
+        **wrong: Never,
     ) -> Tensor:
         """The target sees itself causally; the padding masks are True for padding."""
+        if wrong:
+            refuse_call(self, wrong)
         memory = self.encoder(source, key_padding_mask=source_key_padding_mask)
         return self.decoder(
             target,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import DtypeError, fraction, sizes, unknown
-from qkv.names import guided
 from qkv.nn.tensors import called_as, check_tensors, check_width
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,6 +30,8 @@ class FeedForward(nn.Module):
     torch.Size([2, 5, 4])
     """
 
+    __prepare_scriptable__ = unscripted
+
     def __init__(
         self,
         d: int,
@@ -49,7 +51,9 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(fraction("dropout", dropout))
         self.linear2 = nn.Linear(hidden, d, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **wrong: Never) -> Tensor:
+        if wrong:
+            refuse_call(self, wrong)
         check_tensors(x=x)
         width = getattr(self.linear1, "in_features", None)  # what takes its place may know none
         if width is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
 from qkv.attention import projected
+from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
 from qkv.masks import MaskLike
-from qkv.names import guided
 from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import Rotary, rotary_of
-from qkv.nn.scores import LayerScore, checked, parameter
+from qkv.nn.scores import LayerScore, checked, hooked, parameter
 from qkv.nn.tensors import called_as, check_dtype, check_tensors
 from qkv.nn.weightings import checked as checked_weighting
 from qkv.weightings import WeightingLike
@@ -66,6 +66,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
     in_proj_bias: Any
     bias_k: Any
     bias_v: Any
+
+    __prepare_scriptable__ = unscripted
 
     def __init__(
         self,
@@ -173,6 +175,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         *,
         mask: MaskLike | None = None,
         cache: Cache | None = None,
+        **wrong: Never,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and α: (N, L, S), the heads' mean, or (N, heads, L, S), or None.
 
@@ -180,6 +183,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         and values go to the end of `cache` and are attended to with all that it holds; None for
         both adds nothing. Masks then speak of all keys.
         """
+        if wrong:
+            refuse_call(self, wrong)
         check_tensors(query=query)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
         if query is key is value and not is_causal and mask is None is cache:
@@ -223,7 +228,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if not self.batch_first or (self.training and self.dropout):
             return None
         last = self._modules["out_proj"]  # a hook on it, or another in its place, must be called
-        if type(last) is not Last or last._forward_hooks or last._forward_pre_hooks:
+        if type(last) is not Last or hooked(last):
             return None
         if not (padding is None or hidden is None) or not self._is_torchs():
             return None
@@ -298,8 +303,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Torch's masks and ours as one of ours; keys that the layer adds are seen by all."""
         batch, n, m = shape
         if mask is not None and self._extra:
-            array = isinstance(mask, torch.Tensor)
-            mask = pad(mask, (0, self._extra), value=1) if array else mask | self._added(m)
+            if isinstance(mask, torch.Tensor):  # one that is added to the scores adds nothing there
+                seen = float(mask.dtype == torch.bool)
+                mask = pad(mask.expand(*mask.shape[:-1], m), (0, self._extra), value=seen)
+            else:
+                mask = masks.array(mask) | self._added(m)
         parts = [] if mask is None else [mask]
         if key_padding_mask is not None:
             wanted = (batch, m) if batched else (m,)
@@ -323,7 +331,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return mask.logical_not() if mask.dtype == torch.bool else mask
 
     def _added(self, m: int) -> Any:
-        device = self.out_proj.weight.device
+        device = next(self.parameters()).device
         return torch.arange(m + self._extra, device=device)[None] >= m
 
     def _check(self, query: Any, key: Any, value: Any, cache: Any) -> None:
@@ -339,7 +347,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             check_tensors(key=key, value=value)
             if key.is_nested or value.is_nested:
                 raise ArgumentError("key and value are nested and query is not: nest the query too")
-        check_dtype(self.out_proj.weight, **given)
+        check_dtype(getattr(self.out_proj, "weight", None), **given)
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for name, x in given.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:
@@ -419,15 +427,14 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> None:
-    if not isinstance(mask, torch.Tensor) or not (
-        mask.dtype == torch.bool or mask.is_floating_point()
-    ):
-        kind = getattr(mask, "dtype", type(mask).__name__)
-        step = ": pass it as mask=" if isinstance(mask, masks.Mask) else ""
+    if isinstance(mask, masks.Mask | str):
+        raise DtypeError(f"{name} is torch's and no rule of qkv.masks: pass it as mask=")
+    check_tensors(**{name: mask})
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise DtypeError(
             f"{name} must be a tensor of booleans (True: masked out) or floats (added), not "
-            f"{kind}{step}"
+            f"{mask.dtype}"
         )
-    if tuple(mask.shape) not in shapes:
+    if tuple(TORCH.plain(mask, name).shape) not in shapes:
         told = " or ".join(map(str, shapes))
         raise ShapeError(f"{name} must have shape {told}, not {tuple(mask.shape)}")

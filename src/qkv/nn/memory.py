@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from qkv import attention
 from qkv.database.database import Database, open
 from qkv.database.touched import Touched, asked, forget, moves_keys, rewritten, touched
+from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
-from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, told
 from qkv.nn.tensors import called_as, check_tensors
@@ -46,6 +46,8 @@ class Memory(nn.Module):
     >>> memory(torch.tensor([[0.1, 9.0, 0.0]]))
     tensor([[10.]])
     """
+
+    __prepare_scriptable__ = unscripted
 
     def __init__(
         self,
@@ -80,7 +82,9 @@ class Memory(nn.Module):
         encoder = self.database.encoder if len(self.database) else None
         return None if encoder is None else (encoder.width, encoder.width)
 
-    def forward(self, query: Tensor) -> Tensor:
+    def forward(self, query: Tensor, **wrong: Never) -> Tensor:
+        if wrong:
+            refuse_call(self, wrong)
         check_tensors(query=query)
         if query.shape[-1] % self.heads:
             raise ShapeError(

@@ -4,19 +4,19 @@ states what to read next; a gate over channels; regression with a bandwidth that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from qkv import masks
 from qkv.attention import attend
+from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import ShapeError, fraction, sizes
-from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.attention import attended, words
-from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, checked
-from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, checked, hooked
+from qkv.nn.tensors import called_as, check_plain, check_tensors
 from qkv.weightings import Sigmoid, WeightingLike
 
 
@@ -61,9 +61,12 @@ class BahdanauDecoder(nn.Module):
         memory: Tensor,
         mask: Tensor | None = None,
         state: Tensor | None = None,
+        **wrong: Never,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
-        check_tensors(tokens=tokens, memory=memory)
+        if wrong:
+            refuse_call(self, wrong)
+        check_plain(tokens=tokens, memory=memory)
         if tokens.dim() != 2 or memory.dim() != 3 or tokens.shape[0] != memory.shape[0]:
             raise ShapeError(
                 f"tokens must be (B, n) and memory (B, m, memory_dim), not {tuple(tokens.shape)} "
@@ -76,7 +79,7 @@ class BahdanauDecoder(nn.Module):
         live = None if mask is None else ~mask[:, None, :]
         state = torch.tanh(self.start(memory[:, 0])) if state is None else state
         key, score = memory, self.score
-        if isinstance(score, LearnedScore):
+        if isinstance(score, LearnedScore) and not hooked(score):
             score, key = score.ahead(memory)
         found = []
         for word in self.embedding(tokens).unbind(1):
@@ -125,6 +128,8 @@ class SqueezeExcitation(nn.Module):
     torch.Size([1, 8, 5, 5])
     """
 
+    __prepare_scriptable__ = unscripted
+
     def __init__(self, channels: int, reduction: int = 16) -> None:
         super().__init__()
         sizes(channels=channels, reduction=reduction)
@@ -133,7 +138,7 @@ class SqueezeExcitation(nn.Module):
 
     def gate(self, x: Tensor) -> Tensor:
         """α (B, channels)"""
-        check_tensors(x=x)
+        check_plain(x=x)
         if x.dim() < 3 or x.shape[1] != self.fc1.in_features:
             raise ShapeError(
                 f"x must be (B, {self.fc1.in_features}, …) with at least one axis of places, "
@@ -172,6 +177,8 @@ class KernelRegression(nn.Module):
     (True, torch.Size([1]))
     """
 
+    __prepare_scriptable__ = unscripted
+
     def __init__(
         self,
         key: Tensor,
@@ -182,7 +189,7 @@ class KernelRegression(nn.Module):
         weighting: WeightingLike = "softmax",
     ) -> None:
         super().__init__()
-        check_tensors(key=key, value=value)
+        check_plain(key=key, value=value)
         if key.dim() != 2 or value.dim() not in (1, 2) or len(key) != len(value):
             raise ShapeError(
                 f"key must be (m, d) and value (m,) or (m, d_v), not {tuple(key.shape)} and "
@@ -197,7 +204,9 @@ class KernelRegression(nn.Module):
         self.weighting = weightings.checked(weighting)
         self.dropout = 0.0
 
-    def forward(self, query: Tensor) -> Tensor:
+    def forward(self, query: Tensor, **wrong: Never) -> Tensor:
+        if wrong:
+            refuse_call(self, wrong)
         check_tensors(query=query)
         return self._predicted(query, None)
 

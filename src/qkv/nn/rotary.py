@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qkv.elsewhere import guided, unscripted
 from qkv.errors import ArgumentError, ShapeError
-from qkv.names import guided
-from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.tensors import called_as, check_plain
 
 
 @guided
@@ -25,6 +25,8 @@ class Rotary(nn.Module):
             [0.5400, 0.8410]])
     """
 
+    __prepare_scriptable__ = unscripted
+
     def __init__(self, width: int, base: float = 10_000.0, interleaved: bool = False) -> None:
         super().__init__()
         if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
@@ -34,7 +36,7 @@ class Rotary(nn.Module):
         self.width, self.base, self.interleaved = width, base, interleaved
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        check_tensors(x=x)
+        check_plain(x=x)
         if x.shape[-1] != self.width:
             raise ShapeError(
                 f"rotary: made for vectors of {self.width} numbers, not of {x.shape[-1]}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.modules.module import _has_any_global_hook
 
 from qkv import scores
+from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import ArgumentError, DtypeError, sizes
-from qkv.names import guided
 from qkv.nn import weightings
-from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.tensors import called_as, check_plain
 from qkv.scores import Score
 from qkv.weightings import Weighting
 
@@ -24,8 +25,11 @@ class LearnedScore(nn.Module):
     """s = score(q, k), (…, n, d_q) and (…, m, d_k) → (…, n, m), with learned parameters.
 
     `build(dtype)` is the same as an object of `qkv.scores` over the parameters as they stand:
-    what `attend` and its engines take.
+    what `attend` and its engines take. With a hook on it, or on all modules, the module itself is
+    called instead, for the whole matrix or, of a long call, for each block of it.
     """
+
+    __prepare_scriptable__ = unscripted
 
     @classmethod
     def of(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
@@ -44,8 +48,10 @@ class LearnedScore(nn.Module):
         """The score, and the keys as it has them, where all are known before the first query."""
         return self, memory
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        check_tensors(query=query, key=key)
+    def forward(self, query: Tensor, key: Tensor, **wrong: Never) -> Tensor:
+        if wrong:
+            refuse_call(self, wrong)
+        check_plain(query=query, key=key)
         score = self.build(query.dtype)
         score.check(query.shape, key.shape)
         return score(query, key)
@@ -62,7 +68,19 @@ LayerScore = scores.ScoreLike | scores.LearnedName | LearnedScore | type[Learned
 def built(score: Any, dtype: Any) -> Any:
     """A learned score as the object that `attend` takes; anything else as it is."""
     kinds = (LearnedScore, Beforehand)  # a union would be made anew in each call
-    return score.build(dtype) if isinstance(score, kinds) else score
+    return score.build(dtype) if isinstance(score, kinds) and not hooked(score) else score
+
+
+def hooked(module: Any) -> bool:
+    """Whether hooks run where it is called, its own or those on all modules: then call it."""
+    of = module.__dict__.get
+    return bool(
+        of("_forward_hooks")
+        or of("_forward_pre_hooks")
+        or of("_backward_hooks")
+        or of("_backward_pre_hooks")
+        or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
 
 
 def checked(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> Any:

@@ -10,7 +10,13 @@ from torch import nn
 
 from qkv import weightings
 from qkv.arrays import framework, is_array, tree
+from qkv.errors import warn
 from qkv.weightings import Weighting
+
+UNHEARD = (
+    "a hook on a layer's weighting never runs, for the weighting is no step by itself: its weights "
+    "are seen by qkv.nn.capture(model), or by a hook on the layer, called with need_weights=True"
+)
 
 
 class LearnedWeighting(nn.Module):
@@ -37,6 +43,20 @@ class LearnedWeighting(nn.Module):
     def build(self, dtype: Any) -> Weighting:
         held = (getattr(self, name).to(dtype) for name in self.names)
         return tree.rebuild(framework("torch"), self.form, held)
+
+    # What is never called runs no hooks: said where one is registered.
+
+    def register_forward_hook(self, *given: Any, **named: Any) -> Any:
+        warn(UNHEARD)
+        return super().register_forward_hook(*given, **named)
+
+    def register_forward_pre_hook(self, *given: Any, **named: Any) -> Any:
+        warn(UNHEARD)
+        return super().register_forward_pre_hook(*given, **named)
+
+    def register_full_backward_hook(self, *given: Any, **named: Any) -> Any:
+        warn(UNHEARD)
+        return super().register_full_backward_hook(*given, **named)
 
     def __repr__(self) -> str:
         return tree.brief(self.form)

@@ -37,6 +37,8 @@ def pack(thing: Any) -> tuple[Any, list[bytes]]:
             return {f"${k}" if k.startswith("$") else k: packed(v) for k, v in named.items()}
         if isinstance(x, list | tuple):
             return [packed(item) for item in x]
+        if type(x) is int and abs(x) > 2**53:
+            return str(x)  # a number of JavaScript would lose its last digits
         return jsonable(x)
 
     return packed(thing), buffers

@@ -44,16 +44,12 @@ def read(text: str) -> dict[str, Any]:
 
     `tokens` are pieces of `words`: `groups` has for each the number of its word.
     """
-    from qkv.database.encoders import Sentences
-
-    with quiet():
-        model = Sentences().loaded()
+    reader, tokenizer = minilm()
     import torch
 
     from qkv.transformers import capture
     from qkv.transformers.captured import words_of
 
-    reader, tokenizer = model[0].auto_model, model.tokenizer
     found = tokenizer(text, return_tensors="pt")
     ids = found["input_ids"][0].tolist()
     if len(ids) > MOST:
@@ -118,16 +114,16 @@ def _split(layers: list[Any], heads: int) -> Any:
     return whole.reshape(*whole.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the bars that others draw for a moment's work."""
-    try:
-        from transformers.utils import logging
-    except ImportError:  # whoever needs it says so
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
+def minilm() -> tuple[Any, Any]:
+    """The model that reads, and its tokenizer; without the bars that others draw for a moment's
+    work."""
+    from qkv.database.encoders import Sentences
+
+    with contextlib.ExitStack() as after:
+        with contextlib.suppress(ImportError):  # whoever needs it says so
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
+            after.callback(logging.enable_progress_bar)
+        model = Sentences().loaded()
+    return model[0].auto_model, model.tokenizer

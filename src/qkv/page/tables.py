@@ -13,20 +13,19 @@ import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qkv.answer import Answer
-from qkv.database import spelled
+from qkv.database import Database, spelled
+from qkv.database import open as open_database
 from qkv.database.faults import SkippedRows, skipping
+from qkv.database.store.folder import is_part
 from qkv.errors import ArgumentError, QkvError, unknown
 from qkv.page import bounds
 from qkv.told import jsonable
 
-if TYPE_CHECKING:
-    from qkv.database import Database
-
 Args = Mapping[str, Any]
-Databases = MutableMapping[str, "Database"]
+Databases = MutableMapping[str, Database]
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "arrow", "qkv")
 """What may be uploaded, by its ending: a file, or the folder of a database as one tar."""
@@ -154,8 +153,6 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
     >>> table(b"name,major\\nAnn,art\\nBo,law\\n", "students", "csv")["Bo"]
     'law'
     """
-    from qkv.database import Database
-
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
     if form == "qkv":
@@ -173,9 +170,6 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
 
 def _stored(data: bytes, name: str) -> Database:
     """The database whose folder is in a tar; its files are there for as long as it is."""
-    from qkv.database import open as open_database
-    from qkv.database.store.folder import is_part
-
     folder = Path(tempfile.mkdtemp(prefix="qkv-"))
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:

@@ -3,10 +3,10 @@ numbers. matplotlib is loaded when the first one is drawn.
 """
 
 from qkv.plot import data
-from qkv.plot.bars import bars
-from qkv.plot.heatmaps import entropy, heads, heatmaps
-from qkv.plot.kernels import kernels, regression, surfaces
+from qkv.plot.cells import entropy, heads, heatmaps
 from qkv.plot.links import alignment, flow
+from qkv.plot.ranking import bars
+from qkv.plot.shapes import kernels, regression, surfaces
 
 __all__ = [
     "alignment",

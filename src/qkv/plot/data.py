@@ -167,7 +167,8 @@ def regression(
     """f(q) = Σᵢ α(q, kᵢ) vᵢ, the estimator of Nadaraya and Watson, with its weights.
 
     key, value (m,); query (p,), else 128 of them along the keys. α is the softmax of the score, or
-    the score over its sum where it cannot be negative; or what `weighting` makes of it.
+    the score over its sum where it cannot be negative; or what `weighting` makes of it. f(q) is NaN
+    where no key is in reach.
 
     >>> fit = regression([0.0, 1.0, 2.0], [1.0, 2.0, 3.0], "boxcar", query=[0.5]).fits["boxcar"]
     >>> fit.weights
@@ -185,7 +186,7 @@ def regression(
     for name, score in named(scores).items():
         how = weighting_of(weighting or ("normalized" if score.nonnegative else "softmax"))
         alpha = np.asarray(how(paired(score, how)(q[:, None], k[:, None])))
-        fits[name] = Fit(alpha @ v, alpha)
+        fits[name] = Fit(np.where(alpha.any(-1), alpha @ v, np.nan), alpha)
     return Regression(q, k, v, fits)
 
 

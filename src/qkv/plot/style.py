@@ -136,7 +136,8 @@ def ticks(
     fits = 0.6 * size * (max(map(len, words)) + 1) < pitch  # with a blank between two
     for label in axis.get_ticklabels():
         # A word may hold a dollar or two and mean money.
-        label.set_parse_math(bool(re.fullmatch(r"\$[^$]+\$", label.get_text())))
+        whole = re.fullmatch(r"\$[^$]+\$", label.get_text())
+        label.set_parse_math(bool(whole) and can_set(label.get_text()))
         if side == "x" and not fits:
             steep = pitch < 1.5 * size
             label.set(
@@ -144,6 +145,17 @@ def ticks(
                 horizontalalignment="center" if steep else "right",
                 rotation_mode="default" if steep else "anchor",
             )
+
+
+def can_set(text: str) -> bool:
+    """Whether matplotlib can set the formulas in it; what it cannot is drawn as it is written."""
+    from matplotlib.mathtext import MathTextParser
+
+    try:
+        MathTextParser("path").parse(text)
+    except ValueError:
+        return False
+    return True
 
 
 def numbers(panel: Axes, cells: Matrix, norm: Normalize, colours: Colormap, inches: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from qkv.arrays import is_array, of
 from qkv.arrays.tree import Record
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import DtypeError, ShapeError, positive
 from qkv.types import Array, Shape
 
 
@@ -45,7 +45,8 @@ class Form(NamedTuple):
         s = of(self.query).inner(*self.products())
         if self.gate_query is None or self.gate_key is None:
             return s
-        return sigmoid(self.gate_query + of(s).xp.matrix_transpose(self.gate_key)) * s
+        fw = of(s)
+        return fw.sigmoid(self.gate_query + fw.xp.matrix_transpose(self.gate_key)) * s
 
 
 class Affine(NamedTuple):
@@ -83,11 +84,22 @@ class Score(Record):
     ranged: ClassVar[bool] = False
     """Whether `lowered` must look at the range of its arguments first."""
 
+    numbers: ClassVar[dict[str, bool]] = {}
+    """Fields that are a number, above 0 unless the class says else, or an array of one for each
+    batch; and whether it may be of one for each column too."""
+
+    by_number: ClassVar[bool] = False
+    """Whether a query and a key are compared number by number, all of which are held at once."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):  # another formula: what its base says of its own is not so here
             for name in OTHERWISE.difference(vars(cls)):
                 setattr(cls, name, vars(Score)[name])
+
+    def __post_init__(self) -> None:
+        for name in self.numbers:
+            positive(self, name)
 
     @property
     def linear(self) -> bool:
@@ -145,10 +157,12 @@ class Score(Record):
                 f"{type(self).__name__} compares vectors of one width: query has {query[-1]} "
                 f"numbers a row and key {key[-1]}. Multiplicative and Additive take two widths."
             )
+        for name, by_column in self.numbers.items():
+            fits(self, name, query, query[-1] if by_column else 1)
 
     def footprint(self, width: int) -> int:
         """Numbers held at once per pair, for vectors of this width: it sets the block size."""
-        return 1
+        return max(width, 1) if self.by_number else 1
 
 
 OTHERWISE = {"affine", "aside", "beside", "closeness", "form", "form_width", "linear", "lowered"}
@@ -165,7 +179,7 @@ def array_of(owner: Any, name: str, *axes: str) -> Shape:
             f"{type(owner).__name__}: {name} must be an array ({', '.join(axes)}), "
             f"not {type(value).__name__}{step}"
         )
-    shape = tuple(value.shape)
+    shape = of(value).shape(value)
     if len(shape) != len(axes):
         raise ShapeError(
             f"{type(owner).__name__}: {name} must be ({', '.join(axes)}), not of shape {shape}"
@@ -204,18 +218,6 @@ def agree(owner: Any, what: str, **sizes: int) -> None:
     if any(differ(size, first) for size in others):  # a size that is traced has no hash
         told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ShapeError(f"{type(owner).__name__}: {what} must be one number, but {told}")
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + e⁻ˣ), written so that nothing overflows."""
-    return (of(x).xp.tanh(x * 0.5) + 1.0) * 0.5
-
-
-def largest(x: Array) -> float:
-    """max |x| as a number, NaN where x holds one."""
-    fw = of(x)
-    x = fw.detach(x)
-    return float(fw.xp.max(fw.xp.abs(x))) if 0 not in x.shape else 0.0
 
 
 def pairs(query: Array, key: Array) -> tuple[Array, Array]:

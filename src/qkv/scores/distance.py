@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import is_array, namespace, of, over, tree
-from qkv.errors import positive
-from qkv.scores.base import Affine, Form, Lowering, Score, fits, largest, pairs
-from qkv.types import Array, Shape
+from qkv.arrays import is_array, of, over, tree
+from qkv.scores.base import Affine, Form, Lowering, Score, pairs
+from qkv.types import Array
 
 
 def squared_distance(query: Array, key: Array, width: float | Array) -> Array:
@@ -34,20 +33,12 @@ class Gaussian(Score):
     also: ClassVar[tuple[str, ...]] = ("rbf", "l2", "euclidean", "nadaraya_watson")
 
     bandwidth: float | Array = 1.0
+    numbers: ClassVar[dict[str, bool]] = {"bandwidth": True}
+    by_number: ClassVar[bool] = True
     ranged: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        positive(self, "bandwidth")
 
     def __call__(self, query: Array, key: Array) -> Array:
         return squared_distance(query, key, self.bandwidth) * -0.5
-
-    def check(self, query: Shape, key: Shape) -> None:
-        super().check(query, key)
-        fits(self, "bandwidth", query, query[-1])
-
-    def footprint(self, width: int) -> int:
-        return max(width, 1)
 
     @property
     def radial(self) -> bool:
@@ -68,7 +59,7 @@ class Gaussian(Score):
         expanded = Expanded(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
         looked = tree.map_arrays(fw, fw.detach, expanded)  # an activation checkpoint counts nodes
         reach = sum(
-            math.sqrt(largest(fw.xp.sum(x * x, axis=-1)))
+            math.sqrt(float(fw.xp.max(fw.xp.sum(x * x, axis=-1))))
             for x in (looked.scaled(fw.detach(x)) for x in (query, key))
         )
         unit = 2.0**-53 if dtype == "float64" else 2.0**-24
@@ -177,18 +168,10 @@ class Laplace(Score):
     also: ClassVar[tuple[str, ...]] = ("l1", "manhattan", "laplacian")
 
     bandwidth: float | Array = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "bandwidth")
+    numbers: ClassVar[dict[str, bool]] = {"bandwidth": False}
+    by_number: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        xp = namespace(query)
+        xp = of(query).xp
         q, k = pairs(query, key)
         return xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth * -1.0
-
-    def check(self, query: Shape, key: Shape) -> None:
-        super().check(query, key)
-        fits(self, "bandwidth", query)
-
-    def footprint(self, width: int) -> int:
-        return max(width, 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from numbers import Real
 
-from qkv.arrays import is_array, namespace, to_numpy
+from qkv.arrays import is_array, of, to_numpy
 from qkv.errors import DtypeError, ShapeError
-from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ, inner_score, sigmoid
+from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ, inner_score
 from qkv.types import Array, Shape
 
 
@@ -37,8 +37,8 @@ class Gated(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         from_query, from_key = self.halves(query, key)
-        logit = from_query + namespace(query).matrix_transpose(from_key)
-        return sigmoid(logit) * self.score(query, key)
+        logit = from_query + of(query).xp.matrix_transpose(from_key)
+        return of(logit).sigmoid(logit) * self.score(query, key)
 
     @property
     def ranged(self) -> bool:  # type: ignore[override]
@@ -46,7 +46,7 @@ class Gated(Score):
 
     def halves(self, query: Array, key: Array) -> tuple[Array, Array]:
         """The two summands of the gate's logit, (…, n, 1) and (…, m, 1)."""
-        xp = namespace(query)
+        xp = of(query).xp
         from_query = xp.matmul(query, self.w_query[..., :, None])
         if self.bias is not None:
             from_query = from_query + self.bias

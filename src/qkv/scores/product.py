@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
-from qkv.arrays import is_array, namespace, of, to_numpy
+from qkv.arrays import is_array, of, to_numpy
 from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, plain, positive
-from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ, fits
+from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ
 from qkv.types import Array, Shape
-
-
-def product(query: Array, key: Array) -> Array:
-    """QKᵀ."""
-    return of(query).inner(query, key)
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class Dot(Score):
         return True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return product(query, key)
+        return of(query).inner(query, key)
 
     def form(self, query: Array, key: Array) -> Form:
         return Form(query, key)
@@ -56,6 +51,7 @@ class ScaledDot(Score):
 
     scale: float | Array | None = None
     softcap: float | Array | None = None
+    numbers: ClassVar[dict[str, bool]] = {"scale": True, "softcap": False}
 
     def __post_init__(self) -> None:
         if self.softcap is not None:
@@ -74,12 +70,7 @@ class ScaledDot(Score):
         s = of(query).inner(query * self.factor(query), key)
         if self.softcap is None:
             return s
-        return namespace(s).tanh(s / self.softcap) * self.softcap
-
-    def check(self, query: Shape, key: Shape) -> None:
-        super().check(query, key)
-        fits(self, "scale", query, query[-1])
-        fits(self, "softcap", query)
+        return of(s).xp.tanh(s / self.softcap) * self.softcap
 
     @property
     def linear(self) -> bool:
@@ -115,19 +106,13 @@ class Cosine(Score):
     """
 
     temperature: float | Array = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "temperature")
+    numbers: ClassVar[dict[str, bool]] = {"temperature": False}
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return product(unit(query), unit(key)) / self.temperature
-
-    def check(self, query: Shape, key: Shape) -> None:
-        super().check(query, key)
-        fits(self, "temperature", query)
+        return of(query).inner(unit(query), unit(key)) / self.temperature
 
     def form(self, query: Array, key: Array) -> Form:
-        return Form(unit(query) / self.temperature, unit(key))
+        return Form(_settled(query) / self.temperature, _settled(key))
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
         if is_array(self.temperature):
@@ -146,7 +131,17 @@ class Cosine(Score):
         return fw.keep(1 / xp.sqrt(fw.keep(square, some, 1.0)), some)
 
     def beside(self, query: Array, key: Array, aside: Array) -> Array:
-        return product(unit(query) / self.temperature, key) * aside
+        return of(query).inner(unit(query) / self.temperature, key) * aside
+
+
+def _settled(x: Array) -> Array:
+    """unit(x), where a row that is not finite passes its gradient on as it comes: by its length,
+    which is NaN, the 0 that comes from behind a mask would be NaN too."""
+    fw = of(x)
+    if not fw.needs_gradient([x]) or fw.surely_finite(x):
+        return unit(x)
+    finite = fw.xp.all(fw.xp.isfinite(x), axis=-1, keepdims=True)
+    return fw.xp.where(finite, unit(fw.keep(x, finite, 1.0)), x - fw.detach(x))
 
 
 def unit(x: Array) -> Array:
@@ -182,7 +177,7 @@ class Multiplicative(Score):
         return self.form(query, key).scores()
 
     def form(self, query: Array, key: Array) -> Form:
-        return Form(namespace(query).matmul(query, self.w), key)
+        return Form(of(query).xp.matmul(query, self.w), key)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
         return Affine(query @ to_numpy(self.w)) if len(self.w.shape) == 2 else None

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.arrays import is_array, of
-from qkv.errors import positive
-from qkv.scores.base import Affine, Score, fits, pairs
+from qkv.scores.base import Affine, Score, pairs
 from qkv.scores.distance import square, squared_distance
 from qkv.types import Array, Shape
 
@@ -17,20 +16,12 @@ class Window(Score):
     """A nonnegative function of r = ‖q − k‖₂ / width, its `profile`; 0 where r > 1."""
 
     width: float | Array = 1.0
+    numbers: ClassVar[dict[str, bool]] = {"width": True}
+    by_number: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        positive(self, "width")
-
-    def footprint(self, width: int) -> int:
-        return max(width, 1)
 
     def __call__(self, query: Array, key: Array) -> Array:
         return self.profile(self.square(query, key))
-
-    def check(self, query: Shape, key: Shape) -> None:
-        super().check(query, key)
-        fits(self, "width", query, query[-1])
 
     def square(self, query: Array, key: Array) -> Array:
         """r²"""
@@ -152,12 +143,10 @@ class Exact(Score):
     """
 
     nonnegative: ClassVar[bool] = True
+    by_number: ClassVar[bool] = True
     compares_keys: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
         fw = of(query)
         q, k = pairs(query, key)
         return fw.astype(fw.xp.all(q == k, axis=-1), fw.dtype(query))
-
-    def footprint(self, width: int) -> int:
-        return max(width, 1)

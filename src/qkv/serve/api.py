@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+import qkv
 from qkv.answer import Answer
 from qkv.database import spelled
 from qkv.errors import ArgumentError, DtypeError
@@ -236,8 +237,6 @@ def info(served: Served, given: Given) -> Any:
 @ROUTES("POST", "/v1/weights", record("Weighed", {"weights": {"type": "array"}}), body=WEIGHTS)
 def weights(served: Served, given: Given) -> Any:
     """α(q, k) of vectors that are given: a row for each query."""
-    import qkv
-
     how = dict(given.body)
     query, key = (_array(name, how.pop(name)) for name in ("query", "key"))
     if query.shape[-2] * key.shape[-2] > limits.NUMBERS:

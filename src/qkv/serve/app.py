@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import logging
-import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -132,9 +129,10 @@ class Endpoint:
                 header = request.headers.get("authorization")
                 if (refused := self.access.refuses(header, route.right)) is not None:
                     raise refused
-            if route.right != "write":
-                return await _timed(_taken(self.served, route, request))  # type: ignore[no-any-return]
-            given = await _timed(_given(self.served, route, request))
+            if route.right in (None, "read"):
+                return await _timed(route, _taken(self.served, route, request))  # type: ignore[no-any-return]
+            # What keeps something would do so after a refusal too: its thread goes on.
+            given = await _timed(route, _given(self.served, route, request))
             return await _called(self.served, route, given)
         except Refused as error:
             return refusal(error, exactly=exactly)
@@ -151,21 +149,31 @@ async def _taken(served: Served, route: Route, request: Request) -> Response:
 
 
 async def _called(served: Served, route: Route, given: Given) -> Response:
+    def response(found: Any) -> Response:
+        return found if isinstance(found, Response) else written(found, exactly=given.exactly)
+
     if inspect.iscoroutinefunction(route.call):
-        return _response(await route.call(served, given), given)
-    return await served.work(lambda: _response(route.call(served, given), given))  # type: ignore[no-any-return]
+        return response(await route.call(served, given))
+    return await served.work(lambda: response(route.call(served, given)))  # type: ignore[no-any-return]
 
 
-def _response(found: Any, given: Given) -> Response:
-    return found if isinstance(found, Response) else written(found, exactly=given.exactly)
-
-
-async def _timed(call: Any) -> Any:
+async def _timed(route: Route, call: Any) -> Any:
     try:
         async with asyncio.timeout(limits.SECONDS):
             return await call
     except TimeoutError:
-        raise Refused(503, f"this took longer than {limits.SECONDS:g} seconds, the limit") from None
+        told = f"this took longer than {limits.SECONDS:g} seconds, the limit: {_instead(route)}"
+        raise Refused(503, told) from None
+
+
+def _instead(route: Route) -> str:
+    """What to do where a limit is in the way."""
+    if route.right == "upload":
+        return (
+            "where the server runs, `qkv import FILE NAME.qkv` reads it, and `qkv serve NAME.qkv` "
+            "serves it"
+        )
+    return "ask or send less at a time, or in Python, where qkv.open(PATH) has no such limit"
 
 
 async def _given(served: Served, route: Route, request: Request) -> Given:
@@ -199,10 +207,11 @@ async def _body(served: Served, route: Route, request: Request) -> Any:
     if media not in takes:
         raise Refused(415, f"the body must be of type {' or '.join(takes)}, not {media[:80]!r}")
     most = route.most or limits.BODY
+    large = Refused(413, f"the body may have at most {most:,} bytes: {_instead(route)}")
     raw = bytearray()
     with contextlib.suppress(ValueError):
         if int(request.headers.get("content-length", "")) > most:
-            raise Refused(413, f"the body may have at most {most:,} bytes")
+            raise large
     try:
         async for chunk in request.stream():
             raw += chunk
@@ -211,7 +220,7 @@ async def _body(served: Served, route: Route, request: Request) -> Any:
             if served.held > limits.HELD:
                 raise Refused(503, f"{limits.HELD:,} bytes of bodies at a time are the limit")
             if len(raw) > most:
-                raise Refused(413, f"the body may have at most {most:,} bytes")
+                raise large
     except ClientDisconnect:
         raise Refused(400, "the body was never finished") from None  # nobody reads it
     if not raw and not media:
@@ -226,39 +235,10 @@ async def _body(served: Served, route: Route, request: Request) -> Any:
 def _parsed(raw: bytearray, schema: fit.Schema, media: str) -> Any:
     """The JSON of a body that fits its schema."""
     try:
-        body = _loaded(raw)
-    except RecursionError:
-        raise Refused(400, "the body is nested too deeply") from None
+        body = fit.parsed(raw, schema)
     except ValueError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from None
-    opened = raw.count(b"[") + raw.count(b"{")  # seldom as many as would do, however they lie
-    if opened > limits.DEPTH and fit.deep(body, limits.DEPTH):
-        raise Refused(400, "the body is nested too deeply")
-    if fault := fit.fault(body, schema):
-        raise Refused(400, fault)
-    body = fit.whole(body, schema)
+        raise Refused(400, str(error)) from None
     return wire.restored(body) if media == wire.CELLS else body
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
-
-
-def _float(text: str) -> float:
-    if math.isinf(found := float(text)):
-        raise ValueError(f"{text[:40]} is more than a float holds")
-    return found
-
-
-NINES, LONG = bytes.maketrans(b"012345678", b"9" * 9), b"9" * 19
-
-
-def _loaded(raw: bytearray) -> Any:
-    """JSON by orjson, but what it refuses and we do not, or would round: integers that are long."""
-    if LONG not in raw.translate(NINES):
-        with contextlib.suppress(ValueError):
-            return orjson.loads(raw)
-    return json.loads(raw, parse_constant=_no_number, parse_float=_float)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+import qkv
 from qkv.answer import Answer
 from qkv.errors import ArgumentError
-from qkv.serve import limits, tensors
+from qkv.serve import tensors
 from qkv.serve.bodies import ASK, TEXT, TEXTS, body, list_of, record
-from qkv.serve.fit import deep, fault, whole
+from qkv.serve.fit import fault, parsed, whole
 from qkv.serve.route import Given, Routes
 from qkv.serve.served import Kept, Served, few
 from qkv.serve.tensors import Tensor
@@ -55,8 +56,6 @@ ROUTES = Routes()
 @ROUTES("GET", "/v2", record("Server", {"name": TEXT, "version": TEXT, "extensions": TEXTS}))
 def server(served: Served, given: Given) -> Any:
     """The server, and the extensions of the Open Inference Protocol that it has."""
-    import qkv
-
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
@@ -141,14 +140,9 @@ def _parted(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
             raise ArgumentError(f"{LENGTH} must be a length within the body, not {length[:20]!r}")
         end = int(length)
     try:
-        request = json.loads(sent[:end])
-    except (ValueError, RecursionError):
-        raise ArgumentError(f"the body must begin with JSON, as long as {LENGTH} says") from None
-    if deep(request, limits.DEPTH):
-        raise ArgumentError("the request is nested too deeply")
-    if told := fault(request, INFER, "the request"):
-        raise ArgumentError(told)
-    return request, sent[end:]
+        return parsed(sent[:end], INFER, "the request"), sent[end:]
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
 
 
 def _how(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ TOP = 1000
 NUMBERS = 2**20
 """Numbers that one answer holds where they are not rows: weights, or what was pooled."""
 SECONDS = 60.0
-"""Until a request is answered; one that writes is finished however long it takes."""
+"""Until a request is answered; one that keeps something is finished however long it takes."""
 HEAD = 2**16
 """Bytes of a request's head."""
 HEADER = 10.0

@@ -38,6 +38,10 @@ HTML = """<!doctype html>
 <input id="token" type="password" autocomplete="current-password" required>
 <button>Show the page</button>
 </form>
+<section hidden role="alert">
+<p></p>
+<button>Start again</button>
+</section>
 <script type="module" src="/page/boot.js"></script>
 </html>
 """

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
 from qkv.arrays import is_array, plain
+from qkv.database import cells, spelled
+from qkv.database.absent import AbsentKey
+from qkv.database.columns import normal
 from qkv.database.leaving import Leaving
+from qkv.database.queries import Asking, How, known
+from qkv.database.schema import by_place, pairs_of, several
 from qkv.errors import ArgumentError, DtypeError
 from qkv.serve import wire
 from qkv.serve.transport import Transport
@@ -18,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from qkv.answer import Answer
-    from qkv.database.queries import Asking, How
     from qkv.database.reading import Info
 
 FIRST, PAGE = 16, 1000
@@ -62,8 +66,6 @@ class Remote(Closing, Leaving):
 
         Its weights, its spread and `above` are asked for when they are looked at.
         """
-        from qkv.database.queries import Asking, known
-
         known("ask()", options, Asking.__optional_keys__)
         body = self._body(query, options)
         found = self._transport.read("POST", f"{self._base}/ask", body)
@@ -81,17 +83,12 @@ class Remote(Closing, Leaving):
 
     def attend(self, query: Any, **options: Unpack[How]) -> np.ndarray:
         """Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
-        from qkv.database.queries import How, known
-
         known("attend()", options, How.__optional_keys__)
         body = self._body(query, dict(options))
         found: np.ndarray = self._transport.read("POST", f"{self._base}/attend", body)["value"]
         return found
 
     def _body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
-        from qkv.database import spelled
-        from qkv.database.schema import by_place
-
         if callable(options.get("where")):
             raise ArgumentError("where: a function cannot be sent: write the condition as text")
         query = plain(query, "query") if is_array(query) else by_place(query)
@@ -106,8 +103,6 @@ class Remote(Closing, Leaving):
         return self._found(key)["value"]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        from qkv.database import AbsentKey
-
         try:
             return self[key]
         except AbsentKey:
@@ -115,8 +110,6 @@ class Remote(Closing, Leaving):
 
     def all(self, key: Any) -> list[Any]:
         """The value of every row with this key, oldest first; an empty list where there is none."""
-        from qkv.database import AbsentKey
-
         try:
             return list(self._found(key, all="true")["values"])
         except AbsentKey:
@@ -131,8 +124,6 @@ class Remote(Closing, Leaving):
 
     def _row(self, key: Any) -> str:
         """The path of a key, which says what it is: 3.5 is not '3.5'."""
-        from qkv.database import AbsentKey
-
         try:
             return f"{self._base}/rows/{quote(wire.dumps(key), safe='')}"
         except (ArgumentError, DtypeError, RecursionError):  # what cannot be kept is nobody's key
@@ -189,8 +180,6 @@ class Remote(Closing, Leaving):
 
     def add(self, keys: Any, values: Any = NOTHING) -> None:
         """One row, or many: lists and arrays are many keys with as many values."""
-        from qkv.database.schema import pairs_of
-
         pairs = pairs_of(keys, values, values is not NOTHING and self._several(keys))
         self.extend([self._cells(key, value) for key, value in pairs])
 
@@ -213,9 +202,6 @@ class Remote(Closing, Leaving):
         return sum(int(one["removed"]) for one in told)
 
     def _several(self, keys: Any) -> bool:
-        from qkv.arrays import is_array
-        from qkv.database.schema import several
-
         return several(keys, self.info()["key_kind"] if is_array(keys) else None)
 
     def _write(self, body: dict[str, Any]) -> Any:
@@ -304,8 +290,6 @@ def _condition(where: Any) -> str | None:
         return where
     if not isinstance(where, Mapping):
         raise ArgumentError("where: a function cannot be sent: write the condition as text")
-    from qkv.database.columns import normal
-
     parts = []
     for name, wish in where.items():
         many = isinstance(wish, list | set | frozenset)
@@ -316,8 +300,5 @@ def _condition(where: Any) -> str | None:
 
 def _mark(key: Any) -> bytes:
     """What a key is found by."""
-    from qkv.arrays import is_array
-    from qkv.database import cells
-
     vector = is_array(key) and len(key.shape) == 1
     return (cells.vector_digest if vector else cells.digest)(key)

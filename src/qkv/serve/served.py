@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from qkv.database import cells, spelled
+from qkv.database import Database, cells, spelled
+from qkv.database import open as open_database
 from qkv.database.queries import READ
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import limits, wire
@@ -23,7 +24,6 @@ from qkv.serve.route import Refused
 
 if TYPE_CHECKING:
     from qkv.answer import Answer
-    from qkv.database import Database
     from qkv.database.reading import Info
 
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
@@ -276,9 +276,6 @@ class Served(MutableMapping[str, "Database"]):
 def opened(sources: Sequence[str | Path], shards: int | None = None) -> Served:
     """A served of folders and tables, each under its name without the ending; folders, and stores
     at URLs, in so many shards of a cluster where a number is given."""
-    from qkv.database import Database
-    from qkv.database import open as open_database
-
     served = Served()
     try:
         for source in sources:

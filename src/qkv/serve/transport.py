@@ -14,6 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkv import errors
+from qkv.database import faults
+from qkv.database.absent import AbsentKey
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
 from qkv.serve import wire
 from qkv.serve.wire import CELLS
@@ -23,6 +25,7 @@ PAUSE = 0.2
 """Seconds before a request that may be repeated is sent again; then twice as many."""
 
 BUSY = (429, 503)
+DOUBT = "it may have been written: look before you send it again"
 
 
 class Unreachable(QkvError, ConnectionError):
@@ -87,7 +90,7 @@ class Transport:
 
     def write(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request that changes rows."""
-        return self._answer(*self._once(method, path, body))
+        return self._answer(*self._once(method, path, body, DOUBT))
 
     def close(self) -> None:
         """Close the connections that are open and not in use."""
@@ -100,21 +103,27 @@ class Transport:
         if hasattr(self, "_idle"):
             self.close()
 
-    def _once(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+    def _once(self, method: str, path: str, body: Any, doubt: str = "") -> tuple[int, Any]:
+        """The status and the answer; where it does not come, `doubt` is told of what was sent."""
         text = None if body is None else wire.dumps(body).encode()
-        connection = self._taken()
+        connection, sent = self._taken(), ""
         try:
+            if connection.sock is None:
+                connection.connect()
+            sent = doubt
             connection.request(method, self._path + path, text, self._headers)
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
             connection.close()
             told = f"{self.url} did not answer within {self._timeout:g} s"
-            raise Unreachable(f"{told}: ask for less, or give a longer timeout") from None
+            step = sent or "ask for less, or give a longer timeout"
+            raise Unreachable(f"{told}: {step}") from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             told = str(error) or type(error).__name__
-            raise Unreachable(f"{self.url} does not answer ({told}): is it running?") from error
+            step = sent or "is it running?"
+            raise Unreachable(f"{self.url} does not answer ({told}): {step}") from error
         except BaseException:
             connection.close()
             raise
@@ -127,6 +136,7 @@ class Transport:
             return response.status, wire.restored(json.loads(content))
         except ValueError:
             told = f"{response.status} {response.reason}".strip()
+            told += f"; {sent}" if sent else ""
             raise Unreachable(f"{self.url} does not answer as qkv serve does: {told}") from None
 
     def _taken(self) -> http.client.HTTPConnection:
@@ -155,9 +165,6 @@ def _is_quiet(idle: socket.socket) -> bool:
 
 def _fault(status: int, told: Mapping[str, Any], url: str) -> QkvError:
     """The error that the server raised, with its sentence."""
-    from qkv.database import faults
-    from qkv.database.absent import AbsentKey
-
     sentence, kind = str(told.get("error") or f"{url} answers {status}"), str(told.get("kind"))
     if kind == "AbsentKey":
         return AbsentKey(told.get("key"), lambda: told.get("nearest") or [])

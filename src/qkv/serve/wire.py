@@ -45,7 +45,7 @@ def restored(body: Any) -> Any:
     """The same of what was read of the text."""
     try:
         return cells.restored(body)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except cells.NO_CELLS as error:
         raise ArgumentError(f"the body has a cell that is not one: {error}") from None
 
 

@@ -39,7 +39,7 @@ leave-one-out alone would find columns that count by chance."""
 TINY = 1e-12
 """The part of the variance below which an error is none."""
 
-PAIRS = 2**20
+AT_ONCE = 2**20
 """Weights held at once."""
 
 Loss = Callable[[Numbers, Numbers, Numbers], tuple[float, Numbers]]
@@ -110,7 +110,7 @@ class Examples:
         """Some rows at a time, all keys in bandwidths, α of the others, and what those predict."""
         key, m = self.key / width[self.columns.owner], len(self.key)
         near = key[:, self.sloped]
-        step = max(PAIRS // m, 1)
+        step = max(AT_ONCE // m, 1)
         for at in range(0, m, step):
             some = slice(at, min(at + step, m))
             others = np.ones((some.stop - at, m), dtype=bool)

@@ -153,7 +153,9 @@ class Attentive(BaseEstimator):
         """The score and the weighting by which a query looks at the keys."""
         score: Score = scores.resolve(self.kernel)
         if self.weighting is not None:
-            return {"score": score, "weighting": weightings.resolve(self.weighting)}
+            weighting = weightings.resolve(self.weighting)
+            weightings.paired(score, weighting)  # refused where they do not go together
+            return {"score": score, "weighting": weighting}
         inside: Weighting = Softmax()
         if score.nonnegative:
             inside = Normalized("zero" if score.closeness is None else "nearest")

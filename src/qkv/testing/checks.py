@@ -12,7 +12,7 @@ from unittest import SkipTest, mock
 
 import numpy as np
 
-from qkv.arrays import namespace, of, to_numpy
+from qkv.arrays import of, to_numpy
 from qkv.attention import attend
 from qkv.engines import streaming
 from qkv.errors import EngineError
@@ -79,7 +79,7 @@ class Case:
         def loss(*given: Array) -> Array:
             now = dict(zip(arrays, given, strict=True))
             out = self.attend(now, engine=engine, **more) * along
-            return namespace(out).sum(out)
+            return of(out).xp.sum(out)
 
         return fw.grads(loss, list(arrays.values()))
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from qkv.arrays import of
 from qkv.types import Array, Keep, Live
-from qkv.weightings.base import State, Weighting, nonzero, pool, row_sum
+from qkv.weightings.base import State, Weighting, pool
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Average(Weighting):
     smooth = False
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        ones = self.ones(scores, live)
-        return ones / nonzero(row_sum(ones))
+        fw, ones = of(scores), self.ones(scores, live)
+        return ones / fw.nonzero(fw.row_sum(ones))
 
     def ones(self, scores: Array, live: Live) -> Array:
         fw = of(scores)
@@ -42,14 +42,11 @@ class Average(Weighting):
         self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         ones = self.ones(scores, live)
-        return row_sum(ones), pool(ones, value, live, keep)
-
-    def merge(self, one: State, two: State) -> State:
-        return one[0] + two[0], one[1] + two[1]
+        return of(ones).row_sum(ones), pool(ones, value, live, keep)
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         count, pooled = state
-        return pooled / nonzero(count), (count,), None
+        return pooled / of(count).nonzero(count), (count,), None
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.ones(scores, live) / nonzero(found[0])
+        return self.ones(scores, live) / of(scores).nonzero(found[0])

@@ -188,8 +188,8 @@ class Weighting(tree.Record):
         return (self.pool(self.weight(scores, live, k, found), value, live, keep),)
 
     def merge(self, one: State, two: State) -> State:
-        """The state of both."""
-        return (one[0] + two[0],)
+        """The state of both: here the sums of what each has."""
+        return tuple(a + b for a, b in zip(one, two, strict=True))
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         """The output; what `weight` needs to know of the row; and the centre c of `slope`."""
@@ -307,22 +307,3 @@ def row_max(scores: Array, live: Live) -> Array:
     if scores.shape[-1] == 0:
         return fw.full((*scores.shape[:-1], 1), -INFINITY, scores)
     return fw.row_max(scores)
-
-
-def lowest(rows: Array) -> State:
-    """The state of a maximum over nothing."""
-    return (of(rows).full(rows.shape, -INFINITY, rows),)
-
-
-def row_sum(x: Array) -> Array:
-    return of(x).row_sum(x)
-
-
-def finite(x: Array, other: float = 0.0) -> Array:
-    """x where it is finite, else the number."""
-    return of(x).finite(x, other)
-
-
-def nonzero(x: Array) -> Array:
-    """x, or 1 where it is 0: a divisor."""
-    return of(x).nonzero(x)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from qkv.arrays import of
 from qkv.errors import DtypeError
 from qkv.types import Array, Keep, Live
-from qkv.weightings.base import INFINITY, NOWHERE, State, Weighting, finite, pool, row_max
+from qkv.weightings.base import INFINITY, NOWHERE, State, Weighting, pool, row_max
 from qkv.weightings.softmax import Softmax
 
 SOFT = Softmax()
@@ -56,8 +56,9 @@ class Hard(Weighting):
         hard = self.weight(scores, live, k, (self.position(scores, live, k, top), top))
         if not self.straight_through:
             return hard
-        soft = finite(SOFT.weights(scores, live, k))
-        return hard + (soft - of(soft).detach(soft))
+        fw = of(scores)
+        soft = fw.finite(SOFT.weights(scores, live, k))
+        return hard + (soft - fw.detach(soft))
 
     def position(self, scores: Array, live: Live, k: Array, top: Array) -> Array:
         """Where the row's first largest score stands."""

@@ -10,7 +10,7 @@ from qkv.errors import ArgumentError, FrameworkError, unknown
 from qkv.scores import Score, is_open
 from qkv.types import Array, Keep, Live
 from qkv.weightings.average import Average
-from qkv.weightings.base import INFINITY, Alone, State, Weighting, pool, row_sum
+from qkv.weightings.base import INFINITY, Alone, State, Weighting, pool
 from qkv.weightings.hard import Hard
 
 
@@ -105,14 +105,14 @@ class Normalized(Weighting):
         return fw.keep(x, live)
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        inside = self.inside(scores, live, scores)
-        total = row_sum(inside)
+        fw, inside = of(scores), self.inside(scores, live, scores)
+        total = fw.row_sum(inside)
         alpha = inside / divisor(total)
         if self.instead is None:
             return alpha
         other = self.instead.weights(scores, live, k)
-        self.check((total, row_sum(other)))
-        return of(total).xp.where(total == 0, other, alpha)
+        self.check((total, fw.row_sum(other)))
+        return fw.xp.where(total == 0, other, alpha)
 
     def without(self, rest: Array) -> Array:
         return rest
@@ -151,13 +151,12 @@ class Normalized(Weighting):
         self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         inside = self.inside(scores, live, scores)
-        state = row_sum(inside), pool(inside, value, live, keep, sparse=True)
+        state = of(inside).row_sum(inside), pool(inside, value, live, keep, sparse=True)
         other = self.instead
         return state if other is None else (*state, *other.lift(scores, live, k, (), value, keep))
 
     def merge(self, one: State, two: State) -> State:
-        state = one[0] + two[0], one[1] + two[1]
-        other = self.instead
+        state, other = super().merge(one[:2], two[:2]), self.instead
         return state if other is None else (*state, *other.merge(one[2:], two[2:]))
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
@@ -215,7 +214,7 @@ class Sigmoid(Alone):
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
-        return fw.keep((fw.xp.tanh(scores * 0.5) + 1.0) * 0.5, live)
+        return fw.keep(fw.sigmoid(scores), live)
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State

@@ -8,7 +8,6 @@ from typing import Any
 from qkv.arrays import is_array, of
 from qkv.errors import ShapeError
 from qkv.types import Array, Live, Shape
-from qkv.weightings.base import nonzero
 
 NEAR = 0.1
 """|x| below which log(1 + x)/x is summed as a series: its slope would have too few digits."""
@@ -33,14 +32,14 @@ def logarithm(u: Array, c: Array, live: Live) -> tuple[Array, Array]:
     for k in (11, 9, 7, 5, 3):  # log(1 + y)/y = 2/(2 + y) · (1 + ratio²/3 + ratio⁴/5 + …)
         series = square * (series + 1 / k)
     far = fw.keep(x, xp.logical_and(some, xp.logical_not(short)))
-    log = xp.where(short, u * (series + 1) * 2 / (y + 2), xp.log(far + 1) / nonzero(c))
+    log = xp.where(short, u * (series + 1) * 2 / (y + 2), xp.log(far + 1) / fw.nonzero(c))
     return fw.keep(log, some), some
 
 
 def growth(y: Array) -> Array:
     """(eʸ − 1)/y"""
-    xp = of(y).xp
-    return xp.where(xp.abs(y) < NEAR, 1 + y / 2 + y * y / 6, (xp.exp(y) - 1) / nonzero(y))
+    fw, xp = of(y), of(y).xp
+    return xp.where(xp.abs(y) < NEAR, 1 + y / 2 + y * y / 6, (xp.exp(y) - 1) / fw.nonzero(y))
 
 
 def slopes(weight: Any, along: Any, alpha: Any) -> Array:
@@ -59,6 +58,8 @@ def as_rows(number: Any, like: Array) -> Array:
     if not is_array(number):
         return fw.full((1,) * axes, float(number), like)
     shape = fw.shape(number)
+    if not shape:
+        return fw.xp.reshape(number, (1,) * axes)  # MXNet gives no new axes to a single number
     wide = len(_row_shape(shape))
     # By new axes: a graph may not know the sizes.
     return number[(None,) * (axes - wide) + (...,) + (None,) * (wide - len(shape))]

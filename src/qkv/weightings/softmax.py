@@ -9,29 +9,19 @@ from typing import ClassVar
 from qkv.arrays import of, over
 from qkv.errors import ArgumentError, ShapeError, positive
 from qkv.types import Array, Keep, Live, Shape
-from qkv.weightings.base import (
-    INFINITY,
-    NOWHERE,
-    Fold,
-    State,
-    Weighting,
-    finite,
-    nonzero,
-    pool,
-    row_max,
-    row_sum,
-)
+from qkv.weightings.base import INFINITY, NOWHERE, Fold, State, Weighting, pool, row_max
 
 
 def exponentials(scores: Array, live: Live, top: Array, spend: bool = False) -> Array:
     """exp(s − top), 0 where not live."""
-    return of(scores).exp_below(scores, finite(top), live, spend)
+    fw = of(scores)
+    return fw.exp_below(scores, fw.finite(top), live, spend)
 
 
 def logarithm(top: Array, total: Array) -> Array:
     """top + log(total), −∞ where the total is 0."""
     fw = of(total)
-    return fw.keep(finite(top) + fw.xp.log(nonzero(total)), total != 0, -INFINITY)
+    return fw.keep(fw.finite(top) + fw.xp.log(fw.nonzero(total)), total != 0, -INFINITY)
 
 
 class Exponential(Weighting):
@@ -85,15 +75,16 @@ class Softmax(Exponential):
         return over(scores, self.temperature)
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        quick = of(scores).softmax(scores, live)
+        fw = of(scores)
+        quick = fw.softmax(scores, live)
         if quick is not None:
             return quick
         e = exponentials(scores, live, row_max(scores, live))
-        return e / nonzero(row_sum(e))
+        return e / fw.nonzero(fw.row_sum(e))
 
     def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
         top = row_max(scores, live)
-        return logarithm(top, row_sum(exponentials(scores, live, top)))
+        return logarithm(top, of(scores).row_sum(exponentials(scores, live, top)))
 
     def weights_and_lse(self, scores: Array, live: Live, k: Array) -> tuple[Array, Array | None]:
         own = type(self).weights is Softmax.weights and type(self).lse_of is Softmax.lse_of
@@ -103,10 +94,10 @@ class Softmax(Exponential):
         quick = fw.softmax_and_lse(scores, live)
         if quick is not None:
             return quick
-        top = finite(row_max(scores, live))
+        top = fw.finite(row_max(scores, live))
         e = fw.exp_below(scores, top, live)
-        total = row_sum(e)
-        some = nonzero(total)
+        total = fw.row_sum(e)
+        some = fw.nonzero(total)
         lse = top + fw.xp.log(some)
         return e / some, lse if some is total else fw.keep(lse, total != 0, -INFINITY)
 
@@ -123,21 +114,21 @@ class Softmax(Exponential):
     ) -> State:
         top = row_max(scores, live)
         e = exponentials(scores, live, top, spend=True)
-        return top, row_sum(e), pool(e, value, live, keep)
+        return top, of(e).row_sum(e), pool(e, value, live, keep)
 
     def merge(self, one: State, two: State) -> State:
-        xp = of(one[0]).xp
-        top = xp.maximum(one[0], two[0])
-        a, b = xp.exp(one[0] - finite(top)), xp.exp(two[0] - finite(top))
+        fw = of(one[0])
+        top = fw.xp.maximum(one[0], two[0])
+        a, b = (fw.xp.exp(x[0] - fw.finite(top)) for x in (one, two))
         return top, one[1] * a + two[1] * b, one[2] * a + two[2] * b
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         top, total, pooled = state
-        out = pooled / nonzero(total)
+        out = pooled / of(total).nonzero(total)
         return out, (top, total), out
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return exponentials(scores, live, found[0]) / nonzero(found[1])
+        return exponentials(scores, live, found[0]) / of(scores).nonzero(found[1])
 
 
 @dataclass(frozen=True)
@@ -182,7 +173,7 @@ class TopK(Exponential):
         """The largest score, the total of the k largest, the smallest of them, and its position."""
         best, at = fold(self.lift_best, self.merge_best, self.init_best)
         top = row_max(best, None)
-        total = row_sum(exponentials(best, None, top))
+        total = of(top).row_sum(exponentials(best, None, top))
         return top, total, best[..., -1:], at[..., -1:]
 
     def init_best(self, rows: Array) -> State:
@@ -225,7 +216,7 @@ class TopK(Exponential):
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         e = exponentials(scores, self.chosen(scores, live, k, found), found[0])
-        return e / nonzero(found[1])
+        return e / of(e).nonzero(found[1])
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         return state[0], found, state[0]

@@ -9,18 +9,7 @@ from typing import Any, ClassVar, Never
 from qkv.arrays import is_array, of, tree
 from qkv.errors import as_float, positive
 from qkv.types import Array, Keep, Live, Shape
-from qkv.weightings.base import (
-    INFINITY,
-    Fold,
-    State,
-    Weighting,
-    finite,
-    lowest,
-    nonzero,
-    pool,
-    row_max,
-    row_sum,
-)
+from qkv.weightings.base import INFINITY, Fold, State, Weighting, pool, row_max
 from qkv.weightings.power import as_rows, check_rows, growth, logarithm, slopes
 
 STEPS = 100
@@ -79,7 +68,7 @@ class Entmax(Weighting):
 
     def picks(self, scores: Array) -> bool:
         """Whether the steps look at the few scores that may have a weight, set aside for them."""
-        return of(scores).picks(scores)
+        return of(scores).picks
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
@@ -113,9 +102,10 @@ class Entmax(Weighting):
         def fold(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
 
-        top = finite(row_max(scores, live))
+        fw = of(scores)
+        top = fw.finite(row_max(scores, live))
         alpha = as_rows(self.alpha, scores) if is_array(self.alpha) else self.alpha
-        tau = of(scores).node("threshold", scores - top, live, alpha)
+        tau = fw.node("threshold", scores - top, live, alpha)
         found = self.search(fold) if tau is None else self.polished(fold, top, tau)
         return self.weight(scores, live, k, found)
 
@@ -127,11 +117,11 @@ class Entmax(Weighting):
         never counts again: where the rest may be set aside, the steps look at nothing else.
         """
         top, start = fold(self.look, _looked, _unseen)
-        top = finite(top)
         fw = of(top)
+        top = fw.finite(top)
         if not self.picks(top):
             return self.polished(fold, top, self.solve(fold, top))
-        start = fw.xp.maximum(finite(start, -1.0), fw.full(top.shape, -1.0, top))
+        start = fw.xp.maximum(fw.finite(start, -1.0), fw.full(top.shape, -1.0, top))
 
         def candidates(s: Array, live: Live, k: Array) -> State:
             s = fw.detach(s)
@@ -165,7 +155,7 @@ class Entmax(Weighting):
         top = row_max(some, None)
         if even < m:
             top = xp.maximum(top, row_max(scores[..., even:], None))
-        some = xp.maximum(some[..., : SOME // 2], some[..., SOME // 2 :]) - finite(top)
+        some = xp.maximum(some[..., : SOME // 2], some[..., SOME // 2 :]) - fw.finite(top)
         tau = self.climb(some * by, fw.full(top.shape, -1.0, top))
         return top, fw.keep(tau, tau > -1, -1.0)
 
@@ -173,11 +163,11 @@ class Entmax(Weighting):
         """The weights of scores · by, from the few that may have one; `spend`: in their place."""
         fw = of(scores)
         if live is None and 0 < scores.shape[-1] < SHORT:
-            kept = (scores - finite(row_max(scores, None))) * by
+            kept = (scores - fw.finite(row_max(scores, None))) * by
             tau = self.climb(kept, fw.full((*scores.shape[:-1], 1), -1.0, scores))
             return self.power(fw.xp.maximum(kept - tau, 0.0), self.exponent)
         top, start = self.first_look(scores, live, by)
-        top = finite(top)
+        top = fw.finite(top)
         kept, at = fw.pick(scores, self.chosen(scores, live, top, start / by), top)
         kept *= by
         weight = self.weight(kept, None, kept, (0.0, self.climb(kept, start)))
@@ -239,11 +229,13 @@ class Entmax(Weighting):
         return self.step(fold, top, self.step(fold, top, of(tau).detach(tau)))
 
     def step(self, fold: Fold, top: Array, tau: Array) -> Array:
+        fw = of(top)
+
         def lift(s: Array, live: Live, k: Array) -> State:
             weight, lean = self.parts(s, live, (top, tau))
-            return row_sum(weight), row_sum(lean)
+            return fw.row_sum(weight), fw.row_sum(lean)
 
-        return tau + self.newton(*fold(lift, _sums, _zeros))
+        return tau + self.newton(*fold(lift, self.merge, _zeros))
 
     def power(self, r: Array, exponent: float) -> Array:
         """r^exponent where r > 0, else 0; its slope is finite everywhere."""
@@ -254,7 +246,7 @@ class Entmax(Weighting):
             return r
         if exponent == 2:
             return r * r
-        return fw.keep(fw.xp.pow(nonzero(r), exponent), r != 0)
+        return fw.keep(fw.xp.pow(fw.nonzero(r), exponent), r != 0)
 
     def parts(self, scores: Array, live: Live, found: State) -> State:
         """α of a block, and how it leans: its slope in the score, but for a constant factor."""
@@ -264,8 +256,8 @@ class Entmax(Weighting):
     def newton(self, mass: Array, slope: Array) -> Array:
         """The step of τ that solves ‖r‖ₑ = 1 were it linear; 0 for an empty row."""
         fw = of(mass)
-        size = 1.0 if self.alpha == 2 else fw.xp.pow(nonzero(mass), 1 - 1 / self.exponent)
-        return fw.keep((mass - size) / nonzero(slope), mass != 0)
+        size = 1.0 if self.alpha == 2 else fw.xp.pow(fw.nonzero(mass), 1 - 1 / self.exponent)
+        return fw.keep((mass - size) / fw.nonzero(slope), mass != 0)
 
     def init(self, rows: Array, width: int) -> State:
         pooled = super().init(rows, width)
@@ -276,14 +268,11 @@ class Entmax(Weighting):
     ) -> State:
         weight, lean = self.parts(scores, live, found)
         pooled = (pool(x, value, live, keep, sparse=True) for x in (weight, lean))
-        return *pooled, row_sum(lean)
-
-    def merge(self, one: State, two: State) -> State:
-        return _sums(one, two)
+        return *pooled, of(lean).row_sum(lean)
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         out, leaning, slope = state
-        return out, found, leaning / nonzero(slope)
+        return out, found, leaning / of(slope).nonzero(slope)
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.power(of(scores).above(scores, found[0], found[1], live), self.exponent)
@@ -330,7 +319,8 @@ class Tsallis(Entmax):
     def polished(self, fold: Fold, top: Array, tau: Array) -> State:
         """The row's top, λ, and the log of the mass there: for a large alpha no λ gives just 1."""
         found = super().polished(fold, top, tau)
-        return *found, of(found[0]).xp.log(nonzero(self.mass(fold, *found)[0]))
+        fw = of(found[0])
+        return *found, fw.xp.log(fw.nonzero(self.mass(fold, *found)[0]))
 
     def mass(self, fold: Fold, top: Array, at: Array) -> State:
         """Σ α, and how fast it falls in λ; constants."""
@@ -338,9 +328,9 @@ class Tsallis(Entmax):
         still = tree.map_arrays(fw, fw.detach, self)
 
         def lift(s: Array, live: Live, k: Array) -> State:
-            return tuple(map(row_sum, still.parts(fw.detach(s), live, (top, fw.detach(at)))))
+            return tuple(map(fw.row_sum, still.parts(fw.detach(s), live, (top, fw.detach(at)))))
 
-        return fold(lift, _sums, _zeros)
+        return fold(lift, self.merge, _zeros)
 
     def solve(self, fold: Fold, top: Array) -> Array:
         """λ by Newton's steps on (massᶜ − 1)/c, which is convex in e^−cλ up to alpha = 2.
@@ -358,13 +348,13 @@ class Tsallis(Entmax):
         def settle(state: State) -> State:
             at, low, far, _ = state
             mass, rate = self.mass(fold, top, at)
-            log, over = xp.log(nonzero(mass)), mass >= 1
+            log, over = xp.log(fw.nonzero(mass)), mass >= 1
             low = xp.maximum(low, at + xp.minimum(log, zero))
             high = xp.minimum(far, at + xp.maximum(log, zero))
-            back = xp.where(over, high, at - xp.log((1 - mass) / nonzero(rate) + 1))
+            back = xp.where(over, high, at - xp.log((1 - mass) / fw.nonzero(rate) + 1))
             passed = xp.logical_or(back < low, xp.logical_and(over, high >= far))
             back = xp.where(passed, (low + high) / 2, back)
-            step = logarithm(-mass * log * growth(-c * log) / nonzero(rate), c, None)[0]
+            step = logarithm(-mass * log * growth(-c * log) / fw.nonzero(rate), c, None)[0]
             new = xp.where(sharp, back, at - step)
             return new, low, high, xp.abs(new - at)
 
@@ -379,7 +369,7 @@ class Tsallis(Entmax):
         return of(tau).detach(tau) + (moved - of(tau).detach(moved))
 
     def newton(self, mass: Array, slope: Array) -> Array:
-        return (mass - 1) / nonzero(slope)
+        return (mass - 1) / of(slope).nonzero(slope)
 
     def parts(self, scores: Array, live: Live, found: State) -> State:
         return self.powers(scores, live, found, 1.0, 1 - self.less(scores))
@@ -400,7 +390,7 @@ class Tsallis(Entmax):
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
         fw = of(weight)
-        lean = fw.xp.exp((1 - self.less(weight)) * fw.xp.log(nonzero(weight)))
+        lean = fw.xp.exp((1 - self.less(weight)) * fw.xp.log(fw.nonzero(weight)))
         return fw.keep(lean, weight != 0) * (along - centre)
 
 
@@ -421,18 +411,14 @@ class Sparsemax(Entmax):
 
 def _looked(one: State, two: State) -> State:
     """The larger top, and the larger τ from there; differences first, as 1e30 − 1 is 1e30."""
-    xp = of(one[0]).xp
-    top = xp.maximum(one[0], two[0])
-    seen = ((x - finite(top)) + start for x, start in (one, two))
-    return top, xp.maximum(*(finite(x, -INFINITY) for x in seen))
+    fw = of(one[0])
+    top = fw.xp.maximum(one[0], two[0])
+    seen = ((x - fw.finite(top)) + start for x, start in (one, two))
+    return top, fw.xp.maximum(*(fw.finite(x, -INFINITY) for x in seen))
 
 
 def _unseen(rows: Array) -> State:
-    return lowest(rows) * 2
-
-
-def _sums(one: State, two: State) -> State:
-    return tuple(a + b for a, b in zip(one, two, strict=True))
+    return (of(rows).full(rows.shape, -INFINITY, rows),) * 2
 
 
 def _beside(one: State, two: State) -> State:

@@ -27,7 +27,7 @@ def test_any_frameworks_array_will_do() -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "says"),
     [
-        ([[1.0, 2.0], [1.0]], ShapeError, "key 1 has 1 numbers where key 0 has 2"),
+        ([[1.0, 2.0], [1.0]], ShapeError, "key 1 has 1 number where key 0 has 2"),
         ([[1.0, 2.0], "ab"], DtypeError, "key 1 must be a vector of numbers, not 'ab'"),
         ([[1.0, 2.0], 3.0], DtypeError, "key 1"),
         ([[1.0, 2.0], [1.0, float("nan")]], ArgumentError, "key 1 holds NaN"),
@@ -35,7 +35,7 @@ def test_any_frameworks_array_will_do() -> None:
         ([[1.0, 2.0]] * 700 + [[1.0, float("inf")]], ArgumentError, "key 700 holds NaN"),
         (np.ones(3), ShapeError, r"\(rows, width\)"),
         (np.ones((2, 2), complex), DtypeError, "real"),
-        ([[1.0, 2.0, 3.0]], ShapeError, "vectors of 2 numbers, but these have 3"),
+        ([[1.0, 2.0, 3.0]], ShapeError, "key 0 has 3 numbers, but the keys are vectors of 2"),
     ],
 )
 def test_what_is_no_such_vector_is_refused(keys: Any, error: type[Exception], says: str) -> None:

@@ -109,7 +109,7 @@ def test_decimals_and_booleans_are_numbers() -> None:
         ([1.0, 2.0, math.inf], ArgumentError, "key 2"),
         ([1.0, None], DtypeError, "key 1 must be a number, not None"),
         ([1.0, "3"], DtypeError, "key 1 must be a number, not '3'"),
-        ([(1, 2), (1,)], ShapeError, "key 1 has 1 numbers where key 0 has 2"),
+        ([(1, 2), (1,)], ShapeError, "key 1 has 1 number where key 0 has 2"),
         ([(1, 2), (1, None)], DtypeError, "key 1"),
         ([1, 10**400], ArgumentError, "key 1"),
         (np.array([1.0, np.nan]), ArgumentError, "key 1"),
@@ -130,7 +130,7 @@ def test_keys_must_fit_what_was_fitted() -> None:
     with pytest.raises(ArgumentError, match="fitted"):
         Numbers().encode([1.0])
     encoder = Numbers().fit([(1.0, 2.0)])
-    with pytest.raises(ShapeError, match="2 numbers each, but these have 1"):
+    with pytest.raises(ShapeError, match="key 0 has 1 number, but the keys have 2 each"):
         encoder.encode([1.0])
     with pytest.raises(ShapeError, match="3 units for keys of 2"):
         Numbers(units=(1, 2, 3)).fit([(1.0, 2.0)])

@@ -2,18 +2,17 @@
 
 import csv
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Lexical, Text, load
+from qkv.database.encoders import Text, load
 from qkv.database.encoders.base import sharpness
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot
-from tests.database.encoders.test_lexical import LATER, OLD, houses
+from tests.database.encoders.test_lexical import LATER, houses
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("wordllama")
@@ -160,46 +159,6 @@ def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None
     assert made.score(300) == ScaledDot(made.sharp * sharpness(300))
     assert load(made.settings(), made.arrays()) == made
     assert Text().fit(["same"] * 100).sharp > 0
-
-
-NAMED = ("kind", "names", "weights", "heads", "half")
-
-
-def test_settings_of_before_mean_what_they_meant() -> None:
-    old = Text({"characters": "characters", "words": "words"})
-    told = {name: x for name, x in old.settings().items() if name not in ("sharp", "rare")}
-    found = load(told, {})
-    assert isinstance(found, Text) and found.rare == 0.8
-    assert (
-        replace(found, rare=old.rare) == old
-        and found.width == 512
-        and found.score(7) == ScaledDot(sharpness(7))
-    )
-    texts = ["The Alchemist", "a shepherd and his treasure"]
-    np.testing.assert_array_equal(found.encode(texts), Text().encode(texts))
-
-
-def test_a_store_of_before_answers_as_it_did() -> None:
-    told = {
-        "kind": "text", "names": ["characters", "words", "lexical"], "weights": [1 / 3] * 3,
-        "heads": [
-            {"kind": "characters", "width": 256, "n": [2, 3], "sounds": 0.5, "idf": False},
-            {"kind": "words", "model": "l2_supercat_256", "lower": True},
-            OLD,
-        ],
-        "half": 30.0, "sharp": 0.9052885142962979,
-    }  # fmt: skip
-    arrays = Lexical(256).fit(houses()).arrays()
-    made = load(told, {f"2.{name}": array for name, array in arrays.items()})
-    queries = ["single 3", "the red house number 3 unheard", "lone pine elm"]
-    alpha = qkv.weights(*made.pair(queries, houses() + LATER), score=made.score(73))
-    # What the code that wrote format 1 gave.
-    expected = [
-        [0.000004, 0.0, 0.999271, 0.0],
-        [0.553738, 0.040723, 0.001174, 0.000009],
-        [0.000749, 0.00067, 0.000127, 0.972721],
-    ]
-    np.testing.assert_allclose(alpha[:, [3, 33, 70, 72]], expected, atol=2e-5)
 
 
 def test_rows_that_came_later_are_found_by_new_words() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qkv.database import learn
+from qkv.database import Database, learn
+from qkv.database.encoders import Characters
 from tests.database.learn.letters import ENGLISH, PAIRS, Letters
 
 
@@ -20,3 +21,11 @@ def test_sharpness_is_calibrated_on_what_was_held_out() -> None:
         return float(-np.log(alpha[np.arange(5), np.arange(5)]).mean())
 
     assert loss(1.0) <= min(loss(0.8), loss(1.25)) + 1e-6
+
+
+def test_pairs_that_are_told_apart_make_it_no_sharper() -> None:
+    """However often they are learned: each time τ was twenty times as sharp, up to infinity."""
+    D = Database({f"key {i}": i for i in range(12)}, encoder=Characters(32))
+    pairs = [("kee 1", "key 1"), ("ky 2", "key 2"), ("ke 9", "key 9")]
+    found = [D.learn(pairs, epochs=1).sharpness for _ in range(6)]
+    assert found[-1] < 4 * found[1], found

@@ -104,6 +104,9 @@ def test_commas_are_points_between_semicolons(tmp_path):
         "Anteil": [-0.5, None, 1500.0],
         "Wort": ["a,b", "1,5", "2,5"],
     }
+    prices = "a;price;n\nx;1.234,50 €;1.000\ny;EUR 0,99;12\n"
+    assert columns(tmp_path, "t.csv", prices)["n"] == [1000, 12]
+    assert columns(tmp_path, "t.csv", prices.replace(",50", "").replace(",", ""))["n"] == [1.0, 12]
     # Where nothing tells that a comma is a point, points stay what they were.
     assert columns(tmp_path, "t.csv", "a;b\nx;1.086\ny;1.5\n")["b"] == [1.086, 1.5]
     assert columns(tmp_path, "t.csv", 'a,b\nx,"1,5"\ny,"2,5"\n')["b"] == ["1,5", "2,5"]
@@ -113,6 +116,32 @@ def test_a_comma_that_may_part_thousands_is_told_of(tmp_path):
     with pytest.warns(MixedColumn, match="'b' is text: '1,234' may be 1.234 or 1234"):
         assert columns(tmp_path, "t.csv", "a;b\nx;1,234\ny;20,345\n")["b"] == ["1,234", "20,345"]
     assert columns(tmp_path, "t.csv", "a;b\n0,5;1,234\n1,5;20,345\n")["b"] == [1.234, 20.345]
+
+
+def test_commas_that_part_thousands_beside_a_point(tmp_path):
+    text = """city,sales,people,code,list
+    A,"1,234.50","1,086",007,"1,2"
+    B,99.5,336,"1,000","100,200"
+    C,NA,"-12,000,000",8,3
+    """
+    assert columns(tmp_path, "t.csv", text.replace("    ", "")) == {
+        "city": ["A", "B", "C"],
+        "sales": [1234.5, 99.5, None],
+        "people": [1086, 336, -12000000],
+        "code": ["007", "1,000", "8"],
+        "list": ["1,2", "100,200", "3"],
+    }
+    with pytest.warns(MixedColumn, match="'b' is text: '12,000' may be 12000 or a list"):
+        found = columns(tmp_path, "t.csv", 'a,b\nx,"12,000"\ny,7\n')
+    assert found["b"] == ["12,000", "7"]
+
+
+@pytest.mark.parametrize("text", ["a;b\n0,5;1.086\n", 'a,b\n"1,234.5","1,086"\n'])
+def test_a_column_that_stays_text_keeps_its_marks(tmp_path, text):
+    (tmp_path / "t.csv").write_text(text)
+    found = sources.read(tmp_path / "t.csv", text=["b"]).columns
+    assert found["b"] == [text.splitlines()[1].replace('"', "")[-5:]]
+    assert found["a"] in ([0.5], [1234.5])
 
 
 def test_decimal_commas_of_many_files(tmp_path):
@@ -268,6 +297,8 @@ def test_other_unicode_is_named(tmp_path, encoding):
 
 def test_utf16_without_mark_is_suspected(tmp_path):
     error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode("utf-16-le")))
+    assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
+    error = refused(write(tmp_path, "t.csv", "a,b\n1,é\n".encode("utf-16-le")))
     assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
 
 
@@ -518,7 +549,8 @@ def write_arrow(path: Path, table: Any) -> Path:
 
 @pytest.mark.parametrize("ending", ["parquet", "feather", "arrow", "arrows"])
 def test_arrow_formats_keep_values(tmp_path, ending):
-    found = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
+    with pytest.warns(MixedColumn, match="'exact' is text for 1 of 2 cells that a float would not"):
+        found = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
     assert found.name == "t"
     numbers = found.columns.pop("float")
     assert numbers[0] == 0.5 and math.isnan(numbers[1])
@@ -539,6 +571,18 @@ def test_truncated_arrow_formats(tmp_path, ending):
     path.write_bytes(path.read_bytes()[:700])
     error = refused(path)
     assert "again" in str(error) and error.file == str(path)
+
+
+@pytest.mark.parametrize("kind", ["date32", "timestamp"])
+def test_a_date_that_python_has_not_is_told_with_its_column(tmp_path, kind):
+    pa = pytest.importorskip("pyarrow")
+    made = {"date32": pa.array([0, 2**31 - 1], pa.date32())}
+    made["timestamp"] = pa.array([0, -(2**62)], pa.timestamp("us"))
+    table = pa.table({"day": made[kind]})
+    path = write_arrow(tmp_path / "t.parquet", table)
+    for call in (lambda: from_frame(table), lambda: read(path)):
+        with pytest.raises(SourceError, match=r"column .day. has a date outside .*make text"):
+            call()
 
 
 def test_parquet_without_rows_or_with_double_names(tmp_path):
@@ -715,6 +759,16 @@ def test_postgres_tables_and_queries(postgres):
     assert "read-only" in str(refused(f"{url}query=select {schema}.f()"))
 
 
+def test_postgres_with_a_date_that_python_has_not(monkeypatch):
+    psycopg = pytest.importorskip("psycopg")
+
+    def connect(*_, **__):
+        raise psycopg.DataError("date too large (after year 10K): 'infinity'")
+
+    monkeypatch.setattr(psycopg, "connect", connect)
+    assert "'infinity': make text of that column" in str(refused("postgresql://host/shop"))
+
+
 def test_postgres_that_does_not_answer():
     pytest.importorskip("psycopg")
     error = refused("postgresql://li:secret@127.0.0.1:1/shop?connect_timeout=2&table=a")
@@ -780,7 +834,8 @@ def test_polars_and_pyarrow_frames():
 
 
 def test_a_table_of_arrow_has_the_cells_of_its_file():
-    assert from_frame(arrow_table().drop(["float"])).columns == ARROW
+    with pytest.warns(MixedColumn, match="such as 0.1234567890123456789012: round them"):
+        assert from_frame(arrow_table().drop(["float"])).columns == ARROW
 
 
 def test_days_of_a_frame_are_compared_as_days(tmp_path):
@@ -979,7 +1034,7 @@ def test_progress_reaches_its_total(tmp_path):
         write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000),
         write(tmp_path, "t.jsonl", '{"a": 1}\n' * 40_000),
         write_sqlite(tmp_path / "t.db", BOOKS),
-        write_arrow(tmp_path / "t.parquet", arrow_table()),
+        write_arrow(tmp_path / "t.parquet", arrow_table().drop(["exact"])),
     ]
     for path in paths:
         seen: list[tuple[int, int | None]] = []

@@ -233,33 +233,10 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
     with Store(tmp_path) as store:
         # What has died is told twice, so that one lost line does not bring it back.
         left = [i for i in range(20) if i != 5 or harm == "catalogue"]
-        assert whole(store.at()) == expected(left) and store.settings == {"key": "title"}
+        assert whole(store.at()) == expected(left) and store.at().settings == {"key": "title"}
         add(store, 3)
         assert store.at().find(b"digest 7") == [7]
     assert any("list of versions is lost" in what for what in told) == (harm == "catalogue")
-
-
-def test_a_store_of_format_3_takes_bundles_and_keeps_its_rows(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(sizes, "BUNDLE_ROWS", 1000)
-        with Store(tmp_path) as store:
-            add(store, 20)
-            add(store, 3)
-    with closing(sqlite3.connect(tmp_path / FILE)) as catalogue:
-        catalogue.execute("PRAGMA user_version = 3")
-    with Store(tmp_path) as store:
-        assert whole(store.at()) == expected(range(23))
-        assert store._reader.value("PRAGMA user_version") == 3
-        add(store, 15)
-        assert store._reader.value("PRAGMA user_version") == 4
-        assert loose(store) == 23 and whole(store.at()) == expected(range(38))
-        assert [store.at().find(b"digest %d" % i) for i in (2, 22, 23, 37)] == [
-            [2],
-            [22],
-            [23],
-            [37],
-        ]
-    assert check(tmp_path) == []
 
 
 def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path, monkeypatch):
@@ -275,4 +252,4 @@ def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path
     told = [problem.what for problem in check(tmp_path, repair=True)]
     assert any("the settings are lost; those of an older file took their place" in x for x in told)
     with Store(tmp_path) as store:
-        assert store.settings == {"schema": "mine"} and len(store.at()) == 12
+        assert store.at().settings == {"schema": "mine"} and len(store.at()) == 12

@@ -157,7 +157,7 @@ def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
         other = threading.Thread(target=later, daemon=True)
         other.start()
         other.join(300)
-        assert len(done) == count + 1 and store.settings == {"later": count}
+        assert len(done) == count + 1 and store.at().settings == {"later": count}
     assert kept
 
 

@@ -193,7 +193,7 @@ def test_an_error_of_a_compilation_is_raised(one):
 def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeypatch):
     monkeypatch.setattr(threads, "CORES", 2)
     threads._jobs.cache_clear()
-    both, told = threading.Barrier(2, timeout=60), []
+    both, told = threading.Barrier(2, timeout=300), []
 
     def job(name):
         told.append(name)

@@ -88,6 +88,25 @@ def test_a_row_that_is_not_finite_hides_nothing():
     assert norms.square(x, 1.0)[:, 0].isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # 0 · ∞ of the row
+@pytest.mark.parametrize("of", [norms.unit, lambda x: norms.square(x, 1.0)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_nothing_asks_for_has_no_gradient_whatever_it_holds(of, bad):
+    x = given((3, 24))
+    exact = torch.autograd.grad(of(x.requires_grad_()).sum(), x)[0]
+    x = x.detach().clone()
+    x[1, 5] = bad
+    out = of(x.requires_grad_())
+    grad = torch.ones_like(out)
+    grad[1] = 0
+    slope = torch.autograd.grad(out, x, grad)[0]
+    assert (slope[1] == 0).all()
+    assert torch.equal(slope[[0, 2]], exact[[0, 2]])
+    spoiled = torch.ones_like(out)
+    spoiled[0, 0] = float("nan")
+    assert not torch.autograd.grad(of(x), x, spoiled)[0][:2].isfinite().all(-1).any()
+
+
 def test_heads_side_by_side_are_not_copied():
     x = given((2, 9, 3, 16)).transpose(1, 2).requires_grad_()
     grad = given((2, 3, 9, 16), seed=1)

@@ -137,9 +137,9 @@ def _imported(path: str) -> Any:
 def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
     """The encoder for keys of these types, not yet fitted.
 
-    Text: letters, meaning and words, side by side. Numbers and dates: `Numbers`. Vectors:
-    themselves. Tuples: each column by its type. JSON: the letters of its text. Bytes: only
-    themselves.
+    Text: letters, meaning and words, side by side, or without wordllama the letters, for slips of
+    the hand. Numbers and dates: `Numbers`. Vectors: themselves. Tuples: each column by its type.
+    JSON: the letters of its text. Bytes: only themselves.
 
     >>> default([1.5, 2])
     Numbers(bandwidth=None, units=None, mean=None, unit=None, spread=None)
@@ -151,7 +151,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
         raise ArgumentError("there are no keys to choose an encoder by")
     kind = cells.common(keys)
     if kind == "text":
-        return text()
+        return Text() if installed() else Characters()
     if kind in ("number", "date"):
         return Numbers()
     if kind == "vector" or (kind == "json" and all(map(_is_vector, keys))):
@@ -161,11 +161,6 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
     if kind == "tuple":
         return _columns(keys, names)
     return Characters()
-
-
-def text() -> Encoder:
-    """`Text` where wordllama is installed, else Characters, for slips of the hand."""
-    return Text() if installed() else Characters()
 
 
 def _columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoder:

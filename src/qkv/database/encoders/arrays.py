@@ -10,7 +10,7 @@ import numpy as np
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database.encoders.base import Encoder, Held, Told, batch
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError, counted
 from qkv.scores import ScaledDot, Score
 
 SOME = 512
@@ -52,9 +52,8 @@ class Arrays(Encoder):
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         out = matrix(keys) if len(keys) else np.empty((0, self.width), np.float32)
         if out.shape[1] != self.width:
-            raise ShapeError(
-                f"the keys are vectors of {self.width} numbers, but these have {out.shape[1]}"
-            )
+            came = counted(out.shape[1], "number")
+            raise ShapeError(f"key 0 has {came}, but the keys are vectors of {self.width}")
         return out
 
     def score(self, rows: int) -> Score:
@@ -94,7 +93,8 @@ def matrix(keys: Sequence[Any]) -> np.ndarray:
                 raise DtypeError(f"key {i} must be a vector of numbers, not {_told(key)}")
             first = len(vector) if first is None else first
             if len(vector) != first:
-                raise ShapeError(f"key {i} has {len(vector)} numbers where key 0 has {first}")
+                came = counted(len(vector), "number")
+                raise ShapeError(f"key {i} has {came} where key 0 has {first}")
             vectors.append(vector)
         rows = np.stack(vectors)
     if rows.dtype.kind not in "iufb":

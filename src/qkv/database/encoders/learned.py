@@ -358,7 +358,7 @@ def _lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray | None:
 
 def is_sparse(encoder: Encoder) -> bool:
     """Whether its vectors are sparse, with a number for each word that it knows."""
-    return isinstance(encoder, Lexical) and not encoder.width
+    return isinstance(encoder, Lexical)
 
 
 def words_of(head: Encoder) -> np.ndarray:

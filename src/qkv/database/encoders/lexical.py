@@ -15,9 +15,6 @@ from qkv.database.encoders.base import Encoder, texts
 from qkv.database.encoders.characters import SPACE, blocks, scramble, spelled
 from qkv.errors import ArgumentError
 
-PLACES = (0, 0x9E3779B9)
-"""What is mixed into a word's hash for each place that it has in a vector."""
-
 
 @dataclass(frozen=True)
 class Lexical(Encoder):
@@ -33,10 +30,6 @@ class Lexical(Encoder):
     With `doubt`, the words that keys had count r^`doubt` times as much, where r is their share of
     Σ_w idf(w): where the others are misspelled, letters tell more (`Text`).
 
-    With a `width`, vectors are dense, and each word has two places among so many numbers, with a
-    sign. Words that share a place disturb each other: the product is right on average, off by
-    about ‖φ‖‖ψ‖/√width. There a word that no key had is asked in vain.
-
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
     >>> query, key = encoder.pair(["the dog"], ["the dog ran", "the cat sat"])
     >>> right, wrong = key @ query[0]
@@ -44,7 +37,6 @@ class Lexical(Encoder):
     True
     """
 
-    width: int = 0
     k1: float = 1.2
     b: float = 0.75
     doubt: float = 0.0
@@ -59,14 +51,8 @@ class Lexical(Encoder):
     parallel = True
 
     def __post_init__(self) -> None:
-        whole = self.width, self.rows
-        if not all(isinstance(n, int) and 0 <= n < 2**31 for n in whole):
-            raise ArgumentError(f"Lexical: width and rows must be whole numbers, not {whole!r}")
-        if self.width and not 8 <= self.width <= 1 << 20:
-            raise ArgumentError(
-                f"Lexical: width must be from 8 to {1 << 20}, or 0 for sparse vectors, not "
-                f"{self.width}"
-            )
+        if not isinstance(self.rows, int) or not 0 <= self.rows < 2**31:
+            raise ArgumentError(f"Lexical: rows must be a whole number, not {self.rows!r}")
         if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
             raise ArgumentError(
                 f"Lexical: k1 must be 0 or more and b from 0 to 1, not {self.k1!r} and {self.b!r}"
@@ -92,26 +78,19 @@ class Lexical(Encoder):
             counts=counts.astype(np.int32),
         )
 
+    @property
+    def width(self) -> int:
+        """None: its vectors are sparse ones alone."""
+        return 0
+
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        return self._vectors(keys, False)
+        return np.zeros((len(texts(keys)), 0), np.float32)
 
-    def query(self, queries: Sequence[Any]) -> np.ndarray:
-        return self._vectors(queries, True)
-
-    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        if self.width:
-            return None
+    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged:
         found = [
             sparse(*self._weighed(block, query), len(block)) for _, block in blocks(texts(keys))
         ]
         return joined(found) if found else sparse(*self._weighed([], query), 0)
-
-    def _vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        keys = texts(keys)
-        out = np.zeros((len(keys), self.width), np.float32)
-        for start, block in blocks(keys) if self.width else ():
-            out[start : start + len(block)] = self._placed(*self._weighed(block, query), len(block))
-        return out
 
     def _weighed(self, block: list[str], query: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The row, hash and number (w,) of the words of some keys or queries."""
@@ -124,10 +103,7 @@ class Lexical(Encoder):
         known, idf, told, share = self._told(row, code, f, len(block))
         weight = f * idf / (told + self.usual + 1e-30)[row]
         weight[known] *= share[row[known]] ** self.doubt
-        if not self.width:
-            return row, code, weight
-        # What nobody had would only disturb; it counts in what could have been found.
-        return row[known], code[known], weight[known]
+        return row, code, weight
 
     def known(self, queries: Sequence[Any]) -> np.ndarray:
         """r, the share of what the words of each query tell that is in words of some key, (n,)."""
@@ -149,19 +125,6 @@ class Lexical(Encoder):
             return np.zeros(len(code), np.int32)
         at = np.minimum(np.searchsorted(self.codes, code), len(self.codes) - 1)
         return np.where(self.codes[at] == code, self.counts[at], 0)
-
-    def _placed(
-        self, row: np.ndarray, code: np.ndarray, weight: np.ndarray, count: int
-    ) -> np.ndarray:
-        """The words' weights at their places, (count, width)."""
-        out = np.zeros(count * self.width)
-        for seed in PLACES:
-            mixed = scramble(code ^ np.uint32(seed))
-            # The high bits choose the place, and the lowest the sign.
-            place = (mixed.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
-            signed = np.where(mixed & np.uint32(1), weight, -weight)
-            out += np.bincount(row * self.width + place.astype(np.int64), signed, len(out))
-        return (out / math.sqrt(len(PLACES))).reshape(count, self.width)
 
 
 def words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ import numpy as np
 from qkv.arrays import is_array, to_numpy
 from qkv.database.cells import moment, shown
 from qkv.database.encoders.base import Encoder, batch
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError, counted
 from qkv.scores import Gaussian, Score
 from qkv.types import Array
 
@@ -134,7 +134,8 @@ def matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
     if rows.ndim != 2:
         raise ShapeError(f"an array of keys must be (rows, columns), not {rows.shape}")
     if columns is not None and rows.shape[1] != columns:
-        raise ShapeError(f"keys have {columns} numbers each, but these have {rows.shape[1]}")
+        came = counted(rows.shape[1], "number")
+        raise ShapeError(f"key 0 has {came}, but the keys have {columns} each")
     bad = ~np.isfinite(rows).all(axis=1)
     if bad.any():
         raise ArgumentError(f"key {int(bad.argmax())} is not a finite number: leave that row out")
@@ -156,7 +157,8 @@ def _plain(keys: Sequence[Any]) -> np.ndarray:
         rows.append([_number(part, i) for part in parts])
         first = len(rows[0]) if first is None else first
         if len(rows[-1]) != first:
-            raise ShapeError(f"key {i} has {len(rows[-1])} numbers where key 0 has {first}")
+            came = counted(len(rows[-1]), "number")
+            raise ShapeError(f"key {i} has {came} where key 0 has {first}")
     return np.array(rows, np.float64).reshape(len(rows), first or 0)
 
 

@@ -20,9 +20,6 @@ from qkv.database.encoders.words import Words
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
 
-OLDER = 0.8
-"""What words counted before a store said so."""
-
 OWN = ("half", "sharp", "rare", "flat", "exact")
 """The fields that are numbers."""
 
@@ -71,7 +68,7 @@ class Text(Heads):
             object.__setattr__(self, "heads", heads)
         super().__post_init__()
         count = len(self.heads)
-        if count not in (2, 3) or self.weights != (1 / count,) * count:
+        if count != 3 or self.weights != (1 / count,) * count:
             raise ArgumentError("Text has its own heads, weighed by length: use Heads for others")
         if not self.half > 0:
             raise ArgumentError(f"Text: half must be above 0, not {self.half!r}")
@@ -108,17 +105,11 @@ class Text(Heads):
             found, sparse(row, np.frombuffer(b"".join(codes), "<u4"), number, len(codes))
         )
 
-    def _known(self, queries: Sequence[Any]) -> np.ndarray:
-        """r of each query, (n,)."""
-        if len(self.heads) < 3:
-            return np.zeros(len(queries))
-        return np.asarray(self.heads[2].known(queries))
-
     def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         stretch = super()._stretch(keys, query)
         if not query or not self.flat:
             return stretch
-        flatter = np.exp(-self.flat * self._known(keys) ** 2)
+        flatter = np.exp(-self.flat * self.heads[2].known(keys) ** 2)
         return np.asarray(stretch * flatter[:, None], np.float32)
 
     def score(self, rows: int) -> Score:
@@ -127,8 +118,7 @@ class Text(Heads):
     def shares(self, keys: Sequence[Any]) -> np.ndarray:
         length = np.array([len(text) for text in texts(keys)], np.float64)
         letters = 1 / (1 + length / self.half)
-        found = [letters, 1 - letters, np.full(len(length), self.rare)]
-        return np.stack(found[: len(self.heads)], axis=1)
+        return np.stack([letters, 1 - letters, np.full(len(length), self.rare)], axis=1)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {name: getattr(self, name) for name in OWN}
@@ -136,9 +126,7 @@ class Text(Heads):
     @classmethod
     def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Text:
         heads = Heads.restore(settings, arrays, given)
-        told = {"sharp": 1.0, "rare": OLDER, "flat": 0.0, "exact": 0.0} | {
-            name: settings[name] for name in OWN if name in settings
-        }
+        told = {name: settings[name] for name in OWN}
         return cls(heads.heads, heads.weights, heads.names, **told)
 
 

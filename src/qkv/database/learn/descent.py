@@ -39,6 +39,9 @@ ALL = 4096
 SHORTEST = 20
 """Steps of an epoch, at least: a few pairs are passed over several times."""
 
+ENOUGH = 1e-6
+"""−ln α of the right keys below which they are told apart."""
+
 WARM = 100
 MINED = 16384
 """Keys, drawn anew each time, among which hard negatives are sought."""
@@ -304,5 +307,6 @@ def sharpness(
     s -= s[np.arange(len(s)), pairs.key][:, None]
     s[pairs.barred(task.others, task.numbers)] = -np.inf
     loss = partial(surprise, s, pairs.weight / pairs.weight.sum())
-    factor = least(loss, -3.0, 3.0)
+    # Keys that are told apart gain nothing, and would be sharper without end.
+    factor = least(loss, -3.0, 3.0) if loss(1.0) > ENOUGH else 1.0
     return factor, loss(factor)

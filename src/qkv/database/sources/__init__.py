@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from qkv.database.sources.frames import from_dataset, from_frame
+from qkv.database.sources.kinds import read
 from qkv.database.sources.numbers import MISSING
-from qkv.database.sources.read import read
 from qkv.database.sources.table import SourceError, Table
 
 __all__ = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING"]

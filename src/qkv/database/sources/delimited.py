@@ -13,7 +13,7 @@ from itertools import islice
 
 from qkv.database.faults import NoHeader
 from qkv.database.sources import files
-from qkv.database.sources.numbers import MISSING, is_row, numbers, pointed, typed
+from qkv.database.sources.numbers import MISSING, is_row, numbers, pointed, typed, whole
 from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
 from qkv.errors import warn
 from qkv.types import Progress
@@ -55,7 +55,7 @@ def read(
     UTF-8 with or without byte order mark. Blank lines are passed over, and columns without a name
     that hold nothing or, the first, count the rows from 0 as pandas writes its index. Which columns
     become numbers, and which cells are missing: see `numbers`; between semicolons, numbers may have
-    decimal commas. Words such as true stay text.
+    decimal commas, and else commas that part thousands. Words such as true stay text.
 
     >>> read(b"name;age\\nLi;34\\n", "people", "people.csv", None).columns
     {'name': ['Li'], 'age': [34]}
@@ -74,8 +74,11 @@ def read(
             line=line,
         )
     found, cells = dict(columns), [cells for _, cells in columns]
-    if delimiter == ";" and len(found) == len(columns):
-        found = pointed(found, lines.missing)
+    if len(found) == len(columns):
+        plain = pointed if delimiter == ";" else whole
+        stay = found if lines.text is True else lines.text or ()
+        others = {name: cells for name, cells in found.items() if name not in stay}
+        found |= plain(others, lines.missing)
         cells = [*found.values()]
     row = not lines.names and is_row(names, cells, lines.missing)
     check_names(names, file, line, f"; if this is a row, {_NAMES}" if row else "")

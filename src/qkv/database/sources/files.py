@@ -122,8 +122,9 @@ def text(data: bytes, file: str) -> str:
                 column=1,
             )
     data = data.removeprefix(codecs.BOM_UTF8)
+    nul = data.find(b"\0")
     try:
-        decoded = data.decode()
+        decoded = data.decode() if nul < 0 else data[:nul].decode()
     except UnicodeDecodeError as error:
         before = data[: error.start].decode()
         raise fault(
@@ -133,13 +134,12 @@ def text(data: bytes, file: str) -> str:
             len(before),
             file,
         ) from None
-    nul = decoded.find("\0")
     if nul >= 0:
         raise fault(
             "a NUL byte, which text does not have: the file is damaged, binary, or UTF-16 "
             f"(then: iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
             decoded,
-            nul,
+            len(decoded),
             file,
         )
     return decoded

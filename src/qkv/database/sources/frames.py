@@ -51,7 +51,9 @@ def from_frame(frame: Any) -> Table:
         if levels:
             native = narwhals.from_native(frame.reset_index(level=levels), eager_only=True)
     if native.implementation.is_pyarrow():
-        columns = [convert(column) for column in native.to_native().columns]
+        table = native.to_native()
+        named = zip(table.columns, table.column_names, strict=True)
+        columns = [_converted(column, name, _FRAME) for column, name in named]
     else:
         columns = [_cells(native[:, place]) for place in range(len(native.columns))]
     for name, cells in zip(native.columns, columns, strict=True):
@@ -119,8 +121,8 @@ def from_file(path: Path, kind: str, progress: Progress | None = None) -> Table:
         # Damaged offsets would be followed out of the file.
         read.validate(full=True)
         columns = []
-        for column in read.columns:
-            columns.append(convert(column))
+        for column, name in zip(read.columns, read.column_names, strict=True):
+            columns.append(_converted(column, name, file))
             if progress is not None:
                 progress(len(columns), read.num_columns)
     except SourceError:
@@ -186,6 +188,22 @@ def convert(column: Any) -> list[Any]:
         except pyarrow.ArrowInvalid:
             return [each and _iso(each) for each in column.cast(pyarrow.string()).to_pylist()]
     return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _converted(column: Any, name: str, file: str) -> list[Any]:
+    """A column as cells, refused where it has a day that Python's calendar has not."""
+    from pyarrow import types
+
+    try:
+        return convert(column)
+    except (OverflowError, ValueError):
+        if not types.is_temporal(column.type):
+            raise
+        raise SourceError(
+            f"column {name!r} has a date outside of the years 1 to 9999, or an infinite one, which "
+            "Python has not: make text of the column, or leave these cells empty",
+            file=file,
+        ) from None
 
 
 def _even(column: Any) -> bool:

@@ -27,7 +27,12 @@ _COMMA = re.compile(
     r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+),\d+(?:[eE][+-]?\d{1,3})?", re.ASCII
 ).fullmatch
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+)", re.ASCII).fullmatch
+# A price or a share with one or two digits behind its comma, which no mark of thousands has.
+_SIGN, _CENTS = r"(?:[€$£¥%]|[A-Z]{3})", r"-?[0-9][0-9.]*,[0-9]{1,2}"
+_PRICE = re.compile(rf"{_SIGN}\s*{_CENTS}|{_CENTS}\s*{_SIGN}").fullmatch
 _THOUSANDS = re.compile(r"-?[1-9]\d{0,2},\d{3}", re.ASCII).fullmatch
+# Numbers with a point, thousands parted by commas or not.
+_PARTED = re.compile(r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)(?:\.\d+)?", re.ASCII).fullmatch
 _DATE = re.compile(
     r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d(?::\d\d)?)?)?",
     re.ASCII,
@@ -135,8 +140,9 @@ def typed(
 def pointed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str, list[str]]:
     """Text in which numbers with decimal commas have points; columns of other cells as they are.
 
-    One column must show that a comma is no mark of thousands: then the commas of all are points,
-    and points part thousands. Where none does, a warning names the columns that stay text.
+    One column must show that a comma is no mark of thousands, if only of prices (7,50 €): then the
+    commas of all are points, and points part thousands. Where none does, a warning
+    names the columns that stay text.
 
     >>> pointed({"sum": ["1.234,5", "7"], "people": ["1.086", "336"]}, missing=())
     {'sum': ['1234.5', '7'], 'people': ['1086', '336']}
@@ -151,7 +157,9 @@ def pointed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[st
         if all(_COMMA(text) or _WHOLE(text) for text in cells)
     }
     found = [name for name, comma in commas.items() if comma]
-    if all(_THOUSANDS(text) for name in found for text in present[name] if "," in text):
+    others = (text for name in present.keys() - commas for text in present[name])
+    shown = any(not _THOUSANDS(text) for name in found for text in present[name] if "," in text)
+    if not shown and not any(map(_PRICE, others)):
         for name in found:
             text = commas[name]
             either = f"{text!r} may be {text.replace(',', '.')} or {text.replace(',', '')}"
@@ -165,6 +173,47 @@ def pointed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[st
         else cells
         for name, cells in columns.items()
     }
+
+
+def whole(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str, list[str]]:
+    """Text in which numbers whose thousands are parted by commas have none; other columns as they
+    are.
+
+    One cell must have a point too: then the commas of all part thousands. Where none has, a warning
+    names the columns that stay text.
+
+    >>> whole({"sum": ["1,234.5", "7"], "people": ["12,000", "NA"]}, missing=["NA"])
+    {'sum': ['1234.5', '7'], 'people': ['12000', 'NA']}
+    """
+    words, found, shown = {*missing, ""}, dict[str, str](), False
+    for name, cells in columns.items():
+        first = next((text for text in cells if "," in text and text.strip() not in words), "")
+        if not _PARTED(first.strip()):
+            continue
+        bare = [*map(str.strip, cells)]
+        if all(_PARTED(text) or text in words for text in bare):
+            found[name] = first.strip()
+            shown = shown or any("," in text and "." in text for text in bare)
+    if not shown:
+        for name, text in found.items():
+            told = f"column {name!r} is text: {text!r} may be {text.replace(',', '')} or a list"
+            warn(f"{told}; without its commas it is a number", MixedColumn)
+        return dict(columns)
+    return {
+        name: [text if text.strip() in words else unparted(text) for text in cells]
+        if name in found
+        else cells
+        for name, cells in columns.items()
+    }
+
+
+def unparted(text: str) -> str:
+    """A number without the commas that part its thousands; other text as it is.
+
+    >>> unparted("1,234.5"), unparted("1,2")
+    ('1234.5', '1,2')
+    """
+    return text.replace(",", "") if _PARTED(text.strip()) else text
 
 
 def is_row(names: Sequence[str], columns: Sequence[list[str]], missing: Sequence[str]) -> bool:

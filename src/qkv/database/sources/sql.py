@@ -148,9 +148,10 @@ def postgres(url: str, wish: Wish, progress: Progress | None = None) -> Table:
                 return _read(count, ask, tables, "query", wish, file, progress)
     except (psycopg.Error, UnicodeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise SourceError(
-            f"PostgreSQL says: {reason}: check the address, the rights and the query", file=file
-        ) from None
+        step = "check the address, the rights and the query"
+        if isinstance(error, psycopg.DataError) and error.sqlstate is None:  # not the server's
+            step = "make text of that column by a query of your own, select day::text from …"
+        raise SourceError(f"PostgreSQL says: {reason}: {step}", file=file) from None
 
 
 def _read(

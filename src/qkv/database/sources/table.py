@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.errors import QkvError
+from qkv.database.faults import MixedColumn
+from qkv.errors import QkvError, warn
 
 # The longest text or bytes in one cell: above it, a file is more often broken than rich.
 LONGEST = 16 * 2**20
@@ -94,7 +95,7 @@ def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
     cells = column if isinstance(column, list) else list(column)
     kinds = set(map(type, cells))
     if Decimal in kinds and kinds <= {Decimal, type(None)}:
-        cells = _decimals(cells)
+        cells = _decimals(cells, name)
     elif (dates := _dates(cells, kinds)) is not None:
         cells = dates
     elif not kinds <= _PLAIN:
@@ -205,12 +206,16 @@ def cell(value: Any) -> Any:
             raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
 
 
-def _decimals(cells: list[Decimal | None]) -> list[Any]:
-    """Decimals as ints or floats where every one of them keeps its value, else as text."""
+def _decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:
+    """Decimals as ints or floats where every one of them keeps its value, else as text, which is
+    told of a column that has a name."""
     numbers = [number for number in cells if number is not None]
-    kind: type = str
+    kind: type = float
     if all(number.as_tuple().exponent == 0 for number in numbers):
         kind = int
-    elif all(not x.is_finite() or Decimal(repr(float(x))) == x for x in numbers):
-        kind = float
+    elif odd := [x for x in numbers if x.is_finite() and Decimal(repr(float(x))) != x]:
+        kind = str
+        if name:
+            told = f"column {name!r} is text for {len(odd):,} of {len(cells):,} cells"
+            warn(f"{told} that a float would not keep, such as {odd[0]}: round them", MixedColumn)
     return [None if number is None else kind(number) for number in cells]

@@ -19,7 +19,7 @@ from qkv.database.store.mark import Watch
 from qkv.types import Closing, releasing
 
 FILE = "catalogue.sqlite"
-FORMAT = 4
+FORMAT = 5
 APPLICATION = 0x716B7601  # "qkv" and 1
 
 TABLES = """
@@ -136,16 +136,18 @@ class Catalogue(Closing):
         assert self.path is not None
         application = self.value("PRAGMA application_id")
         number = self.value("PRAGMA user_version")
-        if application == APPLICATION and 0 < number <= FORMAT:
+        if application == APPLICATION and number == FORMAT:
             if self.value("SELECT count(*) FROM sqlite_master WHERE type IN ('trigger', 'view')"):
                 raise self.damaged("it holds statements of its own, which a store never does")
             if {sql for (sql,) in self.all(WRITTEN)} != STATEMENTS:
                 raise self.damaged("its tables are not those that were written")
             return True
-        if application == APPLICATION and number > FORMAT:
+        if application == APPLICATION and number:
+            mend = "install a newer qkv"
+            if 0 < number < FORMAT:
+                mend = "export the rows with the qkv that wrote it, and import them"
             raise NotAStore(
-                f"{self.path.parent} has format {number}, and this qkv reads up to {FORMAT}: "
-                "install a newer qkv"
+                f"{self.path.parent} has format {number}, and this qkv reads {FORMAT}: {mend}"
             )
         if application == 0 and self.value("SELECT count(*) FROM sqlite_master") == 0:
             return False
@@ -266,7 +268,7 @@ class Catalogue(Closing):
         """(number, time, what, added, removed, rows, last, generation, settings), ascending."""
         found = []
         for *line, crc in self.all(f"SELECT * FROM versions {where} ORDER BY number", *values):
-            if line_crc(line) != crc:
+            if line_crc(line) != crc or not _possible(line):
                 raise self.damaged(f"version {line[0]} is not what was written")
             found.append(tuple(line))
         return found
@@ -368,6 +370,14 @@ def now() -> str:
 def line_crc(line: Iterable[Any]) -> int:
     """The checksum of a line: of its cells as text, with "|" between them."""
     return crc32("|".join(map(str, line)).encode(errors="replace"))
+
+
+def _possible(line: Sequence[Any]) -> bool:
+    """Whether a store could have written a version's line: a stranger's checksums fit, too."""
+    number, _, _, added, removed, rows, last, generation, settings = line
+    counts = (number, added, removed, rows, generation, settings)
+    numbers = all(type(x) is int for x in (*counts, last))
+    return numbers and min(counts) >= 0 and rows <= last + 1
 
 
 def row_crc(row: int, digest: bytes, record: str) -> int:

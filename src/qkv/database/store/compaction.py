@@ -63,19 +63,18 @@ def compact(
     gone = {one.number for one in dropped}
     kept = [one for one in editions if one.number not in gone]
     generations = sorted({one.generation for one in kept})
-    needs = _Needs(catalogue, kept)
+    dead = _unneeded(catalogue, kept)
+    unwanted = dead[GENERATION]
     before = ledger.segments(catalogue)
     replaced = [e for e in before if e.generation not in (*generations, GENERATION)]
-    unwanted = needs.unwanted()
 
     draft = Draft(shelf, edition.generation, files, catalogue.settings(edition.settings))
     work = {}
     for generation in generations:
         layout = ledger.layout(catalogue, generation) or Layout()
         entries = [entry for entry in before if entry.generation == generation]
-        worn = {
-            e.file for e in entries if needs.dead_in(shelf.get(e, layout).ids, generation).any()
-        }
+        rows = dead[generation]
+        worn = {e.file for e in entries if _among(shelf.get(e, layout).ids, rows).any()}
         work[generation] = (layout, _runs(entries, worn))
     total = sum(entry.rows for _, runs in work.values() for run in runs for entry in run)
     done = 0
@@ -87,7 +86,7 @@ def compact(
                 nonlocal done
                 for entry in run:
                     segment = copied(shelf, entry, layout)
-                    keep = ~needs.dead_in(segment.ids, generation)
+                    keep = ~_among(segment.ids, dead[generation])
                     yield segment if keep.all() else segment[keep]
                     done += entry.rows
                     if progress is not None:
@@ -115,11 +114,10 @@ def compact(
         statement = f"DELETE FROM resting WHERE generation NOT IN ({marks}, {GENERATION})"
         catalogue.run(statement, *generations)
         catalogue.run(f"DELETE FROM generations WHERE number NOT IN ({marks})", *generations)
-        over = [(generation, needs.dead(generation)) for generation in generations]
-        for generation, dead in (*over, (GENERATION, unwanted)):
+        for generation, rows in dead.items():
             catalogue.many(
                 "DELETE FROM resting WHERE generation = ? AND id = ?",
-                ((generation, row) for row in dead.tolist()),
+                ((generation, row) for row in rows.tolist()),
             )
         catalogue.run("DELETE FROM settings WHERE number NOT IN (SELECT settings FROM versions)")
         ledger.discard(catalogue, replaced)
@@ -155,38 +153,25 @@ def copied(shelf: Shelf, entry: Entry, layout: Layout) -> Segment:
     return shelf.get(entry, layout)
 
 
-class _Needs:
-    """Which of the rows that died are in a version that is kept."""
+def _unneeded(catalogue: Catalogue, kept: Sequence[Edition]) -> dict[int, np.ndarray]:
+    """The rows that no kept version of each generation has, ascending; of bundles, which are of all
+    generations, that none at all has."""
+    found = catalogue.all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
+    ids, died = np.array(found, np.int64).reshape(-1, 2).T
+    dead: dict[int, np.ndarray] = {}
+    for generation in {GENERATION, *(one.generation for one in kept)}:
+        wanted = np.zeros(len(ids), bool)
+        for one in kept:
+            if generation in (GENERATION, one.generation):
+                wanted |= (ids <= one.last) & (died > one.number)
+        dead[generation] = ids[~wanted]
+    return dead
 
-    def __init__(self, catalogue: Catalogue, kept: Sequence[Edition]) -> None:
-        found = catalogue.all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
-        self._ids, self._died = np.array(found, np.int64).reshape(-1, 2).T
-        self._kept = kept
-        self._dead = {
-            generation: self._without([one for one in kept if one.generation == generation])
-            for generation in {one.generation for one in kept}
-        }
 
-    def unwanted(self) -> np.ndarray:
-        """The rows that no kept version has."""
-        return self._without(self._kept)
-
-    def dead(self, generation: int) -> np.ndarray:
-        """The rows that no kept version of this generation has."""
-        return self._dead[generation]
-
-    def dead_in(self, ids: np.ndarray, generation: int) -> np.ndarray:
-        """Which of the ids are dead in a generation, (m,)."""
-        dead = self._dead[generation]
-        begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
-        return np.isin(ids, dead[begin:end], assume_unique=True)
-
-    def _without(self, editions: Sequence[Edition]) -> np.ndarray:
-        wanted = np.zeros(len(self._ids), bool)
-        for edition in editions:
-            wanted |= (self._ids <= edition.last) & (self._died > edition.number)
-        rest: np.ndarray = self._ids[~wanted]
-        return rest
+def _among(ids: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """Which of the ids are dead, (m,); both ascend."""
+    begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
+    return np.isin(ids, dead[begin:end], assume_unique=True)
 
 
 def _runs(entries: Sequence[Entry], worn: set[str]) -> list[list[Entry]]:

@@ -11,7 +11,7 @@ import numpy as np
 from qkv.arrays import threads
 from qkv.database.store import sizes
 from qkv.database.store.bundles import GENERATION, LAYOUT
-from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
+from qkv.database.store.catalogue import SEGMENT, Catalogue
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.segments import SUFFIX, Entry, Segment, cut
 from qkv.database.store.shelf import Shelf
@@ -89,7 +89,6 @@ class Draft:
     def enter(self, catalogue: Catalogue) -> None:
         """Make the files part of the store, inside a transaction."""
         if self._entries or self._arrays:
-            catalogue.run(f"PRAGMA user_version = {FORMAT}")  # older ones know no such checksum
             catalogue.run("UPDATE counters SET files = ?", self.files)
             marks = "?, ?, ?, ?, ?, ?, ?"
             catalogue.many(f"INSERT INTO segments ({SEGMENT}) VALUES ({marks})", self._entries)

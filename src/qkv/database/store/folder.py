@@ -55,7 +55,8 @@ def prepare(folder: Path, create: bool) -> None:
             raise Unwritable(f"{folder} cannot be made ({error.strerror})") from error
     if not folder.is_dir():
         raise NotAStore(
-            f"{folder} is a file: a store is a folder; a table is Database.from_source(file)"
+            f"{folder} is a file: a store is a folder. Make one of a table: "
+            "qkv import, Database.from_source(file, path=…)"
         )
     path = folder / FILE
     names = listed(folder)

@@ -73,12 +73,12 @@ class Layout:
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in self.fields)
 
-    @property
+    @cached_property
     def ragged(self) -> str | None:
         """The name of the tensor whose rows are of different lengths."""
         return next((name for name, _, dims in self.fields if dims == ANY), None)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a row, but for what is ragged."""
         return sum(dtype.itemsize * prod(dims) for _, dtype, dims in self.fields if dims != ANY)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
-from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
+from qkv.database.store.catalogue import SEGMENT, Catalogue
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry
+
+ENTRY, ARRAYS = [str, int, int, int, int, int, bytes], [str, int, bytes]
+"""The kinds of what is said of a segment, and of a file of arrays."""
 
 
 def layout(catalogue: Catalogue, generation: int) -> Layout | None:
@@ -27,7 +30,25 @@ def segments(catalogue: Catalogue, generation: int | None = None) -> list[Entry]
     found = catalogue.all(
         f"SELECT {SEGMENT} FROM segments {where} ORDER BY generation, first", *values
     )
-    return [Entry(*line) for line in found]
+    return [Entry(*line) for line in _typed(catalogue, found, ENTRY)]
+
+
+def arrays(catalogue: Catalogue, generation: int | None = None) -> list[tuple[str, int, bytes]]:
+    """The files of arrays of one generation or of all, their bytes and checksums."""
+    where = "" if generation is None else "AND number = ?"
+    values = () if generation is None else (generation,)
+    found = catalogue.all(
+        f"SELECT arrays, bytes, checksum FROM generations WHERE arrays IS NOT NULL {where}", *values
+    )
+    return [*_typed(catalogue, found, ARRAYS)]
+
+
+def _typed(catalogue: Catalogue, lines: Iterable[Any], kinds: Sequence[type]) -> Iterator[Any]:
+    """The lines; SQLite keeps any kind of cell in any column."""
+    for line in lines:
+        if list(map(type, line)) != kinds:
+            raise catalogue.damaged("what it says of a file is not what was written")
+        yield line
 
 
 def files(catalogue: Catalogue) -> set[str]:
@@ -45,8 +66,7 @@ def rest(
 
 
 def shape(catalogue: Catalogue, generation: int, layout: Layout) -> None:
-    """Fix the tensors of a generation, which a release of an older format may misread."""
-    catalogue.run(f"PRAGMA user_version = {FORMAT}")
+    """Fix the tensors of a generation."""
     statement = "UPDATE generations SET layout = ? WHERE number = ?"
     catalogue.run(statement, layout.text(), generation)
 

@@ -197,10 +197,7 @@ def _write(
                     for row, cells in rows.items()
                 ),
             )
-            catalogue.many(
-                "INSERT INTO resting VALUES (?, ?, ?, ?)",
-                ((generation, row, packed, crc32(packed)) for row, packed in resting.items()),
-            )
+            ledger.rest(catalogue, generation, resting, resting.values())
             catalogue.run("INSERT INTO settings VALUES (0, ?, ?)", text, crc32(text.encode()))
             arrays = found.arrays.get(generation, (None, None, None))
             catalogue.run(
@@ -280,11 +277,10 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
             if layout is not None:
                 Layout.parse(layout)
                 found.layouts[some] = layout
-            if number(arrays[0]) is not None and list(map(type, arrays)) == [str, int, bytes]:
+            if number(arrays[0]) is not None and list(map(type, arrays)) == ledger.ARRAYS:
                 found.arrays[some] = tuple(arrays)
     for line in lines(f"SELECT {SEGMENT} FROM segments ORDER BY file"):
-        kinds = [str, int, int, int, int, int, bytes]
-        if list(map(type, line)) == kinds and number(line[0]) is not None:
+        if list(map(type, line)) == ledger.ENTRY and number(line[0]) is not None:
             entry = Entry(*line)
             found.entries += [] if entry in found.entries else [entry]
     for (files,) in lines("SELECT files FROM counters ORDER BY files"):

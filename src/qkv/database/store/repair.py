@@ -29,7 +29,7 @@ from qkv.database.store.layout import Layout
 from qkv.database.store.lines import ALWAYS, Lines
 from qkv.database.store.lock import READERS, WriteLock
 from qkv.database.store.mark import WRITER, Mark
-from qkv.database.store.segments import SUFFIX, number, read_notes
+from qkv.database.store.segments import SUFFIX, Entry, number, read_notes
 from qkv.database.store.shelf import Disk
 from qkv.database.store.sweep import clear, leftovers, refuse_older, tidy
 from qkv.types import Progress
@@ -135,6 +135,8 @@ def _catalogue_faults(folder: Path, known: Mark | None) -> list[str]:
                 return [f"SQLite says: {line}" for line in told]
             leftovers(catalogue, [], None)
             refuse_older(catalogue, known)
+            ledger.segments(catalogue)
+            ledger.arrays(catalogue)
             return [*_torn(catalogue), *_missed(catalogue, folder)]
     except Damaged as fault:
         return [_reason(fault)]
@@ -243,10 +245,10 @@ def _files(
             lines = ledger.segments(catalogue)
             layouts = dict(catalogue.all("SELECT number, layout FROM generations"))
             layouts[GENERATION] = LAYOUT.text()
-            arrays = catalogue.all(
-                "SELECT arrays, bytes, checksum FROM generations WHERE arrays IS NOT NULL"
-            )
-        files = [(e.file, e.size, e.checksum, e) for e in lines]
+            arrays = ledger.arrays(catalogue)
+        files: list[tuple[str, int, bytes, Entry | None]] = [
+            (e.file, e.size, e.checksum, e) for e in lines
+        ]
         files += [(*line, None) for line in arrays]
         left = [line for line in files if line[0] not in done]
         if not left:

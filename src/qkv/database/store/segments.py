@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,6 @@ SCALE = "scale"
 """The tensor of which one number that is not finite would spoil every answer."""
 CHUNK = 32 << 20
 """Bytes that are summed and written together, without the interpreter's lock."""
-SHA = b"s"
-"""After the 32 bytes of a checksum: they are SHA-256, and BLAKE2b without it."""
 _NAME = re.compile(rf"(?:segment|arrays|rows)-([0-9]{{8,16}}){re.escape(SUFFIX)}")
 
 Column = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
@@ -213,18 +211,13 @@ def unreadable(path: Path, error: OSError) -> OSError:
     return plain.unreadable(path, error) or damaged(path, f"it cannot be read ({error.strerror})")
 
 
-def summing(checksum: bytes = b"") -> Any:
-    """A hash that begins: of the kind that a file's checksum was made by, or a new one will be."""
-    return blake2b(digest_size=32) if len(checksum) == 32 else sha256()
-
-
 def read_notes(path: Path) -> tuple[dict[str, str], Entry]:
     """What a file says of itself, and its line for the catalogue; arrays have −1 rows."""
     memory = _map(path, path.stat().st_size, sizes.READ)
     ids = _views(path, memory).get(IDS)
     notes = dict(_header(path, memory)[0]["__metadata__"])
     generation = int(notes["generation"])
-    checksum = sha256(memory).digest() + SHA
+    checksum = sha256(memory).digest()
     if ids is None or not len(ids):
         return notes, Entry(path.name, generation, -1, -1, -1, len(memory), checksum)
     first, last = int(ids[0]), int(ids[-1])

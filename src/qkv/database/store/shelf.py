@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,27 +13,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from qkv.arrays.ragged import joined
-from qkv.database.faults import Unwritable
-from qkv.database.store import plain
+from qkv.database.faults import unwritable
+from qkv.database.store import plain, segments
 from qkv.database.store.layout import IDS, Layout, Tensor, Tensors, named, storable
-from qkv.database.store.segments import (
-    CHUNK,
-    SHA,
-    STARTS,
-    SUFFIX,
-    TEMPORARY,
-    Column,
-    Entry,
-    Notes,
-    Segment,
-    chunks,
-    damaged,
-    number,
-    open_arrays,
-    open_segment,
-    summing,
-    unreadable,
-)
+from qkv.database.store.segments import Column, Entry, Notes, Segment
 from qkv.log import listener
 
 
@@ -130,7 +114,7 @@ class Disk:
         ragged = layout.ragged
         if ragged is not None:
             whole = joined([part.tensors[ragged] for part in parts])
-            columns.append((ragged + STARTS, np.dtype("<i8"), (rows + 1,), [whole.starts]))
+            columns.append((ragged + segments.STARTS, np.dtype("<i8"), (rows + 1,), [whole.starts]))
         for name, dtype, dims in layout.fields:
             if name == ragged:
                 columns.append((name, dtype, whole.flat.shape, [whole.flat]))
@@ -151,12 +135,12 @@ class Disk:
         try:
             self._files.fsync_folder(self._folder)
         except OSError as error:
-            raise _unwritable(self._folder, error) from error
+            raise unwritable(self._folder, error) from error
 
     def get(self, entry: Entry, layout: Layout) -> Segment:
         segment = self._open.get(entry.file)
         if segment is None or segment.cut:
-            segment = open_segment(self._path(entry.file), entry, layout)
+            segment = segments.open_segment(self._path(entry.file), entry, layout)
             self._open[entry.file] = segment
             if log := listener():
                 log.debug("read %s: %d rows", self._path(entry.file), entry.rows)
@@ -165,23 +149,25 @@ class Disk:
     def get_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
         if log := listener():
             log.debug("read %s: arrays of the encoder", self._path(file))
-        return open_arrays(self._path(file), size)
+        return segments.open_arrays(self._path(file), size)
 
     def verify(self, file: str, size: int, checksum: bytes) -> None:
         path = self._path(file)
-        found = summing(checksum)
+        found = sha256()
         length = 0
         try:
             with open(path, "rb", opener=plain.opened) as source:
-                while chunk := source.read(CHUNK):
+                while chunk := source.read(segments.CHUNK):
                     length += len(chunk)
                     found.update(chunk)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise segments.unreadable(path, error) from error
         if length != size:
-            raise damaged(path, f"it has {length:,} bytes, and {size:,} were written")
-        if found.digest() != checksum[:32]:
-            raise damaged(path, "its content is not what was written (the checksum differs)")
+            raise segments.damaged(path, f"it has {length:,} bytes, and {size:,} were written")
+        if found.digest() != checksum:
+            raise segments.damaged(
+                path, "its content is not what was written (the checksum differs)"
+            )
 
     def discard(self, file: str) -> None:
         self._open.pop(file, None)
@@ -193,44 +179,37 @@ class Disk:
         return sorted(
             name
             for name in plain.names(self._folder)
-            if name.endswith((SUFFIX, SUFFIX + TEMPORARY))
+            if name.endswith((segments.SUFFIX, segments.SUFFIX + segments.TEMPORARY))
         )
 
     def _path(self, file: str) -> Path:
         # A catalogue from elsewhere must not name files outside of its folder.
-        if number(file.removesuffix(TEMPORARY)) is None:
-            raise damaged(self._folder / "catalogue.sqlite", f"it names the file {file!r}")
+        if segments.number(file.removesuffix(segments.TEMPORARY)) is None:
+            raise segments.damaged(self._folder / "catalogue.sqlite", f"it names the file {file!r}")
         return self._folder / file
 
     def _put(self, file: str, columns: Sequence[Column], notes: Notes) -> tuple[int, bytes]:
-        checksum = summing()
+        checksum = sha256()
         length = 0
 
         def summed() -> Iterator[Any]:
             nonlocal length
-            for chunk in chunks(columns, notes):
+            for chunk in segments.chunks(columns, notes):
                 checksum.update(chunk)
                 length += len(chunk)
                 yield chunk
 
         path = self._path(file)
-        temporary = self._path(file + TEMPORARY)
+        temporary = self._path(file + segments.TEMPORARY)
         try:
             self._files.write(temporary, summed())
             self._files.rename(temporary, path)
         except OSError as error:
-            raise _unwritable(path, error) from error
-        return length, checksum.digest() + SHA
+            raise unwritable(path, error) from error
+        return length, checksum.digest()
 
 
 Shelf = Memory | Disk
-
-
-def _unwritable(path: Path, error: OSError) -> Unwritable:
-    return Unwritable(
-        f"{path} cannot be written ({error.strerror or error}): nothing was changed; make room or "
-        "make the folder writable, and try again"
-    )
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

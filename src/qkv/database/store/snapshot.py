@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from qkv.arrays.ragged import Ragged, joined
 from qkv.database.faults import Damaged, SkippedRows, UnknownRow
 from qkv.database.store import ledger, sizes
-from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition
+from qkv.database.store.catalogue import Catalogue, Edition
 from qkv.database.store.layout import ANY, Layout
 from qkv.database.store.lines import Lines
 from qkv.database.store.lock import Pins
@@ -178,31 +178,16 @@ class Snapshot(Closing):
         next one is asked for, the system may take back the memory of the last; the tensors that
         are named are read `ahead` of that.
         """
-        after = self._first - 1
         scarce = self.scarce(resident)
         if window is None and scarce:
             window = max(1, sizes.WINDOW // max(1, self._sizes()[1]))
-        while True:
-            listing = self._listing()
-            for entry in listing.entries:
-                if entry.last <= after:
-                    continue
-                try:
-                    segment = self._segment(entry)
-                except _Moved:
-                    break  # go on with the segments that took its place
-                if segment is None:
-                    continue
-                windows = self._windows(segment, listing.dead, after, window)
-                for part in in_advance(windows, ahead if scarce else ()):
-                    part.check()
-                    yield part
-                    if scarce:
-                        part.release()
-                after = entry.last
-            else:
-                yield from self._windows(listing.resting, listing.dead, after, window)
-                return
+        for segment, after, dead in self._segments():
+            windows = self._windows(segment, dead, after, window)
+            for part in in_advance(windows, ahead if scarce else ()):
+                part.check()
+                yield part
+                if scarce:
+                    part.release()
 
     def scarce(self, resident: int = sizes.RESIDENT) -> bool:
         """Whether the tensors take more than so many bytes."""
@@ -220,39 +205,29 @@ class Snapshot(Closing):
         held, count = [Ragged(np.empty(0, dtype), np.zeros(1, np.int64))], 0
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
-        listing = self._listing()
-        live = alive(ascending, listing.dead)
+        live = alive(ascending, self._listing().dead)
         if live is not None:
             raise self._unknown(int(ascending[live.argmin()]))
         done = np.zeros(len(wanted), bool)
-        while True:
-            listing = self._listing()
-            for entry in (*listing.entries, None):
-                if entry is None:
-                    segment: Segment | None = listing.resting
-                    begin, end = 0, len(ascending)
-                else:
-                    begin, end = np.searchsorted(ascending, (entry.first, entry.last + 1))
-                    if begin == end or done[begin:end].all():
-                        continue
-                    try:
-                        segment = self._segment(entry, strict=True)
-                    except _Moved:
-                        break
-                assert segment is not None
-                some = ascending[begin:end]
-                if len(segment.ids):
-                    at = np.minimum(np.searchsorted(segment.ids, some), len(segment.ids) - 1)
-                    there = segment.ids[at] == some
-                    rows = segment.tensors[name][at[there]]
-                    if ragged:  # its places among those that are held
-                        held.append(rows)
-                        rows = count + np.arange(len(rows))
-                        count += len(rows)
-                    result[order[begin:end][there]] = rows
-                    done[begin:end] |= there
-            else:
-                break
+
+        def asked(entry: Entry) -> bool:
+            begin, end = np.searchsorted(ascending, (entry.first, entry.last + 1))
+            return bool(begin < end and not done[begin:end].all())
+
+        for segment, _, _ in self._segments(asked, strict=True):
+            if not len(segment.ids):
+                continue
+            begin, end = np.searchsorted(ascending, (segment.ids[0], segment.ids[-1] + 1))
+            some = ascending[begin:end]
+            at = np.searchsorted(segment.ids, some)
+            there = segment.ids[at] == some
+            rows = segment.tensors[name][at[there]]
+            if ragged:  # its places among those that are held
+                held.append(rows)
+                rows = count + np.arange(len(rows))
+                count += len(rows)
+            result[order[begin:end][there]] = rows
+            done[begin:end] |= there
         done &= ascending <= self._edition.last
         if not done.all():
             row = int(ascending[done.argmin()])
@@ -261,12 +236,8 @@ class Snapshot(Closing):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that were fixed with this version's generation, read-only."""
-        found = self._catalogue.one(
-            "SELECT arrays, bytes FROM generations WHERE number = ?", self._edition.generation
-        )
-        if found is None or found[0] is None:
-            return {}
-        return self._shelf.get_arrays(*found)
+        found = ledger.arrays(self._catalogue, self._edition.generation)
+        return self._shelf.get_arrays(*found[0][:2]) if found else {}
 
     def whole(self, ids: np.ndarray) -> np.ndarray:
         """The rows whose tensors are there again, if they are all; else an error, or a warning."""
@@ -305,12 +276,7 @@ class Snapshot(Closing):
                 layout = self._layout()
                 edition = self._edition
                 with self._catalogue.view():
-                    entries = self._catalogue.all(
-                        f"SELECT {SEGMENT} FROM segments WHERE generation = ? AND first <= ?"
-                        " ORDER BY first",
-                        edition.generation,
-                        edition.last,
-                    )
+                    entries = ledger.segments(self._catalogue, edition.generation)
                     resting = self._catalogue.all(
                         "SELECT id, tensors, crc FROM resting WHERE generation = ? AND id <= ?"
                         " ORDER BY id",
@@ -321,9 +287,31 @@ class Snapshot(Closing):
                 sound = rested(self._catalogue, layout, resting, self._skip_damaged)
                 damaged = {row for row, _, _ in resting} if len(sound.ids) < len(resting) else set()
                 damaged -= {*sound.ids.tolist(), *dead.tolist()} if damaged else set()
-                found = [Entry(*entry) for entry in entries]
+                found = [entry for entry in entries if entry.first <= edition.last]
                 self._found = _Listing(found, sound, dead, len(damaged))
             return self._found
+
+    def _segments(
+        self, wanted: Callable[[Entry], bool] = lambda entry: True, strict: bool = False
+    ) -> Iterator[tuple[Segment, int, np.ndarray]]:
+        """The segments that are wanted by id, and then what rests; each with the id behind which
+        its rows are new, and those that are dead."""
+        after = self._first - 1
+        while True:
+            listing = self._listing()
+            for entry in listing.entries:
+                if entry.last <= after or not wanted(entry):
+                    continue
+                try:
+                    segment = self._segment(entry, strict)
+                except _Moved:
+                    break  # go on with the segments that took its place
+                if segment is not None:
+                    yield segment, after, listing.dead
+                    after = entry.last
+            else:
+                yield listing.resting, after, listing.dead
+                return
 
     def _segment(self, entry: Entry, strict: bool = False) -> Segment | None:
         """An open segment; None if it is damaged and to be skipped."""

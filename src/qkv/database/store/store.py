@@ -157,11 +157,6 @@ class Store(Closing):
         """The newest version, by this or any other process; 0 is the empty store."""
         return self._reader.newest().number
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the newest version."""
-        return self._reader.read_settings(self._reader.newest().settings)
-
     def at(self, version: int | None = None) -> Snapshot:
         """One version, the newest by default, which stays as it is while the snapshot is held."""
         while True:

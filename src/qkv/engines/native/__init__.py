@@ -89,7 +89,8 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, None, None] | None]:
 
 def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     """The same of the three arrays alone, for a kind that is nothing but them."""
-    return _kernels(call).direct(call)  # type: ignore[no-any-return]
+    kernels = _kernels(call)
+    return kernels.direct(call) if hasattr(kernels, "direct") else None
 
 
 def projected(name: str) -> Projected:

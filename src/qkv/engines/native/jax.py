@@ -43,10 +43,6 @@ def on_device(call: Call) -> bool:
     return _platform(call) != "cpu"
 
 
-def direct(call: Call) -> None:
-    return None
-
-
 def _platform(call: Call) -> str:
     if call.fw.tracing(call.query):
         return str(jax.default_backend())

@@ -169,7 +169,7 @@ def _given(mask: Array | None) -> Array | None:
     """The kernel's mask, numbers to add, as booleans where it was made of such."""
     if mask is None:
         return None
-    live = mask > -math.inf
+    live = mask != -math.inf
     return live if bool((mask.where(live, 0.0) == 0).all()) else mask
 
 
@@ -249,7 +249,7 @@ def whole_rows(mask: Array, m: int) -> Array:
 
 def seeing(mask: Array) -> Array:
     """Which rows (…, n, 1) have a key that counts: to those that have none cuDNN gives a mean."""
-    counts = mask if mask.dtype == torch.bool else mask > -math.inf
+    counts = mask if mask.dtype == torch.bool else mask != -math.inf
     return counts.any(-1, keepdim=True)
 
 

@@ -111,7 +111,7 @@ def run(call: Call, told: list[Array] | None = None) -> Array:
         tiling = spans.tiling_of(call) if by_rows else None
         if by_rows and spans.pays(call, tiling):
             return spans.run(call, tiling)
-        mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+        mask = as_mask(call, calls.place(call))
     return kernel(call, parts, mask, plain, told)
 
 

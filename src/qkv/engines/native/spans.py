@@ -46,11 +46,11 @@ def is_shared(call: Call) -> bool:
 def seen(call: Call) -> tuple[list[Any], Array | None]:
     """Query, key and value, and the mask of all queries, from the first key that one sees to the
     last."""
-    mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+    mask = as_mask(call, calls.place(call))
     parts: list[Any] = [call.query, call.key, call.value]
     if mask is None or mask.shape[-1] != call.m:
         return parts, mask
-    live = (mask if mask.dtype == torch.bool else mask > -math.inf).numpy()
+    live = (mask if mask.dtype == torch.bool else mask != -math.inf).numpy()
     at = live.reshape(-1, call.m).any(0).nonzero()[0]
     if at.size == 0:
         return parts, mask

@@ -28,7 +28,7 @@ def is_alike(call: Call) -> bool:
 def at_once(call: Call) -> tuple[Array, Array] | None:
     """The equation under a mask, for arrays whose numbers nobody has looked at; None where one that
     is masked out has spoiled the output, or would spoil a gradient."""
-    live = calls.live(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+    live = calls.live(call, calls.place(call))
     return None if live is None else _bound(call)(call.query, call.key, call.value, live)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from qkv.arrays import is_array, namespace, tree
+from qkv.arrays import is_array, of, tree
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Bare, Call
@@ -296,7 +296,7 @@ def _in_parts(value: Any, run: Callable[[Any], Any]) -> tuple[Array, Array]:
     if value.shape[-1] <= WIDEST_VALUE:
         return run(value)[:2]  # type: ignore[no-any-return]
     pooled = [run(x) for x in value.split(WIDEST_VALUE, -1)]
-    return namespace(value).concat([x[0] for x in pooled], axis=-1), pooled[0][1]
+    return of(value).xp.concat([x[0] for x in pooled], axis=-1), pooled[0][1]
 
 
 def _as_asked(

@@ -73,7 +73,7 @@ def pairs_of(call: Call, bounds: Bounds) -> Array | None:
         if isinstance(rule, Values) and rule.is_bias:
             bias = rule.values if rule.values.dtype != torch.float64 else rule.values.float()
             continue
-        some = rule.allowed(calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+        some = rule.allowed(calls.place(call))
         if some is not None:
             some = torch.as_tensor(some, device=call.query.device)
             allowed = some if allowed is None else allowed & some
@@ -85,7 +85,7 @@ def pairs_of(call: Call, bounds: Bounds) -> Array | None:
 def cooled(call: Call, pairs: Any, temperature: Any) -> Any:
     """pairs / temperature, in float32; −∞ stays, and has no part in the temperature's gradient."""
     pairs, temperature = pairs.float(), _own_axes(call, temperature.float())
-    counts = pairs > -math.inf
+    counts = pairs != -math.inf
     return (pairs.where(counts, 0.0) / temperature).where(counts, -math.inf)
 
 

@@ -60,6 +60,8 @@ def _unit_slope_kernel(g, x, dx, rows, F: tl.constexpr):
     u = y * short[:, None]
     across = along - u * tl.sum(u * along, 1)[:, None]
     across = across * short[:, None] * power[:, None]
+    asked = tl.sum((along != 0).to(tl.int32), 1) > 0  # else 0, not 0 · NaN of a row behind a mask
+    across = tl.where(asked[:, None], across, 0.0)
     tl.store(dx + at, across.to(dx.dtype.element_ty), mask=inside)
 
 
@@ -82,7 +84,8 @@ def _square_slope_kernel(g, x, dx, factor, rows, F: tl.constexpr):
     row, at, inside = _place(rows, F)
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     steep = 2.0 * factor * tl.load(g + row, mask=row < rows, other=0.0)
-    tl.store(dx + at, (y * steep[:, None]).to(dx.dtype.element_ty), mask=inside)
+    slope = tl.where((steep != 0)[:, None], y * steep[:, None], 0.0)  # not 0 · NaN
+    tl.store(dx + at, slope.to(dx.dtype.element_ty), mask=inside)
 
 
 def _dense(x: Tensor) -> tuple[Tensor, Tensor]:

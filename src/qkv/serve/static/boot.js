@@ -5,26 +5,27 @@ const main = document.querySelector("main");
 const form = document.querySelector("form");
 const input = form.querySelector("input");
 const note = form.querySelector("p");
+const trouble = document.querySelector("[role=alert]");
 
 async function start() {
   const token = sessionStorage.getItem("qkv-token");
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   const backend = server("/page", headers);
-  const response = await fetch("/page/call/views", {
-    method: "POST",
-    headers: { "Content-Type": "application/json", ...headers },
-    body: "{}",
-  });
-  if (response.status === 401) {
-    note.textContent = token ? "This token is not the one. Try again." : "This server wants a token.";
-    sessionStorage.removeItem("qkv-token");
-    form.hidden = false;
-    input.focus();
-    return;
+  form.hidden = trouble.hidden = true;
+  try {
+    boot(main, { views: await backend.call("views", {}), backend, host: "server" });
+  } catch (error) {
+    const asked = await fetch("/v1/databases", { headers }).catch(() => null);
+    if (asked?.status === 401) {
+      note.textContent = token ? "This token is not the one. Try again." : "This server wants a token.";
+      sessionStorage.removeItem("qkv-token");
+      form.hidden = false;
+      input.focus();
+    } else {
+      trouble.querySelector("p").textContent = `The page cannot be shown: ${error.message}`;
+      trouble.hidden = false;
+    }
   }
-  form.hidden = true;
-  const views = await backend.call("views", {});
-  boot(main, { views, backend, host: "server" });
 }
 
 form.addEventListener("submit", (event) => {
@@ -33,4 +34,5 @@ form.addEventListener("submit", (event) => {
   input.value = "";
   void start();
 });
+trouble.querySelector("button").addEventListener("click", start);
 void start();

@@ -106,6 +106,8 @@ def heatmaps(
         panel.set_xlabel(xlabel if i == rows - 1 else "", fontsize=9, color=INK)
         named = j == 0 and (i == rows // 2 or not stacked)
         panel.set_ylabel(ylabel if named else "", fontsize=9, color=INK)
+        for text in (panel.title, panel.xaxis.label, panel.yaxis.label):
+            text.set_parse_math(style.can_set(text.get_text()))
         style.ticks(panel, "x", key_words, keys, panel_width, shown=i == rows - 1)
         style.ticks(panel, "y", query_words, queries, panel_height, shown=j == 0)
         if annotate and max(queries, keys) <= MOST_NUMBERS:
@@ -228,10 +230,7 @@ def heads(weights: Any, *, pool: Pool = "max", title: str = "") -> Figure:
             extent=(left - 0.5, left + 0.5, top + 0.5, top - 0.5),
         )
     panel.set(xlim=(-0.5, GAP * (count - 1) + 0.5), ylim=(GAP * (layers - 1) + 0.5, -0.5))
-    style.frame(panel, "head", "layer", "\n".join(said))
-    panel.set_xticks(GAP * np.arange(count), map(str, range(count)))
-    panel.set_yticks(GAP * np.arange(layers), map(str, range(layers)))
-    panel.tick_params(length=0)
+    _numbered(panel, layers, count, GAP, "\n".join(said))
     panel.spines[:].set_visible(False)
     style.colour_bar(figure, ScalarMappable(norm, colours), panel, layers * CELL, "weight")
     return figure
@@ -254,10 +253,7 @@ def entropy(weights: Any) -> Figure:
     figure, panel = _panel(layers, count, cell, 1)
     norm, colours = style.scale(np.array([most]), "Reds")
     image = panel.imshow(found, norm=norm, cmap=colours)
-    style.frame(panel, "head", "layer", f"entropy of each head, at most {most:.2f} nats")
-    panel.set_xticks(range(count), map(str, range(count)))
-    panel.set_yticks(range(layers), map(str, range(layers)))
-    panel.tick_params(length=0)
+    _numbered(panel, layers, count, 1.0, f"entropy of each head, at most {most:.2f} nats")
     panel.spines[:].set(linewidth=0.5, color=FRAME, visible=True)
     texts = {at: f"{x:.1f}" for at, x in np.ndenumerate(found) if x == x}
     style.written(panel, texts, found, norm, colours, 8)
@@ -271,3 +267,11 @@ def _panel(layers: int, count: int, cell: float, lines: int) -> tuple[Figure, Ax
     size = max(3.0, count * cell + width), layers * cell + height + 0.15 * lines
     figure = style.blank(size, "compressed")
     return figure, figure.subplots()
+
+
+def _numbered(panel: Axes, layers: int, count: int, step: float, title: str) -> None:
+    """The numbers of layers and heads that lie so far apart."""
+    style.frame(panel, "head", "layer", title)
+    panel.set_xticks(step * np.arange(count), map(str, range(count)))
+    panel.set_yticks(step * np.arange(layers), map(str, range(layers)))
+    panel.tick_params(length=0)

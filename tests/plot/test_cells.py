@@ -1,10 +1,10 @@
 """Heatmaps: what is drawn, on which scale, with which words, and what is refused."""
 
-import importlib
 import itertools
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -236,10 +236,17 @@ class TestTicks:
         assert words(panel.xaxis) == ["x" * 23 + "…", "y"]
 
     def test_dollars_are_money_unless_they_enclose(self) -> None:
-        texts = ["$5", "$$", "$5 or $6", "$k_1$"]
-        figure = heatmaps(heads(1, 4), xticks=texts)
+        texts = ["$5", "$$", "$5 or $6", r"$\frac{$", "$x^$", "$k_1$"]
+        figure = heatmaps(heads(1, 6), xticks=texts)
         (panel,) = panels(figure)
-        assert [label.get_parse_math() for label in panel.get_xticklabels()] == [False] * 3 + [True]
+        assert [label.get_parse_math() for label in panel.get_xticklabels()] == [False] * 5 + [True]
+        figure.draw_without_rendering()
+
+    def test_a_formula_that_cannot_be_set_is_drawn_as_it_is_written(self) -> None:
+        figure = heatmaps(heads(1, 2), xlabel="keys $k_i$", ylabel="$x^$", titles=[[r"$\frac{$"]])
+        (panel,) = panels(figure)
+        texts = panel.xaxis.label, panel.yaxis.label, panel.title
+        assert [text.get_parse_math() for text in texts] == [True, False, False]
         figure.draw_without_rendering()
 
     @pytest.mark.parametrize(
@@ -467,11 +474,11 @@ class TestImport:
         code = "import sys, qkv.plot; assert 'matplotlib' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True)
 
-    def test_the_name_is_the_function(self) -> None:
-        importlib.import_module("qkv.plot.heatmaps")
+    def test_no_picture_hides_a_module(self) -> None:
         import qkv.plot
 
-        assert callable(qkv.plot.heatmaps)
+        hidden = [name for name in qkv.plot.__all__ if find_spec(f"qkv.plot.{name}")]
+        assert hidden == ["data"]
 
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "qkv.plot.figures", raising=False)
