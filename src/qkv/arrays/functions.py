@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,6 +52,16 @@ class Custom(torch.autograd.Function):
             found = iter(_differentiable(ctx.reference, leaves, wanted, gradients))
             return (None,) * 3 + tuple(next(found) if want else None for want in wanted)
         return (None,) * 3 + tuple(ctx.pull(leaves, kept, gradients))
+
+
+def without_saved_tensor_hooks() -> AbstractContextManager[object]:
+    """A context in which no caller's saved-tensor hook sees what autograd saves.
+
+    Trial runs (what to compile, which kernel is fastest) happen in the first call of a kind only.
+    Activation checkpointing counts saved tensors by such hooks, and must count the same ones in
+    the first call and in its recomputation.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def apart(arrays: Sequence[Array]) -> list[Array]:

@@ -239,7 +239,10 @@ class Torch(Framework):
         return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
-        return torch.as_tensor(np.asarray(data), dtype=getattr(torch, dtype), device=like.device)
+        host, kind = np.asarray(data), getattr(torch, dtype)
+        if host.size == 1 and like.is_cuda:  # a fill, which a CUDA graph can capture; a copy cannot
+            return torch.full(host.shape, host.item(), dtype=kind, device=like.device)
+        return torch.as_tensor(host, dtype=kind, device=like.device)
 
     def read(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
         # What is wide already the driver copies as fast as we could.
@@ -339,7 +342,9 @@ class Torch(Framework):
         return torch.from_numpy(x)
 
     def fresh_seed(self, like: Array) -> Any:
-        return torch.randint(2**31 - 1, (), device="cpu")  # torch.manual_seed governs it
+        # From the device's own generator: kernels read the seed where it lies, a captured CUDA
+        # graph draws a new one at each replay, and checkpointing restores its state.
+        return torch.randint(2**31 - 1, (), device=like.device)
 
     def seed_from(self, generator: Any) -> Any:
         if isinstance(generator, torch.Generator):

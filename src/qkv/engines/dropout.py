@@ -49,7 +49,8 @@ def keep_factor(like: Array, p: float, seed: Array, block: Block) -> Array:
 
 
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
-    """A seed or a generator of the framework or of NumPy, as one int32 array (1, 1)."""
+    """A seed or a generator of the framework or of NumPy, as one int32 array (1, 1) on the device
+    of `like`."""
     if seed is None:
         seed = fw.fresh_seed(like)
     elif isinstance(seed, np.random.Generator):
@@ -60,5 +61,5 @@ def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
         shape, kind = fw.shape(seed), fw.dtype(seed)
         if "int" not in kind or any(size not in (1, None) for size in shape):
             raise DtypeError(f"seed must be one whole number, not {kind} of shape {shape}")
-        return fw.astype(fw.xp.reshape(seed, (1, 1)), "int32")
+        return fw.beside(fw.astype(fw.xp.reshape(seed, (1, 1)), "int32"), like)
     return fw.constant([[_signed(int(seed) & 0xFFFFFFFF)]], like, "int32")

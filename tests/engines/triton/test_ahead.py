@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
@@ -103,6 +104,34 @@ def test_the_kernels_of_both_ways_are_compiled_in_threads_of_their_own(met, name
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     for x, y in zip(arrays, wide, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_checkpointing_sees_the_same_saved_tensors_in_the_first_call_and_in_its_recomputation(met):
+    arrays = arrays_of()
+    saved = []
+
+    def attend(*arrays):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            return qkv.attend(*arrays, engine="triton", weighting="entmax15")
+
+    first = attend(*arrays)
+    count = len(saved)
+    second = attend(*arrays)
+    assert len(saved) == 2 * count
+    torch.testing.assert_close(first, second)
+    for weighting in ("sparsemax", "entmax15"):  # the first call of its kind, and a later one
+        got = torch.utils.checkpoint.checkpoint(
+            lambda *x, w=weighting: qkv.attend(*x, engine="triton", weighting=w),
+            *arrays,
+            use_reentrant=False,
+        )
+        want = qkv.attend(*arrays, engine="triton", weighting=weighting)
+        for x, y in zip(
+            torch.autograd.grad(got.square().sum(), arrays),
+            torch.autograd.grad(want.square().sum(), arrays),
+            strict=True,
+        ):
+            torch.testing.assert_close(x, y)
 
 
 def test_without_a_gradient_the_way_back_is_not_compiled(met):

@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from qkv.arrays.functions import without_saved_tensor_hooks
 from qkv.arrays.threads import begin
 from qkv.bar import bar
 
@@ -187,9 +188,10 @@ def there_and_back(run: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tens
     In this thread, which alone knows that the run is dry.
     """
     marked = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
-    found = [x for x in run(marked) if isinstance(x, Tensor) and x.requires_grad]
-    if found:
-        with torch.autograd.set_multithreading_enabled(False):
-            wanted = [x for x in marked if x.requires_grad]
-            # Of one number: torch would import sympy to look at the shapes of gradients given.
-            torch.autograd.grad(sum(x.sum() for x in found), wanted, allow_unused=True)
+    with without_saved_tensor_hooks():
+        found = [x for x in run(marked) if isinstance(x, Tensor) and x.requires_grad]
+        if found:
+            with torch.autograd.set_multithreading_enabled(False):
+                wanted = [x for x in marked if x.requires_grad]
+                # Of one number: torch would import sympy to look at the shapes of gradients given.
+                torch.autograd.grad(sum(x.sum() for x in found), wanted, allow_unused=True)

@@ -1,0 +1,37 @@
+"""Dropout masks: where their seed lies, and that every engine drops the same weights."""
+
+from __future__ import annotations
+
+import pytest
+
+import qkv
+from qkv.arrays import framework
+from qkv.engines.dropout import seed_array
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("seed", [None, 7, "generator", "tensor"])
+def test_the_seed_is_on_the_device_of_the_query(seed):
+    """A kernel on CUDA that reads a seed in host memory ends the process."""
+    given = {
+        "generator": torch.Generator().manual_seed(3),
+        "tensor": torch.tensor(7),
+    }.get(seed, seed)
+    like = torch.empty(2, 3, device="meta")
+    found = seed_array(framework("torch"), given, like)
+    assert found.device == like.device and found.dtype == torch.int32 and found.shape == (1, 1)
+
+
+@pytest.mark.parametrize("weighting", ["entmax15", "sparsemax", "sigmoid", "softmax", "hard"])
+def test_a_fresh_seed_obeys_manual_seed_and_changes_from_call_to_call(weighting):
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 40, 8)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(qkv.attend(x, x, x, weighting=weighting, dropout_p=0.5))
+        outs.append(qkv.attend(x, x, x, weighting=weighting, dropout_p=0.5))
+    torch.testing.assert_close(outs[0], outs[2])
+    torch.testing.assert_close(outs[1], outs[3])
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[4])
