@@ -9,6 +9,10 @@ further than FLOOR, where it is not finite or raises, where the engine asked for
 where more than LEAST pairs ran on `dense`.
 One such call may be chance, of which eager code has its share: DRAWS more of the same shapes, with
 other numbers, are taken together with it. How often that was done is told at the end.
+A third of the calls run in another circumstance (`bench._contexts`): a second call of a kind,
+checkpointing, autocast, float32 parameters, two streams, a CUDA graph, wrong masks, a layer in
+training. Two of five drop weights, by a seed, a generator or a fresh draw; the reference drops the
+same ones.
 Processes draw side by side. LOG has every call before it runs and what came of it after; of a
 process that ends, the call it was at is complained of.
 """
@@ -34,6 +38,7 @@ import torch
 from torch import Tensor
 
 import qkv
+from bench._contexts import CONTEXTS, check_graph, check_layer, check_wrong_masks
 from qkv import masks, scores, weightings
 from qkv.engines.call import Call
 from qkv.errors import EngineError, QkvError
@@ -52,6 +57,8 @@ WORKERS = max((os.cpu_count() or 1) - 2, 1)
 DRAWS = 4
 ALONE = " | alone "
 """Before what was wrong with one draw."""
+SEEDS = ("number", "fresh", "generator")
+CHECKS = ("graph", "wrong masks", "layer")
 ROUNDS = 32
 """Gradients along so many outputs are taken together on a GPU: of one number, as a temperature's, a
 single error says nothing of the usual one."""
@@ -92,6 +99,8 @@ class Drawn(NamedTuple):
     arrays: dict[str, Tensor]
     how: Any
     told: str
+    seed_kind: str = "number"
+    context: str = "plain"
 
 
 def amid_nan(x: Tensor, random: Random) -> Tensor:
@@ -150,7 +159,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         fixed["mask"] = masks.lengths(torch.randint(m + 1, (b,), generator=make, device=device))
     elif rule in ("causal", "window"):
         fixed["mask"] = masks.causal("bottom_right") if rule == "causal" else masks.window(5)
-    if random.random() < 0.2:
+    if random.random() < 0.4:
         fixed |= {"dropout_p": 0.3, "seed": random.randrange(1000)}
     if weighting in ("softmax", "warm", "topk") and random.random() < 0.2:
         fixed["return_lse"] = True
@@ -183,15 +192,39 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     )
 
 
+def seeded_options(drawn: Drawn, given: dict[str, Tensor], engine: Any) -> dict[str, Any]:
+    """The call's options with its seed as drawn; the reference gets the number that will be used.
+
+    A fresh seed comes from the generator of the query's device, a generator's from itself.
+    """
+    options: dict[str, Any] = drawn.how(given)
+    if "seed" not in options or drawn.seed_kind == "number":
+        return options
+    seed, device = options["seed"], given["query"].device
+    generator = None
+    if drawn.seed_kind == "generator":
+        generator, device = torch.Generator().manual_seed(seed), torch.device("cpu")
+    else:
+        torch.manual_seed(seed)
+    if engine == "dense":
+        draw = torch.randint(2**31 - 1, (), generator=generator, device=device)
+        return options | {"seed": int(draw)}
+    return options | {"seed": generator}
+
+
 def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, Tensor]:
     """The output and every gradient, of arrays in this dtype or as they lie."""
     given = {
         name: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
         for name, x in drawn.arrays.items()
     }
-    outs: Any = qkv.attend(
-        given["query"], given["key"], given["value"], **drawn.how(given), engine=engine
-    )
+
+    def attend(given: dict[str, Tensor]) -> Any:
+        options = seeded_options(drawn, given, engine)
+        return qkv.attend(given["query"], given["key"], given["value"], **options, engine=engine)
+
+    context = CONTEXTS[drawn.context if dtype is None and engine != "dense" else "plain"]
+    outs: Any = context(attend, given)
     outs = dict(zip(("out", "lse"), outs if isinstance(outs, tuple) else (outs,), strict=False))
     make = torch.Generator(device=outs["out"].device).manual_seed(3)
     found: list[tuple[Tensor | None, ...]] = []
@@ -297,8 +330,21 @@ def run(
         lengths = random.random()
 
         def again(turn: int, kind: float = kind, lengths: float = lengths) -> Drawn:
-            return draw(Random(kind), Random(lengths), device, small, turn)
+            return put_in_context(draw(Random(kind), Random(lengths), device, small, turn), lengths)
 
+        size = Random(lengths)
+        check = size.choice(CHECKS) if size.random() < 0.1 else None
+        if check == "layer":
+            layer_dtype = size.choice((torch.float32,) if small else tuple(FLOOR))
+            about = f"call {count} on layers: {lengths} {layer_dtype}"
+            note(about)
+            try:
+                about, wrong = check_layer(size, device, layer_dtype)
+            except Exception as error:
+                wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
+                note(traceback.format_exc())
+            yield "layer", None if wrong is None else f"{wrong} | {about}"
+            continue
         drawn = again(0)
         query, key, value = (drawn.arrays[name] for name in ("query", "key", "value"))
         try:
@@ -308,16 +354,45 @@ def run(
             continue
         except QkvError:
             continue  # two things that mean nothing together
-        line = f"call {count} on {told.engine}: {drawn.told}"
+        if told.engine == "native" and drawn.seed_kind == "fresh":
+            continue  # torch's own kernel draws its own mask
+        about = check or f"{drawn.context}, seed {drawn.seed_kind}"
+        line = f"call {count} on {told.engine}: {drawn.told} | {about}"
         note(line)
         try:
-            wrong = complaint(again, engine, partial(_doubt, note, line))
+            if check is None:
+                wrong = complaint(again, engine, partial(_doubt, note, line))
+            else:
+                wrong = run_check(check, drawn, again(1), engine)
         except Exception as error:  # the compiler's too: the next call is of interest all the same
             wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
             note(traceback.format_exc())
         if wrong is None and told.engine == "dense" and query.shape[-2] * key.shape[-2] > LEAST:
             wrong = "ran on dense: " + dict(told.refusals).get("triton", "")
-        yield told.engine, None if wrong is None else f"{wrong} | {drawn.told}"
+        yield told.engine, None if wrong is None else f"{wrong} | {drawn.told} | {about}"
+
+
+def put_in_context(drawn: Drawn, number: float) -> Drawn:
+    """The call with a context and a kind of seed, drawn by this number."""
+    random = Random(f"context {number}")
+    context = random.choice(tuple(CONTEXTS)) if random.random() < 0.4 else "plain"
+    kinds = SEEDS if context in ("plain", "autocast") else ("number", "fresh")
+    if context in ("two streams", "second call"):  # each calls twice, and would draw twice
+        kinds = ("number",)
+    return drawn._replace(context=context, seed_kind=random.choice(kinds))
+
+
+def run_check(check: str, drawn: Drawn, other: Drawn, engine: Any) -> str | None:
+    def attend(given: dict[str, Tensor], **options: Any) -> Any:
+        arrays = (given[name] for name in ("query", "key", "value"))
+        return qkv.attend(*arrays, **(drawn.how(given) | options), engine=engine)
+
+    if check == "wrong masks":
+        return check_wrong_masks(lambda given, mask: attend(given, mask=mask), drawn.arrays)
+    looks_at_numbers = drawn.arrays["query"].dtype == torch.float32 or "additive" in drawn.told
+    if looks_at_numbers and any(x in drawn.told for x in ("gaussian", "additive")):
+        return None  # whether float32 has a form for it is seen from the numbers
+    return check_graph(attend, drawn.arrays, other.arrays)
 
 
 def work(seed: str, pipe: Connection) -> None:

@@ -17,6 +17,7 @@ from qkv.engines import certified, native, sharded, stored, streaming
 from qkv.engines import plan as plans
 from qkv.engines.call import Call, reached, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
+from qkv.engines.dropout import draw_seed
 from qkv.engines.native import Projected
 from qkv.engines.request import one_framework, request, resolved
 from qkv.errors import DtypeError, FrameworkError, keywords
@@ -139,6 +140,8 @@ def attend(
     """
     if others:
         keywords("attend()", others, Returning.__optional_keys__, elsewhere=ELSEWHERE)
+    if dropout_p and seed is not None:
+        seed = draw_seed(seed, query)
     flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)
@@ -190,6 +193,8 @@ def weights(
     """
     if others:
         keywords("weights()", others, weights.__kwdefaults__ or {}, elsewhere=ELSEWHERE)
+    if dropout_p and seed is not None:
+        seed = draw_seed(seed, query)
     flags = (dropout_p, seed is None)
     kind, plan = plans.find(query, key, None, score, weighting, mask, flags)
     given = (query, key, None, score, weighting, mask, seed)
@@ -276,7 +281,8 @@ def _looked(
     if not lse is alpha is False:
         flags = _told(flags, lse, alpha)
     kind, plan = plans.find(query, key, _valued(value), score, weighting, mask, flags)
-    how = (mask, p, seed, tolerance)
+    # Looking must not advance a caller's generator.
+    how = (mask, p, None if seed is None else 0, tolerance)
     call = request(query, key, value, score, weighting, *how, lse=lse, weights=alpha)
     return kind, plan, call, choose(call, engine)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays import is_array, of
+from qkv.arrays import framework_of, is_array, of
 from qkv.arrays.base import Framework
 from qkv.errors import DtypeError
 from qkv.types import Array, Block
@@ -48,13 +48,26 @@ def keep_factor(like: Array, p: float, seed: Array, block: Block) -> Array:
         return fw.astype(kept, fw.dtype(like)) * (1 / (1 - p) if p < 1 else 0.0)
 
 
+def draw_seed(seed: Any, query: Array) -> Any:
+    """The seed of one call, drawn once: a generator's next number, any other seed as it is.
+
+    A first call of its kind looks at its arguments twice, and must not advance a generator twice.
+    """
+    if seed is None or isinstance(seed, int | np.integer) or is_array(seed):
+        return seed
+    if isinstance(seed, np.random.Generator):
+        return int(seed.integers(BITS))
+    fw = framework_of(query)
+    return seed if fw is None else fw.seed_from(seed)
+
+
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
     """A seed or a generator of the framework or of NumPy, as one int32 array (1, 1) on the device
     of `like`."""
     if seed is None:
         seed = fw.fresh_seed(like)
     elif isinstance(seed, np.random.Generator):
-        seed = int(seed.integers(BITS))
+        seed = draw_seed(seed, like)
     elif not isinstance(seed, int | np.integer):
         seed = fw.seed_from(seed)
     if is_array(seed):
