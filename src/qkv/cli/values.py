@@ -10,7 +10,7 @@ from qkv.database.spelled import like, number
 from qkv.errors import ArgumentError
 
 # `column=text`, but none of ==, <=, >=, !=.
-EQUALS = re.compile(r"\s*([^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*(.*)", re.DOTALL)
+EQUALS = re.compile(r"\s*+([^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*(.*)", re.DOTALL)
 
 
 def check_text(text: str, what: str) -> None:

@@ -22,6 +22,8 @@ _QUOTED = re.compile(
 """A string, to the end where it never closes; a name in backticks, one of its own written twice; a
 backtick that opens none."""
 _ASSIGNS = re.compile(r"(?<![=<>!])=(?!=)")
+_LONGEST_NAME = 1_000
+"""Characters of a column's name that may be written without backticks in another Unicode form."""
 _SHOWN = 60
 """Characters of a caller's text that an error quotes."""
 
@@ -65,15 +67,17 @@ class _Expression:
     def __init__(self, text: str, names: Sequence[str]):
         self.text, self.names = text, names
         self.quoted: dict[str, str] = {}
-        self.source = ""
+        self.lines: list[bytes] = []
+        """Lines of what Python parses: it counts columns in bytes."""
 
     def compiled(self) -> Condition:
         source, self.quoted = self._plain()
         try:
             # In brackets, so that it may go over several lines; on lines of its own, so that one
             # which closes them itself is told from the others by where it begins.
-            self.source = f"(\n{source.strip()}\n)"
-            body = ast.parse(self.source, mode="eval").body
+            source = f"(\n{source.strip()}\n)"
+            body = ast.parse(source, mode="eval").body
+            self.lines = [line.encode() for line in re.split(r"\r\n|\r|\n", source)]
             if body.lineno == 1:
                 raise self._unread(None)
             return self._built(body)
@@ -161,9 +165,12 @@ class _Expression:
         and é is one letter, where a table may have both."""
         column = self.quoted.get(node.id)
         if column is None:
-            column = ast.get_source_segment(self.source, node) or node.id
+            # As it was written: ast.get_source_segment would split all lines for each name.
+            column = self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
             if column not in self.names:
-                alike = [x for x in self.names if unicodedata.normalize("NFKC", x) == node.id]
+                # Longer names are no Python names, and would take long to normalize.
+                names = [x for x in self.names if len(x) <= _LONGEST_NAME]
+                alike = [x for x in names if unicodedata.normalize("NFKC", x) == node.id]
                 column = alike[0] if len(alike) == 1 else column
         _known(column, self.names, "" if node.id in self.quoted else " Text stands in quotes.")
         return column

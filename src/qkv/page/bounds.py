@@ -21,7 +21,9 @@ TEXT = 2**20
 """Characters of a query, or of the keys that one call encodes."""
 
 _MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
-_NAME = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
+_TEXT = re.compile(rb'"([^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+)(?:"(\s*+:)?)?+')
+"""A text of JSON, to the line's end where it never closes, and the colon if it is a name. No
+character is tried twice: the time grows with the length alone."""
 
 
 def check(path: Path, form: str) -> None:
@@ -35,9 +37,10 @@ def check(path: Path, form: str) -> None:
             _unpacked(path, form)
         case "jsonl":
             names: set[bytes] = set()
-            for found in _NAME.finditer(data):
-                names.add(found[1])
-                few("different names", len(names), COLUMNS)
+            for found in _TEXT.finditer(data):
+                if found[2]:
+                    names.add(found[1])
+                    few("different names", len(names), COLUMNS)
             rows = data.count(b"\n") + 1 if data.lstrip()[:1] == b"{" else data.count(b"{")
             few("rows", rows, ROWS)
             few("cells", rows * len(names), CELLS)

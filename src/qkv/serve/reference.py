@@ -190,7 +190,7 @@ def _filled(path: str, given: list[dict[str, Any]]) -> str:
         for x in given
         if x["required"]
     }
-    filled = re.sub(r"{([^}]*)}", lambda found: examples.pop(found[1], found[1]), path)
+    filled = re.sub(r"{([^{}]*)}", lambda found: examples.pop(found[1], found[1]), path)
     return f"{filled}?{urlencode(examples)}" if examples else filled
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -123,8 +125,26 @@ def plain(text: str) -> str:
     """
     if text.isascii():
         return text.encode().translate(*_ascii()).decode()
-    text = unicodedata.normalize("NFKD", text).casefold()
-    return _replaced(text)
+    return _replaced(_decomposed(text).casefold())
+
+
+MARKS = 30
+"""Accents of one letter, as Unicode's stream-safe text has them."""
+
+
+def _decomposed(text: str) -> str:
+    """The text in NFKD. Python sorts the marks of a letter in time that grows with the square of
+    their number, so a longer run of marks is normalized in pieces.
+
+    >>> _decomposed("é") == "e\u0301"
+    True
+    """
+    marks = [x for x in set(text) if unicodedata.combining(unicodedata.normalize("NFKD", x)[0])]
+    if not marks:
+        return unicodedata.normalize("NFKD", text)
+    run = f"[{re.escape(''.join(marks))}]{{{MARKS}}}"
+    cuts = [0, *(found.end() for found in re.finditer(run, text)), len(text)]
+    return "".join(unicodedata.normalize("NFKD", text[i:j]) for i, j in pairwise(cuts))
 
 
 def _replaced(text: str) -> str:

@@ -195,5 +195,6 @@ def without_password(url: str) -> str:
     >>> without_password("postgresql://li:secret@host/shop?password=secret")
     'postgresql://li:…@host/shop?password=…'
     """
-    url = re.sub(r"(://[^:/@]*):.*@", r"\1:…@", url)
+    before, at, after = url.rpartition("@")
+    url = re.sub(r"(://[^:/@]*):.*", r"\1:…", before, flags=re.DOTALL) + at + after
     return re.sub(r"(?i)\b((?:ssl)?password)=[^&]*", r"\1=…", url)
