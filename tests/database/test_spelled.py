@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from datetime import date
 from typing import Any
@@ -112,3 +113,22 @@ def test_a_date_is_read_as_the_database_reads_it(text, example, right):
     for wrong in ("soon", "2024", "1.1.2024"):
         with pytest.raises(ArgumentError, match="must be a date such as"):
             spelled.like(wrong, example)
+
+
+def test_a_key_of_two_columns_is_one_line_of_csv() -> None:
+    for text in ("a\nb", "a\rb, 1", '"a" \n, 1', f"{'x' * 200_000}, 1"):
+        with pytest.raises(ArgumentError, match="must be a line of CSV"):
+            spelled.like(text, ("a", 1), "the key")
+    assert spelled.like('"a\nb", 1', ("a", 1)) == ("a\nb", 1)
+
+
+@pytest.mark.parametrize("example", [("a", 1), b"a", {"a": 1}])
+def test_deep_nesting_is_refused_or_text(example: Any) -> None:
+    for text in ("[" * 50_000, '{"a":' * 50_000):
+        with contextlib.suppress(ArgumentError):
+            assert spelled.like(text, example) in (text, text.encode())
+
+
+def test_bytes_have_no_lone_surrogate() -> None:
+    with pytest.raises(ArgumentError, match="surrogate"):
+        spelled.like("\ud800", b"a")

@@ -279,3 +279,17 @@ def test_an_upload_takes_no_served_name_and_their_number_is_finite(
     answer = upload("two")
     assert answer.status_code == 409 and "the limit" in answer.json()["error"]
     assert client.delete("/v1/databases/one").status_code == 200
+
+
+@pytest.mark.parametrize("mask", [[[True, False], [True]], [[True], []], [], [[]]])
+def test_a_ragged_mask_is_refused(client: TestClient, mask: Any) -> None:
+    body = {"query": [[1.0, 2.0], [0.0, 1.0]], "key": [[1.0, 2.0], [0.5, 0.5]], "mask": mask}
+    answer = client.post("/v1/weights", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith("mask must be rows of equally many booleans")
+
+
+@pytest.mark.parametrize("key", ["a%0Ab", "Li%0D,1", "%5B" * 5000, "a" * 50_000, "%22a%0Ab"])
+def test_a_key_that_cannot_be_read_is_absent(client: TestClient, key: str) -> None:
+    answer = client.get(f"/v1/databases/places/rows/{key}")
+    assert answer.status_code == 404 and answer.json()["kind"] == "AbsentKey"

@@ -96,7 +96,7 @@ def like(text: str, example: Any, what: str = "the query") -> Any:
 
             return np.asarray(_numbers(text, len(example), what), dtype=np.float32)
         case "tuple":
-            parts = _parts(text)
+            parts = _parts(text, what)
             if len(parts) != len(example):
                 raise ArgumentError(
                     f"{what} must have {len(example)} parts, not {len(parts)}: write them as "
@@ -115,10 +115,8 @@ def like(text: str, example: Any, what: str = "the query") -> Any:
         case "bytes":
             return _bytes(text)
         case _:
-            try:
-                return json.loads(text)
-            except ValueError:
-                return text
+            found = _json(text)
+            return text if found is NO_JSON else found
 
 
 def cell(given: Any, example: Any, what: str = "the query") -> Any:
@@ -142,19 +140,33 @@ def cell(given: Any, example: Any, what: str = "the query") -> Any:
     return given
 
 
-def _parts(text: str) -> list[Any]:
-    """The parts of a JSON list, or of a line of CSV."""
+NO_JSON = object()
+
+
+def _json(text: str) -> Any:
+    """The value that a text is in JSON; `NO_JSON` of other text, or nested too deeply."""
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return NO_JSON
+
+
+def _parts(text: str, what: str) -> list[Any]:
+    """The parts of a JSON list, or of a line of CSV."""
+    found = _json(text)
     if isinstance(found, list):
         return found
-    return next(csv.reader([text], skipinitialspace=True), [])
+    try:
+        return next(csv.reader([text], skipinitialspace=True), [])
+    except csv.Error:  # a line break outside of quotes, or a part of more than 131,072 characters
+        raise ArgumentError(
+            f"""{what} must be a line of CSV, or JSON such as '["first", "second"]', """
+            f"not {text[:60]!r}"
+        ) from None
 
 
 def _numbers(text: str, count: int, what: str) -> list[float]:
-    parts = [number(part) if isinstance(part, str) else part for part in _parts(text)]
+    parts = [number(part) if isinstance(part, str) else part for part in _parts(text, what)]
     if len(parts) != count or not all(isinstance(part, int | float) for part in parts):
         raise ArgumentError(f"{what} must be {count} numbers, as in 0.5,1.0,…, not {text[:60]!r}")
     return [float(part) for part in parts]  # type: ignore[arg-type]
@@ -166,13 +178,13 @@ def _bytes(text: str) -> bytes:
     >>> _bytes("a"), _bytes('{"$bytes": "AP8="}')
     (b'a', b'\\x00\\xff')
     """
-    from qkv.database.cells import restored
+    from qkv.database.cells import restored, utf8
 
     try:
-        found = restored(json.loads(text))
-    except (TypeError, ValueError):
+        found = restored(_json(text))
+    except (TypeError, ValueError, RecursionError):
         found = text
-    return found if isinstance(found, bytes) else text.encode()
+    return found if isinstance(found, bytes) else utf8(text)
 
 
 def score(text: str | None) -> Any:

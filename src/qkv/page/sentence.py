@@ -14,6 +14,9 @@ from qkv.page.heads import heads
 MOST = 128
 """Tokens of a sentence that is read."""
 
+MAX_CHARACTERS = 10_000
+"""Of a sentence that is tokenized."""
+
 
 def sentence(text: str, *, model: bool = False) -> dict[str, Any]:
     """The view of a sentence; with `model`, as MiniLM reads it, else by the page's own heads.
@@ -44,6 +47,11 @@ def read(text: str) -> dict[str, Any]:
 
     `tokens` are pieces of `words`: `groups` has for each the number of its word.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ArgumentError(
+            f"the sentence has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: "
+            "give a shorter one"
+        )
     reader, tokenizer = minilm()
     import torch
 

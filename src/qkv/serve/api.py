@@ -242,17 +242,19 @@ def weights(served: Served, given: Given) -> Any:
     if query.shape[-2] * key.shape[-2] > limits.NUMBERS:
         raise Refused(413, f"query and key: at most {limits.NUMBERS:,} weights at a time")
     mask = how.pop("mask", None)
-    mask = np.asarray(mask, dtype=bool) if isinstance(mask, list) else mask
+    if isinstance(mask, list):
+        mask = _array("mask", mask, bool)
     return {"weights": qkv.weights(query, key, mask=mask, **options(how))}
 
 
-def _array(name: str, given: Any) -> np.ndarray:
+def _array(name: str, given: Any, kind: type = float) -> np.ndarray:
     try:
-        found = np.asarray(given, dtype=float)
+        found = np.asarray(given, dtype=kind)
     except (ValueError, OverflowError):
         found = np.zeros(0)
     if found.ndim != 2 or not found.size:
-        raise ArgumentError(f"{name} must be rows of equally many numbers")
+        what = "numbers" if kind is float else "booleans, one for each key"
+        raise ArgumentError(f"{name} must be rows of equally many {what}")
     return found
 
 
