@@ -12,6 +12,7 @@ import numpy as np
 from qkv.arrays.base import Framework, Tiling
 from qkv.arrays.ragged import Wide
 from qkv.bar import bar
+from qkv.deadline import check_deadline
 from qkv.types import Array, Arrays, Lift, Merge, Shape, Span
 
 CACHED = 2**18
@@ -252,6 +253,7 @@ class Cuts:
             if not self.codes and (stored.scale is not None or isinstance(stored.key, Wide)):
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
             for start in range(0, rows, step):
+                check_deadline()
                 some = stored if rows <= step else stored.some(slice(start, start + step))
                 size = rows if some is stored else len(some.key)
                 if some.live is not None:
@@ -273,6 +275,7 @@ class Reader:
     def fold(self, step: Callable[[Any, Cut], Any], carry: Any, cuts: Iterable[list[Cut]]) -> Any:
         for group in cuts:
             for cut in group:
+                check_deadline()
                 cut.check()
                 carry = step(carry, cut)
         return carry
@@ -282,6 +285,7 @@ class Reader:
             return self.fold(lambda state, cut: merge(state, lift(cut)), start, cuts)
 
         def checked(cut: Cut) -> Any:
+            check_deadline()
             cut.check()
             return lift(cut)
 

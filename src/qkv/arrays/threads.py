@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
+from qkv.deadline import check_deadline, current_deadline, limit_time
 from qkv.types import Lift, Merge
 
 NAME = "qkv-core"
@@ -79,10 +80,12 @@ def begin(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     one of them, which might wait for itself, and when Python ends, it is done at once."""
     found: list[tuple[Any, BaseException | None]] = []
     ready: SimpleQueue[None] = SimpleQueue()
+    deadline = current_deadline()
 
     def job() -> None:
         try:
-            found.append((function(*arguments), None))
+            with limit_time(deadline):
+                found.append((function(*arguments), None))
         except BaseException as error:
             found.append((None, error))
         ready.put(None)
@@ -109,6 +112,7 @@ def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     def some() -> None:
         for at in rest:
             try:
+                check_deadline()
                 out[at] = function(items[at])
             except BaseException as error:
                 failed[at] = error
@@ -128,7 +132,11 @@ def reduced(lift: Lift, merge: Merge, start: Any, items: Sequence[Any]) -> Any:
     """The merged states of the items, each core merging its own run of them."""
     size = -(-len(items) // CORES)
 
+    def checked(item: Any) -> Any:
+        check_deadline()
+        return lift(item)
+
     def some(at: int) -> Any:
-        return functools.reduce(merge, map(lift, items[at : at + size]))
+        return functools.reduce(merge, map(checked, items[at : at + size]))
 
     return functools.reduce(merge, each(some, range(0, len(items), size)), start)

@@ -19,6 +19,7 @@ from qkv.behind import Behind, Row, Share, Source
 from qkv.database import cells
 from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
+from qkv.deadline import check_deadline
 from qkv.errors import ArgumentError, CombinationError, counted, few
 from qkv.scores import Score
 from qkv.told import short
@@ -89,6 +90,7 @@ class Asked:
         keep = len(queries) * len(self.view) <= HELD
         for some, weighed, engine in self.batches(queries, pools):
             for i, query in enumerate(some):
+                check_deadline()
                 found.append(self._answer(query, weighed, i, keep, engine=engine, **self.named))
         return found
 
@@ -99,6 +101,7 @@ class Asked:
         step = max(min(AT_ONCE // len(self.view), most), 1)
         step = min(step, WORDY) if self.view.wordy else step
         for start in range(0, len(queries), step):
+            check_deadline()
             some = queries[start : start + step]
             yield some, *self.weighed(some, value)
 

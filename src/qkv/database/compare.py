@@ -14,6 +14,7 @@ import numpy as np
 
 from qkv.database import cells, columns, spelled
 from qkv.database.columns import MISSING, NUMBERS, OTHER, TEXT, WIDE, Column
+from qkv.deadline import check_deadline
 from qkv.errors import ArgumentError, DtypeError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def joined(parts: Sequence[Condition], all_of: bool) -> Condition:
     def passed(table: Piece) -> Passed:
         found = parts[0](table)
         for part in parts[1:]:
+            check_deadline()
             found = found & part(table) if all_of else found | part(table)
         return found
 
@@ -139,6 +141,7 @@ def member(left: Side, members: Sequence[Side]) -> Condition:
         if constants and len(constants) == len(members):
             _comparable(table, name, constants)
         for side in members:
+            check_deadline()
             if isinstance(side, Written):
                 true |= _equals(table, name, column, side.cell)
                 if (moment := spelled.moment(side.cell)) is not None:

@@ -19,6 +19,7 @@ from qkv.database.piece import Piece
 from qkv.database.schema import LOST, Schema
 from qkv.database.store import Snapshot, sizes
 from qkv.database.where import Among, condition
+from qkv.deadline import check_deadline
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 if TYPE_CHECKING:  # loaded when keys are encoded
@@ -234,6 +235,7 @@ class View:
             ids.append(id_)
             rows.append(cells.loads(text))
             if len(ids) == CHUNK:
+                check_deadline()
                 yield from zip(ids, self._filled(ids, rows), strict=True)
                 ids, rows = [], []
         yield from zip(ids, self._filled(ids, rows), strict=True)

@@ -17,8 +17,14 @@ BYTES = 2**27
 """Of all cells, unpacked."""
 NUMBERS = 2**20
 """Of the vectors that one call gives."""
+QUERY = 2**16
+"""Characters of a query, or of a key that is added."""
 TEXT = 2**20
-"""Characters of a query, or of the keys that one call encodes."""
+"""Characters of the keys that one call encodes."""
+CELL = 2**20
+"""Characters of a cell."""
+WHERE = 10_000
+"""Characters of a condition."""
 
 _MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _TEXT = re.compile(rb'"([^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+)(?:"(\s*+:)?)?+')

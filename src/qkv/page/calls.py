@@ -13,7 +13,7 @@ from qkv.database import encoders
 from qkv.database.encoding import at_words, kept
 from qkv.errors import ArgumentError
 from qkv.page import sentence, tables, views
-from qkv.page.bounds import NUMBERS, TEXT, few
+from qkv.page.bounds import NUMBERS, QUERY, TEXT, few
 from qkv.page.views import named
 
 Args = Mapping[str, Any]
@@ -29,6 +29,8 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
     if not isinstance(keys, list) or not keys:
         raise ArgumentError("keys must be a list of them")
     few("characters of keys", sum(len(x) for x in keys if isinstance(x, str)), TEXT)
+    if isinstance(query := args["query"], str):
+        few("characters of a query", len(query), QUERY)
     if args.get("database") is not None:
         encoder = tables.chosen(args, databases).encoder or encoders.default(keys)
     else:
@@ -37,7 +39,7 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
     beside = encoder.sparse(keys)
     if beside is not None:
         few("numbers", len(keys) * (encoder.width + len(np.unique(places(beside)))), NUMBERS)
-    query, key = at_words(encoder, [args["query"]], kept(encoder, keys), beside)
+    query, key = at_words(encoder, [query], kept(encoder, keys), beside)
     return {
         "keys": key,
         "query": query[0],

@@ -19,7 +19,9 @@ from qkv.answer import Answer
 from qkv.database import Database, spelled
 from qkv.database import open as open_database
 from qkv.database.faults import SkippedRows, skipping
+from qkv.database.sources.table import SourceLimits, limit_sources
 from qkv.database.store.folder import is_part
+from qkv.deadline import DeadlineError, limit_time
 from qkv.errors import ArgumentError, QkvError, unknown
 from qkv.page import bounds
 from qkv.told import jsonable
@@ -76,8 +78,10 @@ def asked(args: Args, known: Databases) -> Answer:
     if isinstance(query, list):
         raise ArgumentError("query: a page asks one at a time")
     if isinstance(query, str):
-        bounds.few("characters of a query", len(query), bounds.TEXT)
-    how = {name: args[name] for name in ("top", "where", "score", "weighting") if args.get(name)}
+        bounds.few("characters of a query", len(query), bounds.QUERY)
+    how = {name: args[name] for name in ("top", "score", "weighting") if args.get(name)}
+    if where := condition(args):
+        how["where"] = where
     found: Answer = _past(database, args).ask(query, **spelled.options(how))
     return found
 
@@ -90,7 +94,15 @@ def rows(args: Args, known: Databases) -> list[dict[str, Any]]:
     [{'key': 40, 'value': 'Mu'}]
     """
     past = _past(chosen(args, known), args)
-    return [jsonable(row) for row in past.rows(where=args.get("where") or None, count=FIRST)]
+    return [jsonable(row) for row in past.rows(where=condition(args), count=FIRST)]
+
+
+def condition(args: Args) -> Any:
+    """The `where` of a call, if it has one that is not too long."""
+    where = args.get("where") or None
+    if isinstance(where, str):
+        bounds.few("characters of where", len(where), bounds.WHERE)
+    return where
 
 
 def _past(database: Database, args: Args) -> Database:
@@ -108,8 +120,9 @@ def versions(args: Args, known: Databases) -> list[dict[str, Any]]:
     return [asdict(version) for version in chosen(args, known).versions()]
 
 
-def upload(args: Args, known: Databases) -> dict[str, Any]:
-    """A file's rows as a database of that `name`; its bytes are `data`, or `base64` of them."""
+def upload(args: Args, known: Databases, deadline: float | None = None) -> dict[str, Any]:
+    """A file's rows as a database of that `name`; its bytes are `data`, or `base64` of them. Where
+    reading it takes until the `deadline`, it is stopped, and nothing is kept."""
     data = args.get("data")
     if data is None:
         try:
@@ -117,20 +130,21 @@ def upload(args: Args, known: Databases) -> dict[str, Any]:
         except (KeyError, TypeError, binascii.Error):
             raise ArgumentError("upload wants the file as base64") from None
     name = str(args["name"])
-    with skipping() as skipped:
+    with skipping() as skipped, limit_time(deadline):
         made = table(data, name, str(args["format"]), args.get("key"), args.get("value"))
     return _kept(name, made, known, skipped)
 
 
-def columns(args: Args, known: Databases) -> dict[str, Any]:
-    """The rows of `database` by another `key` and `value`, as the database called `name`."""
+def columns(args: Args, known: Databases, deadline: float | None = None) -> dict[str, Any]:
+    """The rows of `database` by another `key` and `value`, as the database called `name`. Where
+    that takes until the `deadline`, it is stopped, and nothing is kept."""
     source = chosen(args, known)
     if len(source) > MOST:
         raise ArgumentError(
             f"{args['database']} has {len(source):,} rows, and at most {MOST:,} are encoded anew: "
             "import it with this key"
         )
-    with skipping() as skipped:
+    with skipping() as skipped, limit_time(deadline):
         made = source.by(args["key"], args.get("value"))
     return _kept(str(args.get("name") or args["database"]), made, known, skipped)
 
@@ -160,9 +174,13 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"upload.{form}"
         path.write_bytes(data)
+        limits = SourceLimits(bounds.CELL, bounds.COLUMNS)
         try:
             bounds.check(path, form)
-            return Database.from_source(path, key=key or None, value=value or None)
+            with limit_sources(limits):
+                return Database.from_source(path, key=key or None, value=value or None)
+        except DeadlineError:
+            raise
         except QkvError as error:
             # Where the file lay for a moment is nobody's business.
             raise ArgumentError(str(error).replace(str(path), name)) from None
@@ -188,6 +206,8 @@ def _stored(data: bytes, name: str) -> Database:
             raise
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, DeadlineError):
+            raise
         if isinstance(error, tarfile.TarError):
             raise ArgumentError(f"{name}: expected a tar of a database's folder: {error}") from None
         if isinstance(error, QkvError | LookupError | TypeError | ValueError | sqlite3.Error):

@@ -33,7 +33,7 @@ from qkv.serve.bodies import (
     record,
 )
 from qkv.serve.route import Given, Refused, Routes
-from qkv.serve.served import Kept, Served, few, options, short
+from qkv.serve.served import Kept, Served, count_characters, few, options, short
 
 ONE = "/v1/databases/{name}"
 
@@ -56,8 +56,9 @@ async def ask(served: Served, given: Given) -> Any:
     kept, how = given.kept, dict(given.body)
     query = how.pop("query")
     more = [name for name in ("weights", "spread") if how.pop(name, False)]
-    size = few(kept.size(query))
-    answers, single = await asyncio.wrap_future(kept.batches.ask(wire.dumps(how), query, size))
+    size, characters = few(kept.size(query)), count_characters(query)
+    asked = kept.batches.ask(wire.dumps(how), query, size, characters)
+    answers, single = await asyncio.wrap_future(asked)
     told = [wire.told(answer, given.exactly) for answer in answers]
     if more:
         await served.work(_more, answers, more, told)
@@ -77,6 +78,7 @@ def attend(served: Served, given: Given) -> Any:
     """Pool the values for a query, or for each of a list, as numbers alone."""
     kept, how = given.kept, dict(given.body)
     query, version = how.pop("query"), how.pop("at", None)
+    count_characters(query)
     queries, single = kept.queries(query)
     few(len(queries))
     value = kept.at(version).attend(queries, **options(how))
@@ -132,6 +134,13 @@ def _added(kept: Kept, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
             raise DtypeError(f"rows[{i}] must be a mapping of columns, not {type(row).__name__}")
         for name in key:
             short(row.get(name), f"rows[{i}].{name}")
+        for name, cell in row.items():
+            if isinstance(cell, str | bytes) and len(cell) > limits.CELL:
+                raise Refused(
+                    413,
+                    f"rows[{i}].{name}: at most {limits.CELL:,} characters, not {len(cell):,}: "
+                    "store a value this long in a file of its own",
+                )
         if any(row.get(name) is None for name in key):
             raise ArgumentError(f"rows[{i}] has no key: give {', '.join(key)}")
     if not body.get("update"):

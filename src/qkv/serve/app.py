@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
+from qkv.deadline import DeadlineError, limit_time
 from qkv.errors import unknown
 from qkv.serve import api, fit, inference, limits, page, wire
 from qkv.serve.answers import refusal, refused_by, written
@@ -136,6 +138,8 @@ class Endpoint:
             return await _called(self.served, route, given)
         except Refused as error:
             return refusal(error, exactly=exactly)
+        except DeadlineError:
+            return refusal(_late(route), exactly=exactly)
         except Exception as error:
             refused = await self.served.work(refused_by, error)
             if refused is None:
@@ -158,12 +162,19 @@ async def _called(served: Served, route: Route, given: Given) -> Response:
 
 
 async def _timed(route: Route, call: Any) -> Any:
+    """The result of a call that is stopped at the limit: at the next block of its work where a
+    thread does it."""
     try:
-        async with asyncio.timeout(limits.SECONDS):
-            return await call
+        with limit_time(time.monotonic() + limits.SECONDS):
+            async with asyncio.timeout(limits.SECONDS):
+                return await call
     except TimeoutError:
-        told = f"this took longer than {limits.SECONDS:g} seconds, the limit: {_instead(route)}"
-        raise Refused(503, told) from None
+        raise _late(route) from None
+
+
+def _late(route: Route) -> Refused:
+    seconds = limits.UPLOAD_SECONDS if route.right == "upload" else limits.SECONDS
+    return Refused(503, f"this took longer than {seconds:g} seconds, the limit: {_instead(route)}")
 
 
 def _instead(route: Route) -> str:

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkv.database.faults import Closed
+from qkv.deadline import current_deadline, limit_time
 from qkv.serve import limits
 
 Answered = Callable[[Any, list[Any]], Sequence[Any]]
@@ -17,6 +18,16 @@ PATIENCE, LONGEST = 1 / 4, 0.05
 """How long a database waits for the next of those whom it has just answered: a part of the time
 that they took, and some seconds at most; for all of them no longer than they took. Whoever asks
 again by then is of the next batch, not of the one after: two halves read all rows twice."""
+
+
+class Ask(NamedTuple):
+    """Queries that wait for a batch."""
+
+    asked: Any
+    size: int
+    characters: int
+    deadline: float | None
+    found: Future[Any]
 
 
 class Batches:
@@ -35,17 +46,19 @@ class Batches:
         self._answer, self._seen = answer, seen
         self._thread = ThreadPoolExecutor(1, "qkv-ask")
         self._lock = threading.Condition()
-        self._waiting: dict[Hashable, list[tuple[Any, int, Future[Any]]]] = {}
+        self._waiting: dict[Hashable, list[Ask]] = {}
         self._busy = False
         self._asking, self._pause, self._until = 0, 0.0, 0.0
         """How many asked at once when the last batch ended, how long the next of them is waited
         for, and until when all are."""
 
-    def ask(self, how: Hashable, asked: Any, size: int = 1) -> Future[Any]:
-        """The answer to come; `size` is how many queries were asked."""
+    def ask(self, how: Hashable, asked: Any, size: int = 1, characters: int = 0) -> Future[Any]:
+        """The answer to come; `size` is how many queries were asked, and `characters` how long
+        their texts are together. Work for it stops at the deadline of whoever calls this."""
         found: Future[Any] = Future()
         with self._lock:
-            self._waiting.setdefault(how, []).append((asked, size, found))
+            ask = Ask(asked, size, characters, current_deadline(), found)
+            self._waiting.setdefault(how, []).append(ask)
             # Whoever is at work looks for more before it ends.
             if not self._busy:
                 try:
@@ -59,13 +72,16 @@ class Batches:
     def _work(self) -> None:
         while batch := self._next():
             how, asks = batch
-            asks = [ask for ask in asks if ask[2].set_running_or_notify_cancel()]
+            asks = [ask for ask in asks if ask.found.set_running_or_notify_cancel()]
             if not asks:
                 continue
-            self._seen(sum(size for _, size, _ in asks))
+            self._seen(sum(ask.size for ask in asks))
             begin = time.monotonic()
+            deadlines = [ask.deadline for ask in asks if ask.deadline is not None]
             try:
-                answers = self._answer(how, [asked for asked, _, _ in asks])
+                # Nobody waits for an answer after the last deadline.
+                with limit_time(max(deadlines) if len(deadlines) == len(asks) else None):
+                    answers = self._answer(how, [ask.asked for ask in asks])
             except BaseException as error:
                 answers = [error] * len(asks)
             with self._lock:
@@ -73,13 +89,13 @@ class Batches:
                 now = time.monotonic()
                 self._pause = min(PATIENCE * (now - begin), LONGEST)
                 self._until = now + max(now - begin, self._pause)
-            for (_, _, found), answer in zip(asks, answers, strict=True):
+            for ask, answer in zip(asks, answers, strict=True):
                 if isinstance(answer, BaseException):
-                    found.set_exception(answer)
+                    ask.found.set_exception(answer)
                 else:
-                    found.set_result(answer)
+                    ask.found.set_result(answer)
 
-    def _next(self) -> tuple[Any, list[tuple[Any, int, Future[Any]]]] | None:
+    def _next(self) -> tuple[Any, list[Ask]] | None:
         """The asks that have waited longest, as many as one batch may hold."""
         with self._lock:
             if not self._waiting:
@@ -90,9 +106,12 @@ class Batches:
                 if left <= 0 or not self._lock.wait(left):
                     break
             how = next(iter(self._waiting))
-            asks, taken, count = self._waiting.pop(how), 0, 0
-            while taken < len(asks) and (not taken or count + asks[taken][1] <= limits.QUERIES):
-                count += asks[taken][1]
+            asks, taken, count, characters = self._waiting.pop(how), 0, 0, 0
+            while taken < len(asks):
+                count += asks[taken].size
+                characters += asks[taken].characters
+                if taken and (count > limits.QUERIES or characters > limits.TEXTS):
+                    break
                 taken += 1
             if asks[taken:]:
                 self._waiting[how] = asks[taken:]  # behind the others

@@ -23,7 +23,7 @@ from qkv.serve import tensors
 from qkv.serve.bodies import ASK, TEXT, TEXTS, body, list_of, record
 from qkv.serve.fit import fault, parsed, whole
 from qkv.serve.route import Given, Routes
-from qkv.serve.served import Kept, Served, few
+from qkv.serve.served import Kept, Served, count_characters, few
 from qkv.serve.tensors import Tensor
 from qkv.told import jsonable
 
@@ -98,14 +98,15 @@ def model(served: Served, given: Given) -> Any:
 async def infer(served: Served, given: Given) -> Any:
     """Answer queries that come as a tensor by tensors, in JSON or as bytes behind it."""
     kept = given.kept
-    request, how, queries = await served.work(_read, kept, given)
+    request, how, queries, characters = await served.work(_read, kept, given)
     same = json.dumps(how, sort_keys=True)
-    answers, _ = await asyncio.wrap_future(kept.batches.ask(same, queries, len(queries)))
+    asked = kept.batches.ask(same, queries, len(queries), characters)
+    answers, _ = await asyncio.wrap_future(asked)
     return await served.work(_written, kept, request, answers, how["top"])
 
 
-def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """The request, its parameters, and its queries."""
+def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any, int]:
+    """The request, its parameters, its queries, and how many characters they have."""
     request, behind = given.body, b""
     if isinstance(request, bytes):
         request, behind = _parted(request, given.headers.get(LENGTH))
@@ -113,9 +114,12 @@ def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any
     if set(inputs) != {"query"}:
         raise ArgumentError(f"there is one input, 'query', not {', '.join(map(repr, inputs))}")
     tensors.wanted(request, _outputs(kept))
-    how, queries = _how(request), _queries(kept, inputs["query"])
+    query = inputs["query"]
+    few(query.size if query.ndim < 2 else len(query))
+    characters = count_characters(query.reshape(-1).tolist()) if query.dtype == object else 0
+    how, queries = _how(request), _queries(kept, query)
     few(len(queries))
-    return request, how, queries
+    return request, how, queries, characters
 
 
 def _written(kept: Kept, request: dict[str, Any], answers: list[Answer], top: int) -> Response:

@@ -16,8 +16,12 @@ UPLOADS = 8
 """Uploaded files that are kept at a time, in memory."""
 QUERIES = 1024
 """Queries of one request, and of the batch that concurrent requests make."""
-TEXT = bounds.TEXT
+TEXT = bounds.QUERY
 """Characters of a query, or of a key."""
+TEXTS = 2**20
+"""Characters of all queries of one request, and of the batch that concurrent requests make."""
+CELL = bounds.CELL
+"""Characters of a cell of a row that is added or uploaded."""
 ROWS = 10_000
 """Rows of one request, in or out."""
 TOP = 1000
@@ -25,7 +29,10 @@ TOP = 1000
 NUMBERS = 2**20
 """Numbers that one answer holds where they are not rows: weights, or what was pooled."""
 SECONDS = 60.0
-"""Until a request is answered; one that keeps something is finished however long it takes."""
+"""Until a request is answered, and its work stopped; one that writes is finished however long it
+takes."""
+UPLOAD_SECONDS = 300.0
+"""Until an upload is read and encoded; then it is stopped, and nothing of it is kept."""
 HEAD = 2**16
 """Bytes of a request's head."""
 HEADER = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
@@ -91,7 +92,7 @@ ROUTES = Routes(
 )
 def columns(served: Served, given: Given) -> Any:
     """What the page asks to be kept: the rows of a database by another key and value."""
-    return _packed(_answered("columns", served, given.body))
+    return _packed(_answered("columns", served, given.body, _upload_deadline()))
 
 
 @ROUTES(
@@ -121,12 +122,20 @@ KEEPS = {"upload", "columns"}
 """Calls that keep something, and so need more than to read."""
 
 
-def _answered(name: str, served: Served, args: dict[str, Any]) -> Any:
+def _upload_deadline() -> float:
+    return time.monotonic() + limits.UPLOAD_SECONDS
+
+
+def _answered(
+    name: str, served: Served, args: dict[str, Any], deadline: float | None = None
+) -> Any:
     try:
         if isinstance(args.get("weighting"), str):
             options({"weighting": args["weighting"]})
         if args.get("database") in served.databases:
             served.find(args["database"])
+        if deadline is not None:
+            return tables.columns(args, served, deadline)
         return calls.call(name, args, served)
     except QkvError:
         raise
@@ -182,7 +191,7 @@ def upload(served: Served, given: Given) -> Any:
     at = given.at
     how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
     args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
-    return {**tables.upload(args, served), "uploaded": True}
+    return {**tables.upload(args, served, _upload_deadline()), "uploaded": True}
 
 
 @ROUTES(

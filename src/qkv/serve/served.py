@@ -16,6 +16,7 @@ import numpy as np
 from qkv.database import Database, cells, spelled
 from qkv.database import open as open_database
 from qkv.database.queries import READ
+from qkv.deadline import DeadlineError, current_deadline, limit_time
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import limits, wire
 from qkv.serve.batch import Batches
@@ -142,8 +143,8 @@ class Kept:
                 many = np.stack(many) if many else many
             answers: list[Answer] = database.ask(many, **built) if len(many) else []
         except Exception as error:
-            if len(asked) == 1:
-                return [error]
+            if len(asked) == 1 or isinstance(error, DeadlineError):
+                return [error] * len(asked)
             return [self._answers(how, [one])[0] for one in asked]
         found, start = [], 0
         for queries, single in each:
@@ -164,6 +165,37 @@ def _stat(path: Path | None) -> os.stat_result | None:
         return None
 
 
+def _limited(deadline: float | None, call: Callable[..., Any], given: Sequence[Any]) -> Any:
+    with limit_time(deadline):
+        return call(*given)
+
+
+def count_characters(given: Any) -> int:
+    """Characters of all texts in a query, or in a list of them; refused where one request may not
+    have so many.
+
+    >>> count_characters(["Li", ["Mu", 1], {"name": "Bo"}])
+    6
+    """
+    found, rest = 0, [given]
+    while rest:
+        x = rest.pop()
+        if isinstance(x, str | bytes):
+            short(x, "query")
+            found += len(x)
+        elif isinstance(x, list | tuple):
+            rest += x
+        elif isinstance(x, dict):
+            rest += x.values()
+    if found > limits.TEXTS:
+        raise Refused(
+            413,
+            f"query: at most {limits.TEXTS:,} characters in one request, not {found:,}: ask fewer "
+            "queries at a time",
+        )
+    return found
+
+
 def few(queries: int) -> int:
     """So many queries, where one request may ask them."""
     if queries > limits.QUERIES:
@@ -173,8 +205,12 @@ def few(queries: int) -> int:
 
 def short(query: Any, what: str) -> Any:
     """A text, or anything else, where it is as long as one may be."""
-    if isinstance(query, str) and len(query) > limits.TEXT:
-        raise Refused(413, f"{what}: at most {limits.TEXT:,} characters, not {len(query):,}")
+    if isinstance(query, str | bytes) and len(query) > limits.TEXT:
+        raise Refused(
+            413,
+            f"{what}: at most {limits.TEXT:,} characters, not {len(query):,}: shorten it, or use "
+            "qkv.open(PATH) in Python, which has no such limit",
+        )
     return query
 
 
@@ -263,8 +299,10 @@ class Served(MutableMapping[str, "Database"]):
         return kept
 
     async def work(self, call: Callable[..., Any], *given: Any) -> Any:
-        """The call's result, found in a thread."""
-        return await asyncio.wrap_future(self._pool.submit(call, *given))
+        """The call's result, found in a thread, with the deadline of whoever waits for it."""
+        return await asyncio.wrap_future(
+            self._pool.submit(_limited, current_deadline(), call, given)
+        )
 
     def close(self) -> None:
         """Finish what was taken, and close every database."""

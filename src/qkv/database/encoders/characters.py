@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.deadline import check_deadline
 from qkv.errors import ArgumentError
 
 SEPARATOR = "\x1e"
@@ -20,6 +21,9 @@ SPACE = 32
 
 BLOCK = 1024
 """Texts at a time: their counts stay in cache."""
+
+MAX_CHARACTERS = 1 << 18
+"""Characters of such texts: each takes about 200 bytes while it is encoded."""
 
 SLOTS = 1 << 16
 """Entries of the table of how common n-grams are; those that share one share their weight."""
@@ -112,9 +116,24 @@ class Characters(Encoder):
         return np.concatenate(rows), np.concatenate(codes), weight
 
 
-def blocks(keys: list[str]) -> Iterator[tuple[int, list[str]]]:
-    for start in range(0, len(keys), BLOCK):
-        yield start, keys[start : start + BLOCK]
+def blocks(keys: list[str], most: int = BLOCK) -> Iterator[tuple[int, list[str]]]:
+    """Texts, at most so many and MAX_CHARACTERS at a time, unless one alone has more, and where the
+    first of them lies.
+
+    >>> list(blocks(["a", "b", "c"], 2))
+    [(0, ['a', 'b']), (2, ['c'])]
+    """
+    start = 0
+    while start < len(keys):
+        check_deadline()
+        block, total = keys[start : start + most], 0
+        for count, text in enumerate(block):
+            total += len(text)
+            if total > MAX_CHARACTERS:
+                block = block[: max(count, 1)]
+                break
+        yield start, block
+        start += len(block)
 
 
 def plain(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
+from qkv.database.encoders.characters import blocks
 from qkv.database.encoders.spelling import Pieces
 from qkv.database.store.layout import DTYPES
 from qkv.errors import MissingExtra
@@ -82,13 +83,13 @@ class Words(Encoder):
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         keys = texts(keys)
         out = np.empty((len(keys), self.width), np.float32)
-        for start in range(0, len(keys), BLOCK):
-            ids, offsets = self.tokens(keys[start : start + BLOCK])
+        for start, block in blocks(keys, BLOCK):
+            ids, offsets = self.tokens(block)
             if len(ids) > FEW:
                 table = self.table
             else:  # not all vectors are made floats for a few
                 table, ids = np.asarray(_mapped()[ids], np.float32), np.arange(len(ids))
-            out[start : start + BLOCK] = sums(table, ids, offsets)
+            out[start : start + len(block)] = sums(table, ids, offsets)
         return unit(out)
 
     def settings(self) -> dict[str, Any]:

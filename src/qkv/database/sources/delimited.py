@@ -14,7 +14,15 @@ from itertools import islice
 from qkv.database.faults import NoHeader
 from qkv.database.sources import files
 from qkv.database.sources.numbers import MISSING, is_row, numbers, pointed, typed, whole
-from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
+from qkv.database.sources.table import (
+    SourceError,
+    Table,
+    check_columns,
+    check_names,
+    current_limits,
+    no_rows,
+)
+from qkv.deadline import check_deadline
 from qkv.errors import warn
 from qkv.types import Progress
 
@@ -122,10 +130,14 @@ def _parsed(
     """Names and columns, record by record, or the error of the first that cannot be read."""
     names: list[str] = []
     columns: list[list[str]] = []
+    before = 0
     for batch, done in _batches(text, delimiter):
+        check_deadline()
         if batch is None or len(set(map(len, batch)) | {len(names or batch[0])}) > 1:
-            raise _broken(text, delimiter, file)
+            raise _broken(text, delimiter, file, before, len(names))
+        before = done
         if not names:
+            check_columns(len(batch[0]), file, 1)
             names = _named(batch[0], given, file) if given else batch.pop(0)
             columns = [[] for _ in names]
         for column, cells in zip(columns, zip(*batch, strict=True), strict=False):
@@ -171,7 +183,7 @@ def sniff(text: str) -> tuple[str, bool]:
 def _sampled(text: str, delimiter: str) -> list[list[str]]:
     """The first records."""
     lines = io.StringIO(text[:_SAMPLE], newline="")
-    with _long_fields():
+    with _long_fields(_SAMPLE):
         records = [*filter(None, csv.reader(lines, delimiter=delimiter))]
     return records[:-1] if len(text) > _SAMPLE and len(records) > 1 else records  # one is cut off
 
@@ -183,7 +195,7 @@ def _batches(text: str, delimiter: str) -> Iterator[tuple[list[list[str]] | None
     batch: list[list[str]] | None = []
     while batch is not None:
         try:
-            with _long_fields():
+            with _long_fields(current_limits().cell_characters):
                 batch = list(islice(records, _BATCH))
         except csv.Error:
             batch = None
@@ -193,37 +205,50 @@ def _batches(text: str, delimiter: str) -> Iterator[tuple[list[list[str]] | None
 
 
 @contextmanager
-def _long_fields() -> Iterator[None]:
-    """Let csv read cells of LONGEST; its limit belongs to the process, so one thread at a time."""
+def _long_fields(longest: int) -> Iterator[None]:
+    """Let csv read cells of so many characters; csv has one limit for the whole process, so one
+    thread reads at a time."""
     with _LIMIT:
-        before = csv.field_size_limit(LONGEST)
+        before = csv.field_size_limit(longest)
         try:
             yield
         finally:
             csv.field_size_limit(before)
 
 
-def _broken(text: str, delimiter: str, file: str) -> SourceError:
-    """The error of the first record that cannot be read, found by a second and slower look."""
+_MORE_CELLS = 1_000
+"""Cells beyond the header's that are counted before a record is refused."""
+
+
+def _broken(text: str, delimiter: str, file: str, begin: int = 0, width: int = 0) -> SourceError:
+    """The error of the first record from `begin` on that cannot be read or has not `width` cells
+    (0: as many as the first), found by a second and slower look. A record is refused at the cell
+    that is too long, or one too many, not at its end."""
 
     def error(what: str, at: int) -> SourceError:
         return files.fault(what, text, at, file)
 
     name = "tab" if delimiter == "\t" else delimiter
     cell = re.compile(rf'"[^"]*+(?:""[^"]*+)*+"|(?!")[^{re.escape(delimiter)}\r\n]*')
-    end, width = 0, 0
+    end, longest = begin, current_limits().cell_characters
+    columns = current_limits().columns
     while (at := _next(text, end)) < len(text):
         starts: list[int] = []
         while not starts or text[end : end + 1] == delimiter:
             at = end + 1 if starts else at
             starts.append(at)
+            if width and len(starts) > width + _MORE_CELLS:
+                break
+            if not width and columns is not None and len(starts) > columns:
+                what = f"more than {columns:,} columns, the most that are read here: leave some out"
+                return error(what, at)
             found = cell.match(text, at)
             if found is None:
                 return error("a quote opens here and never closes: close it, or double it", at)
             end, quoted = found.end(), found[0].startswith('"')
-            if end - at - 2 * quoted > LONGEST:
+            if end - at - 2 * quoted > longest:
                 return error(
-                    f"a cell of more than {LONGEST:,} characters begins here: is a quote not "
+                    f"a cell of more than {longest:,} characters begins here: is a quote not "
                     "closed? Store a value this long in a file of its own",
                     at,
                 )
@@ -236,9 +261,10 @@ def _broken(text: str, delimiter: str, file: str) -> SourceError:
                 )
         width = width or len(starts)
         if len(starts) > width:
+            more = "more than " * (len(starts) > width + _MORE_CELLS)
             return error(
-                f"{len(starts)} cells where the header has {width}: put quotes around a cell that "
-                f"holds the delimiter ({name})",
+                f"{more}{len(starts) - bool(more)} cells where the header has {width}: put quotes "
+                f"around a cell that holds the delimiter ({name})",
                 starts[width],
             )
         if len(starts) < width:

@@ -12,7 +12,8 @@ from itertools import chain, repeat
 from typing import Any
 
 from qkv.database.sources import files
-from qkv.database.sources.table import LONGEST, Table, bounded, check_names, vectors
+from qkv.database.sources.table import Table, bounded, check_names, current_limits, vectors
+from qkv.deadline import check_deadline
 from qkv.errors import warn
 from qkv.types import Progress
 
@@ -49,7 +50,7 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
     _look_inside(columns, file)
     # What JSON has are plain cells as they stand.
     columns = {title: vectors(cells) for title, cells in columns.items()}
-    if len(data) > LONGEST:
+    if len(data) > current_limits().cell_characters:
         columns = {title: bounded(cells, title, file) for title, cells in columns.items()}
     return Table(name, columns)
 
@@ -72,10 +73,11 @@ def _columns(
     columns: dict[str, list[Any]] = {}
     count = cells = 0
     for rows, done in batches:
+        check_deadline()
         for title in dict.fromkeys(chain.from_iterable(rows)):
             if title not in columns:
                 columns[title] = [None] * count
-        if len(columns) > _MOST_COLUMNS:
+        if len(columns) > min(current_limits().columns or _MOST_COLUMNS, _MOST_COLUMNS):
             raise ValueError("too many names")
         for title, column in columns.items():
             column += [*map(dict.get, rows, repeat(title))]
@@ -152,6 +154,7 @@ def _rows(text: str, listed: bool) -> Iterator[tuple[list[dict[str, Any]], int]]
     """The objects, many at a time, and where they end; else what is wrong with the first."""
     rows: list[dict[str, Any]] = []
     names: set[str] = set()
+    most = min(current_limits().columns or _MOST_COLUMNS, _MOST_COLUMNS)
     end = 0
     for start, end, row in (_elements if listed else _lines)(text):
         if not isinstance(row, dict):
@@ -161,9 +164,9 @@ def _rows(text: str, listed: bool) -> Iterator[tuple[list[dict[str, Any]], int]]
                 start,
             )
         names.update(row)
-        if len(names) > _MOST_COLUMNS:
+        if len(names) > most:
             raise _Fault(
-                f"the objects so far have more than {_MOST_COLUMNS:,} different names: rows of a "
+                f"the objects so far have more than {most:,} different names: rows of a "
                 "table share their names, so put what differs into a value",
                 start,
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,32 @@ from qkv.errors import QkvError, warn
 
 # The longest text or bytes in one cell: above it, a file is more often broken than rich.
 LONGEST = 16 * 2**20
+
+
+class SourceLimits(NamedTuple):
+    """How much a reader accepts; what is more is refused where it is met."""
+
+    cell_characters: int = LONGEST
+    columns: int | None = None
+
+
+_LIMITS: ContextVar[SourceLimits | None] = ContextVar("qkv-source-limits", default=None)
+
+
+def current_limits() -> SourceLimits:
+    """The limits of the readers of this thread."""
+    return _LIMITS.get() or SourceLimits()
+
+
+@contextlib.contextmanager
+def limit_sources(limits: SourceLimits) -> Iterator[None]:
+    """Read with other limits than the usual, as a server does."""
+    token = _LIMITS.set(limits)
+    try:
+        yield
+    finally:
+        _LIMITS.reset(token)
+
 
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 _DATES = (datetime.date, datetime.datetime, datetime.time)
@@ -71,6 +99,7 @@ def check_names(
     where: dict[str, Any] = {"file": file, "line": line}
     if not names:
         raise SourceError("no columns: there is nothing to read", **where)
+    check_columns(len(names), file, line)
     for place, name in enumerate(names, start=1):
         if not isinstance(name, str):
             told = f"is named {name!r}, of type {type(name).__name__}: rename it"
@@ -83,6 +112,14 @@ def check_names(
         places = [str(place) for place, other in enumerate(names, start=1) if other == name]
         told = f"are all named {name!r}: rename all but one{otherwise}"
         raise SourceError(f"columns {', '.join(places)} {told}", **where)
+
+
+def check_columns(count: int, file: str, line: int | None = None) -> None:
+    """Refuse more columns than the reader's limit."""
+    most = current_limits().columns
+    if most is not None and count > most:
+        told = f"{count:,} columns, and {most:,} are the most that are read here"
+        raise SourceError(f"{told}: leave some out", file=file, line=line)
 
 
 def no_rows(file: str) -> SourceError:
@@ -133,11 +170,11 @@ def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
     if not kinds & {str, bytes}:
         return cells
     texts = cells if kinds <= {str, bytes} else [x for x in cells if type(x) in (str, bytes)]
-    longest = max(texts, key=len)
-    if len(longest) > LONGEST:
+    longest, most = max(texts, key=len), current_limits().cell_characters
+    if len(longest) > most:
         raise SourceError(
             f"row {[x is longest for x in cells].index(True) + 1} of column {name!r} is "
-            f"{len(longest):,} long, and {LONGEST:,} is the most a cell may be: store such a value "
+            f"{len(longest):,} long, and {most:,} is the most a cell may be: store such a value "
             "in a file of its own",
             file=file,
         )

@@ -1,0 +1,198 @@
+"""Long text and long work are refused, and work that nobody waits for is stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from qkv import Database
+from qkv.database.encoders import characters
+from qkv.deadline import DeadlineError, check_deadline, current_deadline, limit_time
+from qkv.serve import limits
+from qkv.serve.app import app
+from qkv.serve.batch import Batches
+from qkv.serve.guard import Access
+from qkv.serve.served import Served
+from tests.serve.conftest import LOCAL
+
+LONG = "x" * (limits.TEXT + 1)
+MANY = ["y" * 2_000] * (limits.TEXTS // 2_000 + 1)
+
+
+@pytest.mark.parametrize("route", ["ask", "attend"])
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        (LONG, "at most 65,536 characters, not 65,537: shorten it"),
+        (["Emma", LONG], "at most 65,536 characters"),
+        ([["Emma", LONG]], "at most 65,536 characters"),
+        ({"title": [LONG]}, "at most 65,536 characters"),
+        (MANY, "at most 1,048,576 characters in one request, not 1,050,000: ask fewer queries"),
+    ],
+)
+def test_long_queries_are_refused(client: TestClient, route: str, query: Any, told: str) -> None:
+    answer = client.post(f"/v1/databases/books/{route}", json={"query": query})
+    assert answer.status_code == 413 and told in answer.json()["error"]
+
+
+def test_long_queries_of_the_inference_protocol_are_refused(client: TestClient) -> None:
+    for texts, told in (([LONG], "65,536 characters"), (MANY, "1,048,576 characters")):
+        tensor = {"name": "query", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+        answer = client.post("/v2/models/books/infer", json={"inputs": [tensor]})
+        assert answer.status_code == 413 and told in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "told"),
+    [
+        ("ask", {"database": "books", "query": LONG}, "65,536 characters of a query"),
+        ("answer", {"database": "books", "query": LONG}, "65,536 characters of a query"),
+        ("encode", {"encoder": "characters", "keys": ["a"], "query": LONG}, "65,536 characters"),
+        ("rows", {"database": "books", "where": "x" * 10_001}, "10,000 characters of where"),
+        ("ask", {"database": "books", "query": "a", "where": "x" * 10_001}, "10,000 characters"),
+        ("sentence", {"text": "x" * 10_001}, "at most 10,000 are read"),
+    ],
+)
+def test_long_texts_of_the_page_are_refused(
+    client: TestClient, call: str, args: dict[str, Any], told: str
+) -> None:
+    answer = client.post(f"/page/call/{call}", json=args)
+    assert answer.status_code == 422 and told in answer.json()["error"]
+
+
+def test_long_cells_are_refused(client: TestClient) -> None:
+    for row, told in (
+        ({"title": LONG, "genre": "a", "year": 1}, "rows[0].title: at most 65,536 characters"),
+        ({"title": "a", "genre": "x" * (limits.CELL + 1), "year": 1}, "at most 1,048,576"),
+    ):
+        answer = client.post("/v1/databases/books/rows", json={"rows": [row]})
+        assert answer.status_code == 413 and told in answer.json()["error"]
+
+
+def upload(client: TestClient, content: bytes, form: str = "csv") -> Any:
+    head = {"content-type": "application/octet-stream"}
+    path = f"/v1/databases?name=hostile&format={form}"
+    return client.post(path, content=content, headers=head)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a,b\n" + b'"",' * 3_000_000, "more than 1002 cells where the header has 2"),
+        (b'"a\n"' + b',""' * 3_000_000 + b"\n1", "more than 1,000 columns"),
+        (b'"a\n"' + b"," * 9_000_000 + b"\n", "1,000 are the most"),
+        (b"a,b\n1," + b'"' * 10_000_000, "a cell of more than 1,048,576 characters"),
+        (b'"' * 10_000_000, "a cell of more than 1,048,576 characters"),
+        (b"a,b\n" + b"1,2\n" * 900_000 + b"1", "1 cell where the header has 2"),
+    ],
+    ids=["cells", "quoted columns", "columns", "quotes in a cell", "quotes", "last row"],
+)
+def test_a_hostile_csv_is_refused_where_it_is_met(
+    client: TestClient, content: bytes, told: str
+) -> None:
+    """Each takes less than a second."""
+    start = time.process_time()
+    answer = upload(client, content)
+    assert answer.status_code == 422 and told in answer.json()["error"]
+    assert time.process_time() - start < 8
+
+
+def test_a_long_cell_of_json_is_refused(client: TestClient) -> None:
+    answer = upload(client, b'{"a": 1, "b": "' + b"x" * (limits.CELL + 1) + b'"}\n', "jsonl")
+    assert answer.status_code == 422 and "1,048,576 is the most" in answer.json()["error"]
+
+
+def test_an_upload_is_stopped_at_its_deadline(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "UPLOAD_SECONDS", -1.0)
+    for form, content in (("csv", b"a,b\n1,2\n"), ("jsonl", b'{"a": "b", "b": 1}\n')):
+        answer = upload(client, content, form)
+        assert answer.status_code == 503 and "qkv import FILE" in answer.json()["error"]
+    assert client.get("/v1/databases/hostile/info").status_code == 404
+
+
+class Counted:
+    """Counts the blocks of text that are encoded, each of which takes a moment."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self._grams = characters.Characters._grams
+
+    def __call__(self, encoder: characters.Characters, block: list[str]) -> Any:
+        self.blocks += 1
+        time.sleep(0.02)
+        return self._grams(encoder, block)
+
+
+def test_work_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 blocks of text would take 40 seconds, of which the limit is a fifth of one."""
+    counted = Counted()
+    served = Served()
+    served.put("names", Database({"Li": 1.0, "Bo": 2.0}, encoder="characters"))
+    monkeypatch.setattr(characters.Characters, "_grams", lambda *given: counted(*given))
+    monkeypatch.setattr(characters, "MAX_CHARACTERS", 1)
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    with TestClient(app(served, Access()), base_url=LOCAL) as client:
+        for route in ("ask", "attend"):
+            answer = client.post(
+                f"/v1/databases/names/{route}", json={"query": ["abc", "bcd"] * 500}
+            )
+            assert answer.status_code == 503, answer.text
+            assert "longer than 0.2 seconds" in answer.json()["error"]
+    # The app waits at its end for all that goes on.
+    assert counted.blocks < 1_000
+
+
+def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
+    seen: list[float | None] = []
+    go, begun = threading.Event(), threading.Event()
+
+    def answer(how: Any, asked: list[Any]) -> list[Any]:
+        begun.set()
+        go.wait(60)
+        seen.append(current_deadline())
+        check_deadline()
+        return asked
+
+    batches = Batches(answer)
+    now = time.monotonic()
+    first = batches.ask("x", "a")
+    begun.wait(60)
+    with limit_time(now + 500):
+        rest = [batches.ask("x", "b")]
+    with limit_time(now + 600):
+        rest.append(batches.ask("x", "c"))
+    with limit_time(now - 1):
+        late = batches.ask("y", "d")
+    go.set()
+    assert first.result(60) == "a" and [one.result(60) for one in rest] == ["b", "c"]
+    with pytest.raises(DeadlineError):
+        late.result(60)
+    assert seen == [None, now + 600, now - 1]
+    batches.close()
+
+
+def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TEXTS", 10)
+    sizes: list[int] = []
+    go, begun = threading.Event(), threading.Event()
+
+    def answer(how: Any, asked: list[Any]) -> list[Any]:
+        begun.set()
+        go.wait(60)
+        sizes.append(len(asked))
+        return asked
+
+    batches = Batches(answer)
+    first = batches.ask("x", "a")
+    begun.wait(60)
+    rest = [batches.ask("x", i, characters=count) for i, count in enumerate((4, 6, 1, 20, 1))]
+    go.set()
+    assert [one.result(60) for one in (first, *rest)] == ["a", 0, 1, 2, 3, 4]
+    assert sizes == [1, 2, 1, 1, 1]
+    batches.close()
