@@ -258,7 +258,7 @@ def weights(served: Served, given: Given) -> Any:
 
 def _array(name: str, given: Any, kind: type = float) -> np.ndarray:
     try:
-        found = np.asarray(given, dtype=kind)
+        found: np.ndarray = np.asarray(given, dtype=kind)
     except (ValueError, OverflowError):
         found = np.zeros(0)
     if found.ndim != 2 or not found.size:
