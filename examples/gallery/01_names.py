@@ -2,12 +2,12 @@ r"""
 A database of names
 ===================
 
-A database **D** is a set of pairs: a key :math:`k_i` and the value :math:`v_i` that belongs to it.
-A *query* :math:`q` goes over the keys, and where a key satisfies it, the value comes back:
+A database **D** is a set of pairs: a key :math:`k_i` and its value :math:`v_i`. A *query* :math:`q`
+is compared with the keys. If a key matches, the database returns its value:
 
 .. math:: D = \{(k_1, v_1), \ldots, (k_m, v_m)\}
 
-Keys and values may be of any type: a name and a major, a number and a date, a firm and its worth.
+Keys and values can have any type: a name and a major, a number and a date, a company and its value.
 """
 
 import qkv
@@ -25,17 +25,17 @@ D = qkv.Database(
 assert D["Li"] == "Mu"
 
 # %%
-# Four things are true of this look-up, and attention will keep all four.
+# This lookup has four properties. Attention keeps all of them.
 #
-# 1. The query knows nothing of the size of D: three rows or three million, it is the same query.
-# 2. The answer lies in D, not in the query. Another D answers the same query otherwise.
-# 3. The rule is small ("are the two equal?") however large the set of possible keys.
-# 4. D is not compressed into anything first. It is read as it stands.
+# 1. The query does not depend on the size of D. Three rows or three million: it is the same query.
+# 2. The answer is in D, not in the query. A different D gives a different answer.
+# 3. The rule is small ("are the two equal?"), however many keys are possible.
+# 4. D is not compressed first. It is read as it is.
 
 assert qkv.Database({"Li": "Ming", "Wu": "Lei"})["Li"] == "Ming"
 
 # %%
-# A registrar keeps the students' majors by their names. John Doe's is psychology.
+# A registrar stores the majors of students by name. John Doe studies psychology.
 
 majors = qkv.Database.from_columns(
     {
@@ -48,8 +48,8 @@ majors = qkv.Database.from_columns(
 assert majors["John Doe"] == "psychology"
 
 # %%
-# Only keys can be asked for. "psychology" is a value, so nothing is found; the error names the keys
-# that come nearest.
+# You can look up only keys. "psychology" is a value, so nothing is found. The error names the
+# nearest keys.
 
 try:
     majors["psychology"]
@@ -57,8 +57,8 @@ except KeyError as error:
     print(error)
 
 # %%
-# To find people by their major, the two change places. Then a key may stand in several rows, and
-# the classical look-up gives the newest of them; ``all`` gives every one.
+# To find people by major, swap keys and values. Then a key may be in several rows. The classical
+# lookup returns the newest row; ``get_all`` returns all of them.
 
 people = majors.swap()
 assert people["psychology"] == "John Doe"
@@ -68,9 +68,9 @@ assert people.all("law") == ["Jane Roe", "Sam Ortiz"]
 # A picture of the six names
 # --------------------------
 #
-# Ask for each name in turn and write down how much each key counts: 1 where it is equal, 0
-# elsewhere. This square of numbers is the first attention matrix of the chapter. "Lee", which is
-# nobody's key, has an empty row: the classical database has nothing to say.
+# Ask for each name in turn, and write down the weight of each key: 1 if it is equal, otherwise 0.
+# These numbers form the first attention matrix of this chapter. "Lee" is not a key, so its row is
+# empty: the classical database has no answer.
 
 names = [*D, "Lee"]
 answers = [D.ask(name, score="exact", weighting="raw") for name in names]
@@ -79,5 +79,5 @@ assert [float(sum(row)) for row in rows] == [1, 1, 1, 1, 1, 1, 0]
 qkv.plot.heatmaps(rows, "keys", "queries", figsize=(3.6, 3.8), xticks=list(D), yticks=names)
 
 # %%
-# Equality is one way to compare a query with a key. The next page writes the look-up as a sum, in
-# which any other comparison can take its place.
+# Equality is one way to compare a query with a key. The next page writes the lookup as a sum. Then
+# any other comparison can replace equality.

@@ -2,13 +2,13 @@ r"""
 Exact match is a one-hot row
 ============================
 
-A look-up can be written as a sum over *all* rows, if each value is multiplied by a number that says
-whether its key satisfies the query:
+A lookup can be written as a sum over *all* rows. Each value is multiplied by a number that says
+whether its key matches the query:
 
 .. math:: \mathrm{Attention}(q, D) = \sum_i \alpha(q, k_i)\, v_i
 
-For a classical database :math:`\alpha(q, k_i)` is 1 where the key equals the query, else 0. The
-row of these numbers is *one-hot*: a single 1, at the place of the row that answers.
+In a classical database :math:`\alpha(q, k_i)` is 1 if the key equals the query, otherwise 0. Such a
+row of numbers is *one-hot*: it has a single 1, at the row that answers.
 """
 
 import numpy as np
@@ -41,9 +41,9 @@ qkv.plot.heatmaps(
 # The sum itself
 # --------------
 #
-# Words cannot be added, numbers can. So number the students 0 to 4, let student 2 be John Doe, and
-# let the values be credits. "exact" scores a pair 1 or 0, and "raw" uses the scores as weights:
-# then ``attend`` is the sum above with nothing added.
+# Words cannot be added, but numbers can. So number the students 0 to 4, let student 2 be John Doe,
+# and let the values be credits. The score "exact" is 1 or 0, and "raw" uses the scores as weights.
+# Then ``attend`` is exactly the sum above.
 
 students = np.arange(5.0)[:, None]  # k, one number each
 credits = np.array([[96.0], [118.0], [104.0], [88.0], [121.0]])  # v
@@ -52,9 +52,9 @@ total = qkv.attend(john, students, credits, score="exact", weighting="raw")
 assert total.item() == 104.0
 
 # %%
-# Several queries are several rows, and the sum for all of them is one product of matrices. Where
-# each student is asked for once, in any order, the weights are a permutation: each row and each
-# column has one 1. (A single row is a one-hot *vector*; only the stack of them is a matrix.)
+# Several queries are several rows, and the sum for all of them is one matrix product. If each
+# student is asked for once, in any order, the weights are a permutation: each row and each column
+# has one 1. (A single row is a one-hot *vector*. Only the stack of rows is a matrix.)
 
 order = np.array([3.0, 0.0, 2.0, 4.0, 1.0])[:, None]
 alpha = qkv.weights(order, students, score="exact", weighting="raw")
@@ -68,15 +68,17 @@ qkv.plot.heatmaps(
 # Where equality falls short
 # --------------------------
 #
-# Nobody is student 7, so all weights are 0 and the sum is 0: not an answer but the lack of one. A
-# database says so and leaves the value empty. The same happens to "Jon Doe", one letter away.
+# No student has the number 7, so all weights are 0 and the sum is 0. This is not an answer but the
+# lack of one. A database says so and leaves the value empty. The same happens to "Jon Doe", which
+# is one letter away.
 
 assert qkv.attend(np.array([[7.0]]), students, credits, score="exact", weighting="raw") == 0.0
 assert majors.ask("Jon Doe", score="exact", weighting="raw").value is None
 
 # %%
-# Two students of one name are the other trouble: both weights are 1, and the raw sum adds their
-# credits up. Divided by their sum, the weights are a half each, and the answer is the mean.
+# Two students with the same name are the other problem. Both weights are 1, and the raw sum adds
+# their credits. If the weights are divided by their sum, each is a half, and the answer is the
+# mean.
 
 twice = np.array([[2.0], [2.0], [5.0]])
 both = np.array([[104.0], [90.0], [77.0]])
@@ -84,4 +86,4 @@ assert qkv.attend(john, twice, both, score="exact", weighting="raw").item() == 1
 assert qkv.attend(john, twice, both, score="exact", weighting="normalized").item() == 97.0
 
 # %%
-# True or false is the coarsest similarity there is. The next page has degrees of it.
+# True or false is the coarsest similarity. The next page has degrees of similarity.

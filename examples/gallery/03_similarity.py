@@ -2,13 +2,13 @@ r"""
 Similarity between 0 and 1
 ==========================
 
-Between "equal" and "different" lies "alike". Let the similarity of a query and a key be any number
-from 0 to 1, and leave the sum as it is:
+Between "equal" and "different" there is "similar". Let the similarity of a query and a key be any
+number from 0 to 1, and leave the sum as it is:
 
 .. math:: \mathrm{Attention}(q, D) = \sum_i \mathrm{similarity}(q, k_i)\, v_i
 
-The nearer :math:`\mathrm{similarity}(q, k_i)` is to 1, the more :math:`v_i` counts; near 0, it
-hardly counts at all. What "alike" means is left open, and is ours to decide.
+The closer :math:`\mathrm{similarity}(q, k_i)` is to 1, the more :math:`v_i` counts. Near 0, it
+hardly counts. We choose what "similar" means.
 """
 
 import numpy as np
@@ -33,8 +33,8 @@ assert similarity("Li", "Li") == 1.0 and similarity("Li", "Hu") == 0.0
 assert similarity("Lipton", "Liptn") == 5 / 8
 
 # %%
-# Each name and three slips, compared with every key. Where equality had a row of zeros for "Liptn",
-# this has a row that points at Lipton, and a little at Li.
+# Compare one name and three typos with every key. Equality gave "Liptn" a row of zeros. Similarity
+# points at Lipton, and a little at Li.
 
 queries = ["Li", "Liptn", "Zang", "Smolla"]
 table = np.array([[similarity(q, k) for k in names] for q in queries])
@@ -48,9 +48,9 @@ plot.heatmaps(
 # The weights need not sum to 1
 # -----------------------------
 #
-# The sum over "Liptn" mixes two names with weights 0.62 and 0.29: together 0.91 of a name. If the
-# values are numbers, such an answer is too small merely because little was alike. Dividing each row
-# by its sum mends that, and makes of similarities a *weighted mean*.
+# The sum for "Liptn" mixes two names with weights 0.62 and 0.29: together 0.91 of a name. If the
+# values are numbers, this answer is too small, only because little was similar. Dividing each row
+# by its sum fixes that, and turns similarities into a *weighted mean*.
 
 ages = np.array([[31.0], [40.0], [35.0], [44.0], [29.0], [38.0]])
 raw = table @ ages
@@ -64,14 +64,14 @@ for query, one, other in zip(queries, raw[:, 0], mean[:, 0], strict=True):
 # Similarity of numbers
 # ---------------------
 #
-# For numbers, likeness falls with distance. Five shapes that it may have, each 1 at distance 0:
-# bells without an end, and windows that are 0 from some distance on.
+# For numbers, similarity falls with distance. Here are five shapes, each 1 at distance 0. Some are
+# bells that never reach 0. Others are windows that are 0 beyond some distance.
 
 plot.kernels()
 
 # %%
-# All five turn a distance into a number from 0 to 1, and each keeps the promise of this page: the
-# nearer key counts no less than the farther one.
+# All five turn a distance into a number from 0 to 1. For each of them, a nearer key never counts
+# less than a farther one.
 
 distance = np.linspace(0, 3, 301)[:, None]
 for name in ("gaussian", "laplace", "boxcar", "triangular", "epanechnikov"):
@@ -80,6 +80,6 @@ for name in ("gaussian", "laplace", "boxcar", "triangular", "epanechnikov"):
     assert alike[0] == 1 and alike.min() >= 0 and (np.diff(alike) <= 0).all()
 
 # %%
-# In practice a similarity may live in any range: a dot product of vectors goes from −∞ to ∞. What
-# is needed is a rule that makes weights of it, and softmax will be one. First an example in which
-# the numbers mean money.
+# In practice a similarity can have any range. A dot product of vectors goes from −∞ to ∞. So we
+# need a rule that turns similarities into weights. Softmax is one. First comes an example in which
+# the numbers are money.

@@ -3,10 +3,10 @@ Grades and salaries
 ===================
 
 An engineering student with a grade average (GPA) of 3.5 wonders what she will earn. She looks at
-those who left before her, attends most to the ones between 3.4 and 3.6, and gives a passing glance
-to a 3.0 or a 4.0. Her GPA is the query, theirs are the keys, their salaries the values.
+earlier graduates. Those with a GPA between 3.4 and 3.6 count most; a 3.0 or a 4.0 counts little.
+Her GPA is the query, theirs are the keys, and their salaries are the values.
 
-The data below are invented: pay rises with the GPA, faster above 3.3, and luck adds its part.
+The data are invented: pay rises with the GPA, faster above 3.3, plus random noise.
 """
 
 import numpy as np
@@ -27,8 +27,8 @@ def pay(x: np.ndarray) -> np.ndarray:
 salary = pay(gpa) + rng.normal(0, 3.0, gpa.shape)
 
 # %%
-# She asks, with a bell of width 0.1 as her idea of "a GPA like mine". The answer is a mean of all
-# salaries, and it says which rows it is made of and how far they disagree.
+# She uses a bell of width 0.1 as her idea of "a GPA like mine". The answer is a weighted mean of
+# all salaries. It also says which rows it came from and how much they disagree.
 
 D = qkv.Database(gpa, salary)
 answer = D.ask(3.5, score=scores.Gaussian(0.1))
@@ -39,7 +39,7 @@ print(f"{answer.value:.1f} ± {answer.spread:.1f} thousand, from {answer.effecti
 # Where the weight is
 # -------------------
 #
-# "Near" is no cut: a 3.0 still counts, only very little.
+# "Near" has no sharp limit: a 3.0 still counts, but very little.
 
 alpha = answer.weights
 near = alpha[(gpa >= 3.4) & (gpa <= 3.6)].sum()
@@ -49,9 +49,9 @@ assert near > 0.6 and 0 < far < 0.001
 print(f"between 3.4 and 3.6: {near:.0%}   below 3.1 or above 3.9: {far:.3%}")
 
 # %%
-# Every student may ask. Three widths give three curves, each the answer to all queries from 2.6 to
-# 4.0; below each curve stand the weights that made it, a column to a query. Narrow, and it follows
-# luck. Wide, and everybody earns the mean.
+# Every student can ask. Three widths give three curves; each is the answer to all queries from 2.6
+# to 4.0. Below each curve are its weights, one column per query. A narrow bell follows the noise. A
+# wide bell gives everybody the mean.
 
 widths = {"σ = 0.02": 0.02, "σ = 0.1": 0.1, "σ = 0.6": 0.6}
 by = {name: scores.Gaussian(width) for name, width in widths.items()}
@@ -62,7 +62,8 @@ plot.regression(gpa, salary, by, truth=pay)
 # ---------------------
 #
 # The data can tell. Answer each student from all the *others* (a mask leaves her own row out), and
-# compare with what she earns. The error is large at both ends and smallest between.
+# compare with her salary. The error is large for very small and very large widths, and smallest in
+# between.
 
 others = ~np.eye(len(gpa), dtype=bool)
 k, v = gpa[:, None], salary[:, None]
@@ -89,4 +90,4 @@ panel.set_ylim(0)
 figure
 
 # %%
-# The similarity was chosen by us, the width by the data. Next: what else there is to choose from.
+# We chose the similarity, and the data chose the width. Next: other similarities.

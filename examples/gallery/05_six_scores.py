@@ -2,8 +2,8 @@ r"""
 Six ways to compare
 ===================
 
-A similarity has to be chosen. Six are met again and again, and each is a *score*: a number from
-:math:`-\infty` to :math:`\infty` for a query and a key, of which weights are made afterwards.
+You have to choose a similarity. Six of them are common. Each is a *score*: a number from
+:math:`-\infty` to :math:`\infty` for a query and a key. Weights are computed from scores.
 
 .. list-table::
    :header-rows: 1
@@ -13,22 +13,22 @@ A similarity has to be chosen. Six are met again and again, and each is a *score
      - choose it when
    * - dot product
      - :math:`q^\top k`
-     - direction and length both mean something: a long key should win more often
+     - direction and length both carry meaning: a longer key should win more often
    * - scaled dot product
      - :math:`q^\top k / \sqrt{d}`
-     - vectors are wide and drawn at random at first: every transformer
+     - vectors are wide and initialized at random: every transformer
    * - multiplicative
      - :math:`q^\top W k`
-     - query and key live in different spaces, or "alike" is not symmetric
+     - query and key are in different spaces, or "similar" is not symmetric
    * - additive
      - :math:`v^\top \tanh(W_1 q + W_2 k + b)`
-     - a product is too plain; one key should not win by its length
+     - a product is too simple; a key should not win by its length
    * - gated
      - :math:`\sigma(w_1^\top q + w_2^\top k + b) \cdot q^\top k`
-     - some queries or keys should hold back altogether
+     - some queries or keys should be switched off
    * - sparse
      - any of these, for chosen pairs
-     - it is known beforehand where to look, or there are too many pairs
+     - you know in advance where to look, or there are too many pairs
 """
 
 import numpy as np
@@ -43,10 +43,10 @@ q, k = rng.normal(size=(6, 8)), rng.normal(size=(10, 8))
 # Dot and scaled dot
 # ------------------
 #
-# The dot product is :math:`\lVert q \rVert \lVert k \rVert \cos` of the angle: a key twice as long
-# scores twice as much, which no direction can make up for. Its size also grows with the width: the
-# products of two random vectors of width d have variance d. Divided by :math:`\sqrt d`, they have
-# variance 1 at every width.
+# The dot product is :math:`\lVert q \rVert \lVert k \rVert \cos` of the angle. A key twice as long
+# scores twice as much, whatever its direction. The dot product also grows with the width: for two
+# random vectors of width d it has variance d. Divided by :math:`\sqrt d`, it has variance 1 at
+# every width.
 
 dot = scores.Dot()
 assert np.allclose(dot(q, 2 * k), 2 * dot(q, k))
@@ -59,10 +59,10 @@ for d in (4, 64, 1024):
 # Multiplicative and additive
 # ---------------------------
 #
-# Both have matrices that are learned, and take a query and a key of different widths. With
-# :math:`W = I` the first is the dot product again: that product is *not* what makes it
-# multiplicative, W is. The second passes the sum of both through a small network, and since tanh
-# stays between −1 and 1, no key can score more than :math:`\sum |v|`, however long.
+# Both have learned matrices, and accept a query and a key of different widths. With :math:`W = I`
+# the first is the dot product again: *W* makes it multiplicative, not the product. The second
+# passes the sum of both through a small network. Since tanh stays between −1 and 1, no key can
+# score more than :math:`\sum |v|`, however long it is.
 
 wide = rng.normal(size=(10, 12))
 bilinear = scores.Multiplicative(rng.normal(size=(8, 12)) / 4)
@@ -77,9 +77,9 @@ assert np.abs(additive(q, 1000 * k)).max() <= np.abs(additive.v).sum()
 # Gated
 # -----
 #
-# The gate is a number between 0 and 1 for each pair. Beware of what a closed one means. It makes
-# the *score* 0, and softmax gives a score of 0 an ordinary weight, :math:`e^0` over the sum. With
-# all gates closed the query attends to everything alike; it does not fall silent.
+# The gate is a number between 0 and 1 for each pair. Note what a closed gate means. It makes the
+# *score* 0, and softmax gives a score of 0 an ordinary weight, :math:`e^0` over the sum. If all
+# gates are closed, the query attends to all keys equally. It does not attend to nothing.
 
 closed = scores.Gated(np.zeros(8), np.zeros(8), np.array(-50.0))
 opened = scores.Gated(np.zeros(8), np.zeros(8), np.array(50.0))
@@ -90,14 +90,15 @@ assert np.allclose(opened(q, k), dot(q, k))
 # Sparse
 # ------
 #
-# One finds sparse attention written as :math:`s = \sum_i q^\top k_i`, which adds the scores of all
-# chosen keys into a single number and leaves nothing to weigh them by. What is meant: there is a
-# set :math:`P(q)` of places to look at. Within it scores are as before, outside there are none:
+# Some texts write sparse attention as :math:`s = \sum_i q^\top k_i`. This adds the scores of all
+# chosen keys into one number and leaves nothing to weight them by. The intended meaning is
+# different: there is a set :math:`P(q)` of positions. Inside the set, scores are as before. Outside
+# there are none:
 #
 # .. math:: \alpha(q, k_i) = \frac{e^{s(q, k_i)}}{\sum_{j \in P(q)} e^{s(q, k_j)}}
 #           \quad\text{for } i \in P(q), \text{ else } 0
 #
-# So "sparse" is no seventh formula but a mask, and goes with each of the five others.
+# So "sparse" is not a sixth formula but a mask. It combines with each of the other five.
 
 near = masks.window(1)
 alpha = qkv.weights(k, k, mask=near)
@@ -108,7 +109,7 @@ assert np.allclose(alpha.sum(1), 1)
 # Side by side
 # ------------
 #
-# The same 10 vectors as queries and as keys, softmax of each score.
+# The same 10 vectors are queries and keys. Each panel is the softmax of one score.
 
 gated = scores.Gated(rng.normal(size=8), rng.normal(size=8))
 square = scores.Multiplicative(rng.normal(size=(8, 8)) / 3)
@@ -128,7 +129,7 @@ titles = [[*ways][:3], [*[*ways][3:], "sparse: scaled dot, window"]]
 plot.heatmaps(grid, "keys", "queries", titles, figsize=(2.7, 2.7))
 
 # %%
-# Seen as functions of a single number q and a single number k, they look like this: products are
+# As functions of a single number q and a single number k, they look like this. Products are
 # saddles, tanh has plateaus, and a gate flattens one side.
 
 one = {

@@ -4,7 +4,7 @@ Four special cases
 
 .. math:: \mathrm{Attention}(q, D) = \sum_i \alpha(q, k_i)\, v_i
 
-The sum is a linear combination of the values. What the weights may be decides where it can lie:
+The sum is a linear combination of the values. The weights decide where it can lie:
 
 1. all :math:`\alpha_i \ge 0`: somewhere in the *cone* that the values span;
 2. also :math:`\sum_i \alpha_i = 1`: in their *convex hull*, a weighted mean;
@@ -25,8 +25,8 @@ value = 2.2 + 0.9 * key  # and another
 query = rng.normal(size=(400, 2)) * 1.5
 
 # %%
-# The same 400 queries to the same five rows, weighed in four ways. "sigmoid" is a case of the first
-# kind: each weight lies between 0 and 1 by itself, and nothing ties them together.
+# The same 400 queries attend to the same five rows, with four weightings. "sigmoid" is an example
+# of the first case: each weight is between 0 and 1, independently of the others.
 
 ways = {
     "α ≥ 0: a cone": "sigmoid",
@@ -39,7 +39,7 @@ alpha = {name: qkv.weights(query, key, weighting=how) for name, how in ways.item
 cone, hull, classical, mean = alpha.values()
 
 # %%
-# What the list above says, checked for each of them.
+# This checks each claim of the list above.
 
 assert all((a >= 0).all() for a in alpha.values())
 assert not np.allclose(cone.sum(1), 1)
@@ -51,8 +51,8 @@ spots = {tuple(row) for row in out["one α = 1: a value"]}
 assert spots <= {tuple(row) for row in value}
 
 # %%
-# In the plane a cone is the region between two rays, so the angle of an answer never leaves the
-# range of the values' angles; its length is free.
+# In the plane a cone is the region between two rays. So the angle of an answer stays within the
+# angles of the values. Its length is free.
 
 angle = np.arctan2(value[:, 1], value[:, 0])
 free = out["α ≥ 0: a cone"]
@@ -74,8 +74,8 @@ figure
 # %%
 # Grey is the cone, pink the hull, white circles the five values, red dots the answers.
 #
-# The second case has the other three as its limits. At a temperature near 0 softmax *is* the
-# classical query, and at a very high one the mean.
+# The other cases are limits of the second. At a temperature near 0, softmax *is* the classical
+# query. At a very high temperature, it is the mean.
 
 cold, hot = weightings.Softmax(1e-3), weightings.Softmax(1e6)
 clear = np.ptp(np.sort(query @ key.T / np.sqrt(2), 1)[:, -2:], axis=1) > 0.05
@@ -84,9 +84,8 @@ assert np.allclose(qkv.weights(query, key, weighting=cold)[clear], classical[cle
 assert np.allclose(qkv.weights(query, key, weighting=hot), mean, atol=1e-5)
 
 # %%
-# Nothing forbids negative weights either. "raw" takes the scores as they are, and the answer may
-# lie anywhere in the plane that the values span: not a mean any more, and hard to read as
-# attention.
+# Negative weights are possible too. "raw" uses the scores as they are, and the answer may lie
+# anywhere in the plane that the values span. It is no longer a mean, and hard to read as attention.
 
 raw = qkv.attend(query, key, value, score="dot", weighting="raw")
 assert (raw < 0).any()

@@ -2,15 +2,15 @@ r"""
 Softmax
 =======
 
-Scores can be any numbers, weights should be a share of attention. Dividing the scores by their sum
-gives shares only if none is negative. (Where a text writes α = α / Σ α for it, the α on the right
-is the score.) Softmax makes them positive first:
+Scores can be any numbers. Weights should be shares of attention. Dividing the scores by their sum
+gives shares only if no score is negative. (If a text writes α = α / Σ α for this, the α on the
+right is the score.) Softmax makes the scores positive first:
 
 .. math:: \alpha(q, k_i) = \mathrm{softmax}(s)_i = \frac{\exp(s_i)}{\sum_j \exp(s_j)},
           \qquad s_i = a(q, k_i)
 
-It is a function of the whole row :math:`s`, not of one number, and it is the *result* that sums to
-1, not the scores that went in. Of a matrix it is taken row by row.
+Softmax is a function of the whole row :math:`s`, not of one number. Its *result* sums to 1, not the
+scores. For a matrix, it is applied row by row.
 """
 
 import numpy as np
@@ -27,9 +27,9 @@ print(alpha.round(3))
 # It normalises
 # -------------
 #
-# Every weight is positive and all of them sum to 1. Only differences of scores count: a constant
-# added to all of them changes nothing, and for the same reason scores of 1,000 do no harm if the
-# largest is subtracted before the exponential, as it is here.
+# Every weight is positive, and the weights sum to 1. Only differences of scores count: adding a
+# constant to all of them changes nothing. So scores of 1,000 are safe if the largest is subtracted
+# before the exponential, as it is here.
 
 assert (alpha > 0).all() and np.isclose(alpha.sum(), 1)
 assert np.allclose(weightings.Softmax()(s + 1000.0), alpha)
@@ -39,9 +39,10 @@ assert np.allclose(alpha, np.exp(s[0]) / np.exp(s[0]).sum())
 # It sharpens
 # -----------
 #
-# Two scores that are 1 apart get weights that are *e* times apart. Divided by a temperature T below
-# 1 the gap widens until one weight takes all, which is the maximum, made soft: hence the name.
-# (*Soft argmax* would say it better, for it gives the place of the maximum and not its size.)
+# If two scores differ by 1, their weights differ by a factor of *e*. Dividing the scores by a
+# temperature T below 1 widens the gap, until one weight takes everything. That is the maximum, made
+# soft; hence the name. (*Soft argmax* would be a better name: it gives the position of the maximum,
+# not its size.)
 
 assert np.isclose(alpha[0] / alpha[1], np.e)
 assert alpha[0] / alpha[1] > s[0, 0] / s[0, 1]
@@ -61,13 +62,13 @@ panel.legend(frameon=False, fontsize=8, labelcolor=style.INK, loc="upper right")
 figure
 
 # %%
-# It can be differentiated
-# ------------------------
+# It is differentiable
+# --------------------
 #
 # .. math:: \frac{\partial \alpha_i}{\partial s_j} = \alpha_i (\delta_{ij} - \alpha_j)
 #
-# so a change in one score moves every weight: up for itself, down for the others, by as much in
-# all. The hard maximum has no such slope: it is flat, with jumps.
+# So a change in one score moves every weight: its own up, and the others down by the same total.
+# The hard maximum has no such slope: it is flat, with jumps.
 
 slope = np.diag(alpha) - np.outer(alpha, alpha)
 step = 1e-6 * np.eye(4)
@@ -80,7 +81,7 @@ assert np.array_equal(hard(s + step), hard(s).repeat(4, 0))
 qkv.plot.heatmaps(slope, "score j", "weight i", "∂αᵢ / ∂sⱼ", figsize=(3.2, 3.0), annotate=True)
 
 # %%
-# The frameworks agree, since their own derivative of :math:`\alpha` is asked for here:
+# The frameworks agree. This code asks for their own derivative of :math:`\alpha`:
 #
 # .. tab-set::
 #

@@ -2,9 +2,9 @@ r"""
 Searching for a book
 ====================
 
-In a shop of 300 books, what is typed into the search field is the query, the titles are the keys,
-and the books behind them are the values. The search gives each title a weight, and all weights sum
-to 1: a probability for each book that it is the one that was meant.
+In a shop of 300 books, the text in the search field is the query, the titles are the keys, and the
+books are the values. The search gives each title a weight, and the weights sum to 1. Each weight is
+the probability that this book was meant.
 """
 
 from pathlib import Path
@@ -23,10 +23,9 @@ assert len(shop) == 300
 # Hard and soft
 # -------------
 #
-# *Hard* attention gives the likeliest book the weight 1 and forgets the others, as a shop does
-# that shows one result. *Soft* attention keeps them all. A query typed right leaves nothing to
-# choose, and the two agree; with a slip in it the soft answer also tells that there was some
-# doubt.
+# *Hard* attention gives the most likely book the weight 1 and ignores the others, like a shop that
+# shows one result. *Soft* attention keeps them all. For a correct query the two agree. For a query
+# with a typo, the soft answer also shows some doubt.
 
 for query in ("The Alchemist", "the alchmist", "crime and punishmnt"):
     hard = shop.ask(query, weighting="hard")
@@ -38,8 +37,8 @@ for query in ("The Alchemist", "the alchmist", "crime and punishmnt"):
 assert shop.ask("The Alchemist").rows[0].weight > shop.ask("the alchmist").rows[0].weight
 
 # %%
-# A vague query is where they part. "war" is in many titles; the hard answer picks one of them as if
-# it were sure, the soft one shares the weight, and its entropy says over how many books: as if
+# They differ for a vague query. "war" is in many titles. The hard answer picks one of them as if it
+# were certain. The soft answer shares the weight. Its entropy says over how many books: as if
 # :math:`e^{\text{entropy}}` of them had the same weight.
 
 answer = shop.ask("war", top=8)
@@ -49,10 +48,10 @@ print(f"{answer.effective_rows:.1f} books in effect")
 answer.plot()
 
 # %%
-# By what a book is about
-# -----------------------
+# Search by content
+# -----------------
 #
-# Nobody has to know the title. The same table, asked by another column, has summaries for keys.
+# You need not know the title. Use another column of the same table as the key: the summaries.
 
 about = shop.by(key="summary", value="title")
 found = about.ask("a boy seeks treasure near the pyramids")
@@ -67,12 +66,11 @@ plot.bars(
 )
 
 # %%
-# In between
-# ----------
+# Between hard and soft
+# ---------------------
 #
-# "The five best, weighed" is what most shops mean. It is softmax over the five largest scores, and
-# the weights of all others are exactly 0. Sparsemax drops rows too, but lets the scores decide how
-# many.
+# Most shops show the five best, with weights. That is softmax over the five largest scores, and all
+# other weights are exactly 0. Sparsemax drops rows too, but the scores decide how many.
 
 five = shop.ask("war", weighting=weightings.TopK(5))
 sparse = shop.ask("war", weighting="sparsemax")
@@ -92,5 +90,5 @@ plot.heatmaps(
 )
 
 # %%
-# Of hard and soft, only soft can learn: where one row has all of the weight, a small change of the
-# query changes nothing, and there is no gradient to follow. A later page trains such a search.
+# Only soft attention can learn. If one row has all the weight, a small change of the query changes
+# nothing, and there is no gradient to follow. A later page trains such a search.

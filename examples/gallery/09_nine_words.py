@@ -2,11 +2,11 @@ r"""
 Nine words, step by step
 ========================
 
-"I like Natural Language Processing, a lot!" has seven words and two marks: nine tokens. (Written
-with the abbreviation NLP the same sentence looks shorter; count the tokens, not the blanks.) Each
-token is a vector of *d* numbers, and attention gives each a new one that knows its neighbours.
+"I like Natural Language Processing, a lot!" has seven words and two punctuation marks: nine tokens.
+(With the abbreviation NLP the sentence looks shorter. Count the tokens, not the spaces.) Each token
+is a vector of *d* numbers. Attention gives each token a new vector that depends on its neighbours.
 
-Vectors are rows here. Texts that write them as columns have every shape below transposed.
+Vectors are rows here. In texts that write them as columns, every shape below is transposed.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from qkv.database.encoders import Words
 from qkv.plot import style
 
 tokens = ["I", "like", "Natural", "Language", "Processing", ",", "a", "lot", "!"]
-X = 6 * Words().encode(tokens)  # unit vectors, drawn out to about the length that GloVe's have
+X = 6 * Words().encode(tokens)  # unit vectors, scaled to about the length of GloVe's
 n, d = X.shape
 assert (n, d) == (9, 256)
 
@@ -26,27 +26,27 @@ assert (n, d) == (9, 256)
 # The first word
 # --------------
 #
-# 1. The query is the vector of "I", and the keys are the vectors of all nine tokens, its own too.
+# 1. The query is the vector of "I". The keys are the vectors of all nine tokens, including its own.
 
 q, K = X[:1], X
 assert q.shape == (1, d) and K.shape == (9, d)
 
 # %%
-# 2. A dot product with each key gives nine numbers. (They are *scores*; some texts already call
-#    them weights.) They are divided by :math:`\sqrt d`, of which the next page shows the use.
+# 2. A dot product with each key gives nine numbers. (These are *scores*; some texts already call
+#    them weights.) They are divided by :math:`\sqrt d`. The next page shows why.
 
 s = q @ K.T / np.sqrt(d)
 assert s.shape == (1, 9)
 
 # %%
-# 3. Softmax makes nine weights of them, which lie between 0 and 1 and sum to 1.
+# 3. Softmax turns them into nine weights between 0 and 1 that sum to 1.
 
 alpha = np.exp(s) / np.exp(s).sum()
 assert alpha.shape == (1, 9) and np.isclose(alpha.sum(), 1)
 
 # %%
-# 4. The nine vectors, now as values, are added with these weights. Out comes one vector, as wide as
-#    the one that went in.
+# 4. The nine vectors, now as values, are added with these weights. The result is one vector, as
+#    wide as the input.
 
 V = X
 new = alpha @ V
@@ -61,7 +61,7 @@ assert np.allclose(qkv.attend(q, K, V), new, atol=1e-5)
 # All nine
 # --------
 #
-# The same for each token: the queries are stacked, and the nine rows of weights are a matrix.
+# Do the same for each token: stack the queries, and the nine rows of weights form a matrix.
 
 A = qkv.weights(X, X)
 Z = qkv.attend(X, X, X)
@@ -73,8 +73,8 @@ plot.heatmaps(A, "keys", "queries", figsize=(4.6, 4.6), xticks=tokens, yticks=to
 # What it did
 # -----------
 #
-# Every new vector is a mean, so it moved toward the others: tokens that had next to nothing in
-# common now have something. That is what is meant by "aware of the context".
+# Every new vector is a mean, so it moved toward the others. Tokens that had almost nothing in
+# common now have something. This is the meaning of "aware of the context".
 
 
 def cosines(x: np.ndarray) -> np.ndarray:
@@ -96,12 +96,12 @@ plot.heatmaps(
 )
 
 # %%
-# And what it did not
-# -------------------
+# What it did not do
+# ------------------
 #
-# The diagonal is heavy: a vector is most like itself, so each word mostly attends to itself. No
-# word asks for anything in particular, since query, key and value are one and the same vector. Nor
-# is their order known. Shuffle the words, and the same vectors come out, shuffled.
+# The diagonal is heavy: a vector is most similar to itself, so each word mostly attends to itself.
+# No word asks for anything specific, because query, key and value are the same vector. The order is
+# not known either. If you shuffle the words, the same vectors come out, shuffled.
 
 assert (A.argmax(1) == np.arange(9)).all()
 order = np.random.default_rng(0).permutation(9)

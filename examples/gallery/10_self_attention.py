@@ -2,15 +2,15 @@ r"""
 Self-attention
 ==============
 
-A word that asks, a word that is asked for, and what a word has to say are three different things.
-So each word gets three vectors, by three matrices that are learned:
+What a word asks for, what it is found by, and what it passes on are three different things. So each
+word gets three vectors, from three learned matrices:
 
 .. math:: Q = X W_Q, \qquad K = X W_K, \qquad V = X W_V
 
 .. math:: S = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{d_Q}}\right) V
 
-With *n* words of width *d*, X is n × d, :math:`W_Q` and :math:`W_K` are d × :math:`d_Q` (the two
-widths must agree, for rows of Q meet rows of K), and :math:`W_V` is d × :math:`d_V`.
+With *n* words of width *d*, X is n × d. :math:`W_Q` and :math:`W_K` are d × :math:`d_Q`: the two
+widths must agree, because rows of Q meet rows of K. :math:`W_V` is d × :math:`d_V`.
 """
 
 import torch
@@ -29,8 +29,8 @@ S, A = layer(X, need_weights=True)
 # The shapes
 # ----------
 #
-# A row of A belongs to a query and sums to 1. The product with V has V's width: S is
-# n × :math:`d_V`. (One also reads n × :math:`d_Q`, which holds only where the two are the same.)
+# Each row of A belongs to one query and sums to 1. The product with V has the width of V: S is n ×
+# :math:`d_V`. (Some texts say n × :math:`d_Q`. That is true only if the two widths are equal.)
 
 Q, K, V = X @ layer.w_query, X @ layer.w_key, X @ layer.w_value
 assert Q.shape == K.shape == (n, d_q) and V.shape == (n, d_v)
@@ -42,9 +42,10 @@ assert torch.allclose(S, torch.softmax(Q @ K.T / d_q**0.5, 1) @ V, atol=1e-6)
 # What V is for
 # -------------
 #
-# The least obvious of the three. Q and K settle *who listens to whom*; V settles *what is said*.
-# They can be learned apart. Change :math:`W_V`, and the weights stay as they are while every output
-# changes; change :math:`W_K`, and each word says what it said before, to others.
+# V is the least obvious of the three. Q and K decide *who listens to whom*. V decides *what is
+# said*. They can be learned separately. If you change :math:`W_V`, the weights stay the same and
+# every output changes. If you change :math:`W_K`, each word says the same as before, but to
+# different words.
 
 with torch.no_grad():
     said = X @ layer.w_value
@@ -57,8 +58,8 @@ with torch.no_grad():
     assert torch.equal(X @ layer.w_value, said)
 
 # %%
-# With one matrix for all three, :math:`QK^\top` would be symmetric: "dog" would look at "wagged"
-# just as much as "wagged" at "dog", before softmax. Two matrices let looking go one way.
+# With one matrix for all three, :math:`QK^\top` would be symmetric. Before softmax, "dog" would
+# look at "wagged" just as much as "wagged" at "dog". Two matrices allow one direction only.
 
 one = Q @ Q.T
 two = Q @ K.T
@@ -68,11 +69,11 @@ assert torch.allclose(one, one.T) and not torch.allclose(two, two.T)
 # What :math:`1/\sqrt d` does
 # ---------------------------
 #
-# Not much to the values, everything to the gradients. Dot products of random vectors have a spread
-# of :math:`\sqrt d`. At d = 512 scores lie some 20 apart, softmax puts nearly all weight on one
-# key, and there its slope :math:`\alpha_i(\delta_{ij} - \alpha_j)` is almost 0: little can be
-# learned. Divided by :math:`\sqrt d` the scores have the same spread at any width, and so has the
-# slope.
+# It changes little in the values and a lot in the gradients. Dot products of random vectors have a
+# standard deviation of :math:`\sqrt d`. At d = 512 the scores are some 20 apart, and softmax puts
+# nearly all weight on one key. There its slope :math:`\alpha_i(\delta_{ij} - \alpha_j)` is almost
+# 0, so little can be learned. Divided by :math:`\sqrt d`, the scores have the same spread at any
+# width, and so has the slope.
 
 widths = [2, 8, 32, 128, 512, 2048]
 slopes: dict[str, list[float]] = {"dot": [], "scaled_dot": []}
@@ -90,7 +91,7 @@ assert slopes["dot"][-1] < 0.001 and tops["dot"][-1] > 0.95
 assert min(slopes["scaled_dot"]) > 0.2 and max(tops["scaled_dot"]) < 0.2
 
 # %%
-# The formula for the slope is checked against what torch's own derivative gives:
+# This checks the formula for the slope against torch's own derivative:
 
 s = torch.randn(1, 32)
 jacobian = torch.autograd.functional.jacobian(lambda s: torch.softmax(s, 1), s)[0, :, 0]
@@ -115,7 +116,7 @@ left.legend(frameon=False, fontsize=9, labelcolor=style.INK, loc="lower left")
 figure
 
 # %%
-# The rows themselves, at width 512: without the root each query has made up its mind before
+# The rows themselves, at width 512. Without the root, each query has settled on one key before
 # anything was learned.
 
 q, k = torch.randn(10, 512), torch.randn(10, 512)

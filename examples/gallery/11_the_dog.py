@@ -4,13 +4,13 @@ The dog's sentence
 
     When he saw his owner, the dog was happy, so he wagged his tail
 
-With "happy" covered up most people would still guess it, from "owner", "dog" and "wagged". A model
-that reads the sentence has to do the same: weigh the other words for each word. Let each word be a
-query in turn, all words be the keys, and the weights fill a square: the attention matrix. (Each
-pair of a query and a key gets a *weight*. The *value* is what the key's word passes on.)
+If "happy" is hidden, most people still guess it from "owner", "dog" and "wagged". A model that
+reads the sentence must do the same: weight the other words for each word. Let each word be a query
+in turn, and all words be the keys. The weights then form a square, the attention matrix. (Each pair
+of a query and a key gets a *weight*. The *value* is what the key's word passes on.)
 
-Here are the weights of a real model, all-MiniLM-L6-v2: six layers of twelve heads, trained to tell
-which sentences mean the same.
+Here are the weights of a real model, all-MiniLM-L6-v2: six layers of twelve heads, trained to
+recognize sentences with the same meaning.
 """
 
 import numpy as np
@@ -34,9 +34,9 @@ assert np.allclose(alpha.sum(-1), 1, atol=1e-3)
 # One head
 # --------
 #
-# Which of the 72 heads looks from "happy" the most at the words that give it away? The last layer
-# has one with half of its weight there. Most of the rest lies on the mark before the sentence,
-# where a head rests what it has no use for.
+# Which of the 72 heads looks most from "happy" at the words that reveal it? The last layer has one
+# with half of its weight there. Most of the rest is on the marker before the sentence. Heads put
+# weight there that they have no use for.
 
 at = {word: i for i, word in enumerate(words)}
 clues = [at[word] for word in ("owner", "dog", "wagged", "tail")]
@@ -57,8 +57,8 @@ plot.heatmaps(
 )
 
 # %%
-# A row tells how one word shares its attention out, and sums to 1. Columns need not sum to
-# anything, for some words are asked by many. Nor is the picture symmetric: "happy" looks at "tail"
+# A row shows how one word distributes its attention, and it sums to 1. Columns have no fixed sum:
+# some words are used by many others. The matrix is not symmetric either: "happy" looks at "tail"
 # more than "tail" at "happy".
 
 assert np.ptp(one.sum(0)) > 1
@@ -68,10 +68,10 @@ assert one[at["happy"], at["tail"]] > 2 * one[at["tail"], at["happy"]]
 # Whose tail?
 # -----------
 #
-# Heads take on jobs that nobody gave them. One looks at the word before, and one knows for whom
-# "his" (the second one) stands.
+# Heads specialize without being told to. One looks at the previous word. Another knows whom the
+# second "his" refers to.
 
-spots = np.arange(1, 17)  # without the marks at the ends
+spots = np.arange(1, 17)  # without the markers at the ends
 before = alpha[:, :, spots[1:], spots[1:] - 1].mean(-1)
 assert before.max() > 0.6
 first = np.unravel_index(before.argmax(), before.shape)
@@ -83,7 +83,7 @@ pair = np.stack([alpha[first], alpha[second]])
 plot.heatmaps(pair, "", "", titles, figsize=(4.6, 4.6), xticks=words, yticks=words)
 
 # %%
-# The same as lines, for the second of them: from each word to where it looks.
+# The same for the second of these heads, as lines from each word to the words that it looks at.
 
 plot.alignment(pair[1], words, words, least=0.15)
 
@@ -91,8 +91,8 @@ plot.alignment(pair[1], words, words, least=0.15)
 # All of them
 # -----------
 #
-# The entropy of a row is 0 where one key has all of the weight and log 18 = 2.89 where all have the
-# same. Both kinds are among the 72, and most of what is between.
+# The entropy of a row is 0 if one key has all the weight, and log 18 = 2.89 if all keys have the
+# same weight. Both kinds are among the 72 heads, and most values in between.
 
 entropy = plot.data.entropy(alpha)
 assert entropy.entropy.min() < 0.1 and entropy.entropy.max() > 2.5
@@ -102,5 +102,5 @@ print(
 plot.heads(alpha, title="six layers of twelve heads")
 
 # %%
-# A picture of weights is not yet an explanation of what the model does with them: values may be
-# small where weights are large, and each layer mixes what the last one mixed already.
+# A picture of weights does not yet explain what the model does with them. Values may be small where
+# weights are large, and each layer mixes what the previous layer has already mixed.

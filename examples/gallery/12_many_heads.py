@@ -2,14 +2,14 @@ r"""
 Many heads, and what follows them
 =================================
 
-One attention has one idea of what to look for. Several of them side by side, each with matrices of
-its own, look for several things in the same words:
+One attention looks for one thing. Several of them side by side, each with its own matrices, look
+for several things in the same words:
 
 .. math:: S^{(i)} = \mathrm{Attention}(X W_Q^{(i)}, X W_K^{(i)}, X W_V^{(i)}),
           \qquad \mathrm{MultiHead}(X) = [S^{(1)} \cdots S^{(h)}]\, W_O
 
-Each is a *head*. Their outputs are put side by side and mixed by one more matrix, :math:`W_O`,
-which some accounts leave out. Then comes a feed-forward network, for each word by itself.
+Each is a *head*. Their outputs are concatenated and mixed by one more matrix, :math:`W_O`, which
+some texts leave out. Then comes a feed-forward network, for each word by itself.
 """
 
 import math
@@ -24,10 +24,9 @@ from qkv import plot
 # Heads that see near and far
 # ---------------------------
 #
-# Why would one want several? Take 32 words of which only the places are known, each as a point
-# going round on circles of different speeds. A matrix that turns all circles back by one place
-# makes a head that looks at the word before. A longer or shorter key makes one that looks near or
-# far.
+# Why use several heads? Take 32 words of which only the positions are known. Each is a point that
+# moves on circles at different speeds. A matrix that turns all circles back by one position makes a
+# head that looks at the previous word. A longer or shorter key makes a head that looks near or far.
 
 n, circles = 32, 12
 speed = 1 / 30 ** (np.arange(circles) / circles)
@@ -36,7 +35,7 @@ X = np.concatenate([np.cos(angle), np.sin(angle)], 1)  # (32, 24)
 
 
 def turned(steps: int) -> np.ndarray:
-    """W with x W the place `steps` away: each circle turned by as many steps."""
+    """W such that x W is the position `steps` away: it turns each circle by that much."""
     c, s = np.diag(np.cos(steps * speed)), np.diag(np.sin(steps * speed))
     return np.block([[c, s], [-s, c]])
 
@@ -58,13 +57,13 @@ plot.heatmaps(alpha, "keys: places", "queries: places", list(heads), figsize=(2.
 
 # %%
 # One softmax could not do two of these at once: its single row of weights would have to be the mean
-# of both. With two heads :math:`W_O` gets both answers, unmixed.
+# of both. With two heads, :math:`W_O` gets both answers unmixed.
 #
 # A layer of heads, by hand
 # -------------------------
 #
 # h heads of width d/h cost as much as one head of width d. Here the parts of torch's own layer are
-# taken out and put together again by the formula above.
+# taken out and combined again by the formula above.
 
 torch.manual_seed(0)
 d, h, n = 16, 4, 10
@@ -87,20 +86,20 @@ assert torch.allclose(ours(x, x, x)[0], by_hand, atol=1e-6)
 # The feed-forward network
 # ------------------------
 #
-# Attention only ever *averages* values: its output is linear in V. What is found has yet to be
-# worked on, and that is done by two matrices with a bend between them, the same for each word:
+# Attention only *averages* values: its output is linear in V. The result needs further processing.
+# Two matrices with a nonlinearity between them do this, the same for each word:
 #
 # .. math:: \mathrm{FFN}(x) = W_2\, \max(0, W_1 x + b_1) + b_2
 #
-# It does not look at other words. Give it the words one at a time, and nothing changes.
+# It does not look at other words. If you pass the words one at a time, nothing changes.
 
 network = qkv.nn.FeedForward(d, hidden=64)
 one_at_a_time = torch.stack([network(x[0, i]) for i in range(n)])
 assert torch.allclose(network(x)[0], one_at_a_time, atol=1e-6)
 
 # %%
-# It, too, can be read as attention: W₁ holds 64 keys, W₂ their 64 values, and the weights are
-# relu(q·k + b), which sum to nothing in particular. What it has learned is a database.
+# It can also be read as attention. W₁ holds 64 keys, W₂ their 64 values, and the weights are
+# relu(q·k + b), which have no fixed sum. What the network has learned is a database.
 
 query = x[0]
 weights = torch.relu(query @ network.linear1.weight.T + network.linear1.bias)
@@ -112,8 +111,8 @@ assert torch.allclose(memory, network(query), atol=1e-6)
 # A block
 # -------
 #
-# Around both go a sum with what came in, so that a word is changed and not replaced, and a norm.
-# That is the block of which transformers are stacks.
+# Both parts are followed by a sum with their input, so that a word is changed and not replaced, and
+# by a norm. This is the block that transformers stack.
 
 block = qkv.nn.TransformerBlock(d, h, dim_feedforward=64, dropout=0.0)
 y = block.norm1(x + block.self_attn(x, x, x)[0])
@@ -122,8 +121,8 @@ assert torch.allclose(block(x), z, atol=1e-5)
 print(qkv.nn.describe(block, length=n))
 
 # %%
-# Freshly drawn heads look at nothing in particular. What 72 trained ones look at was shown on the
-# page before.
+# Untrained heads look at nothing in particular. The previous page shows what 72 trained heads look
+# at.
 
 drawn = ours(x, x, x, average_attn_weights=False)[1][0].detach()
 assert drawn.shape == (h, n, n)

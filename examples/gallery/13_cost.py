@@ -2,13 +2,13 @@ r"""
 What a score costs
 ==================
 
-The first attention in translation compared each of the *d* words being written with each of the
-*e* words read, by a small network: the additive score. The transformer compares by a product:
+The first attention for translation compared each of the *d* words being written with each of the
+*e* words read. It used a small network: the additive score. The transformer uses a product:
 
 .. math:: s = v^\top \tanh(W_1 q + W_2 k + b) \qquad\text{against}\qquad s = (W_1 q)^\top (W_2 k)
 
 It is often said that the first needs e × d computations and the second does not. Both do: there are
-e × d pairs, and each has a score. What differs is the price of a pair.
+e × d pairs, and each has a score. The cost of one pair is different.
 """
 
 import numpy as np
@@ -23,13 +23,13 @@ read, written = rng.normal(size=(e, width)), rng.normal(size=(d, width))
 w1, w2, v = rng.normal(size=(h, width)) / 8, rng.normal(size=(h, width)) / 8, rng.normal(size=h)
 
 # %%
-# Counted
-# -------
+# Counting
+# --------
 #
-# Projecting to the common width h is done once for each word, not for each pair, in both. After
-# that the additive score takes h hyperbolic tangents *per pair*, and if all are to be had at once,
-# an array of e · d · h numbers. The product takes h multiplications per pair, which is one product
-# of two matrices: no such array, and the operation that computers are best at.
+# In both, the projection to the common width h runs once per word, not once per pair. After that,
+# the additive score computes h hyperbolic tangents *per pair*. Computed all at once, they need an
+# array of e · d · h numbers. The product needs h multiplications per pair. That is one matrix
+# product: it needs no such array, and it is the operation that computers do best.
 
 a, b = written @ w1.T, read @ w2.T  # (d, h), (e, h): once for each word
 inside = np.tanh(a[:, None] + b[None])  # once for each pair
@@ -40,10 +40,10 @@ assert np.allclose(scores.Additive(w1, w2, v)(written, read), additive)
 assert np.allclose(scores.Multiplicative(w1.T @ w2)(written, read), product)
 
 # %%
-# If query and key have the same width already, the projection can be dropped too: the plain dot
-# product. Transformers keep it, per head; the largest GPT-3 has heads of width 128.
+# If query and key already have the same width, the projection can be dropped too. This is the plain
+# dot product. Transformers keep the projection, per head; the largest GPT-3 has heads of width 128.
 #
-# Numbers held and operations made, for texts of n words on both sides and h = 64:
+# Numbers in memory and operations, for texts of n words on both sides and h = 64:
 
 lengths = 2 ** np.arange(4, 15)
 tanhs = lengths.astype(float) ** 2 * 64
@@ -79,9 +79,9 @@ figure
 # Block by block
 # --------------
 #
-# Neither array has to be there as a whole. Softmax can be taken over a block of keys at a time,
-# with the sum so far rescaled as larger scores come up, and then memory grows with n + m. That is
-# what happens here: the array of tanh for 4,000 × 4,000 words would take 4 GB, and is never made.
+# Neither array has to exist as a whole. Softmax can run over one block of keys at a time. It
+# rescales the running sum when a larger score appears. Then memory grows with n + m. This happens
+# here: the tanh array for 4,000 × 4,000 words would take 4 GB, and it is never allocated.
 
 n = 4000
 q, k, value = (rng.normal(size=(n, 16)).astype("float32") for _ in range(3))
@@ -94,13 +94,13 @@ alpha = np.exp(s) / np.exp(s).sum(1, keepdims=True)
 assert np.allclose(out[:5], alpha @ value, atol=1e-4)
 
 # %%
-# And a product after all
-# -----------------------
+# Additive scores as products
+# ---------------------------
 #
 # tanh(a + b) can be written as a sum of products of a function of a and a function of b, to any
-# accuracy: it is a smooth function of two numbers, whose singular values fall fast. Then the
-# additive score is a product of longer vectors and runs at a product's speed. The library does so
-# and says how many terms it took.
+# accuracy. It is a smooth function of two numbers, and its singular values fall fast. Then the
+# additive score is a product of longer vectors and runs at the speed of a product. The library does
+# this and reports the number of terms.
 
 grid = np.linspace(-3, 3, 400)
 singular = np.linalg.svd(np.tanh(grid[:, None] + grid), compute_uv=False)
@@ -115,4 +115,4 @@ panel.axhline(1e-6, color=style.FRAME, lw=0.8, ls=":")
 figure
 
 # %%
-# What either takes on real machines, beside other libraries, is on the page of benchmarks.
+# The benchmarks page shows how long both take on real machines, next to other libraries.

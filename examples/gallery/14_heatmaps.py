@@ -2,11 +2,11 @@ r"""
 Heatmaps
 ========
 
-Weights that are not negative and sum to 1 can be looked at. A row of cells to each query, a column
-to each key, and the colour says how much: ``qkv.plot.heatmaps`` draws one matrix or a grid of them.
+Weights that are nonnegative and sum to 1 can be drawn. Each query is a row of cells, each key a
+column, and the colour shows the weight. ``qkv.plot.heatmaps`` draws one matrix or a grid of them.
 
-The simplest is the identity: ten queries, each of which attends to the key that equals it and to
-nothing else. On this scale a 1 is dark and a 0 is nearly white.
+The simplest one is the identity: ten queries, each of which attends only to the key that equals it.
+On this scale a 1 is dark and a 0 is nearly white.
 """
 
 import numpy as np
@@ -18,14 +18,14 @@ attention = np.eye(10).reshape(1, 1, 10, 10)  # rows and columns of panels, quer
 plot.heatmaps(attention, xlabel="Keys", ylabel="Queries")
 
 # %%
-# An identity is what exact match gives when every key is asked for once:
+# Exact match gives an identity if every key is asked for once:
 
 numbers = np.arange(10.0)[:, None]
 exact = qkv.weights(numbers, numbers, score="exact", weighting="normalized")
 assert np.array_equal(exact, np.eye(10))
 
 # %%
-# The same in each framework. The picture takes the array as it is:
+# The same in each framework. The function accepts the array as it is:
 #
 # .. tab-set::
 #
@@ -76,8 +76,8 @@ assert np.array_equal(exact, np.eye(10))
 # What patterns mean
 # ------------------
 #
-# Six that one learns to tell at a glance. Across: what each row holds. Down the columns: which keys
-# are asked by many.
+# Six patterns are worth recognizing. A row shows the attention of one query. A column shows how
+# much all queries use one key.
 
 rng = np.random.default_rng(4)
 x = rng.normal(size=(10, 8))
@@ -101,8 +101,8 @@ plot.heatmaps(grid, titles=[names[:3], names[3:]], figsize=(2.5, 2.5))
 # Too many to draw
 # ----------------
 #
-# A matrix with more cells than the picture has dots is pooled, and its title says how. The
-# strongest weight of each block is kept, so that a lonely one is not averaged away.
+# A matrix with more cells than the picture has pixels is pooled, and its title says how. Each block
+# keeps its strongest weight, so a single large weight is not averaged away.
 
 n = 1500
 t = np.linspace(0, 40, n)[:, None]

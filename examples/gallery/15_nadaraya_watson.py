@@ -2,14 +2,14 @@ r"""
 Nadaraya–Watson: attention in 1964
 ==================================
 
-Long before it had this name, attention was a way to draw a curve through points. To guess the value
-at :math:`q`, Nadaraya and Watson took the mean of all known values, each weighted by how near its
-key lies:
+Long before it had this name, attention was a way to fit a curve to points. To estimate the value at
+:math:`q`, Nadaraya and Watson took the mean of all known values. Each is weighted by how near its
+key is:
 
 .. math:: f(q) = \sum_i \frac{K(q - k_i)}{\sum_j K(q - k_j)}\, v_i
 
-With the bell :math:`K(r) = \exp(-r^2/2\sigma^2)` the fraction is softmax of :math:`-r^2/2\sigma^2`:
-the sum that this chapter began with, and nothing is learned to make it work.
+With the bell :math:`K(r) = \exp(-r^2/2\sigma^2)` the fraction is the softmax of
+:math:`-r^2/2\sigma^2`. It is the sum from the start of this chapter, and nothing has to be learned.
 """
 
 import numpy as np
@@ -36,11 +36,11 @@ assert np.allclose(qkv.attend(q, k, v, score="gaussian")[:, 0], by_hand)
 # The shape of the kernel
 # -----------------------
 #
-# A window (boxcar) gives a curve with steps, a bell a smooth one, and the mean of everything a
-# straight line. Each column of the lower row holds the weights of one query.
+# A window (boxcar) gives a curve with steps, a bell gives a smooth curve, and the mean of
+# everything gives a straight line. Each column of the lower row holds the weights of one query.
 #
-# (A well-known textbook plots max(0, 1 − r) under Epanechnikov's name. That is the triangle; his is
-# max(0, 1 − r²).)
+# (A well-known textbook plots max(0, 1 − r) under Epanechnikov's name. That is the triangular
+# kernel. Epanechnikov's is max(0, 1 − r²).)
 
 by = {"constant": "constant", "boxcar": "boxcar", "epanechnikov": "epanechnikov"}
 plot.regression(x, y, {**by, "gaussian": "gaussian"}, truth=truth)
@@ -49,8 +49,9 @@ plot.regression(x, y, {**by, "gaussian": "gaussian"}, truth=truth)
 # The width of the kernel
 # -----------------------
 #
-# It matters more than the shape. Let each point be guessed from all others, and the error tells.
-# This can be differentiated, so the width can be *learned*: here by torch, from far too wide.
+# The width matters more than the shape. Estimate each point from all others, and measure the error.
+# The error is differentiable, so the width can be *learned*: here by torch, from a start that is
+# far too wide.
 
 key, value = torch.tensor(k), torch.tensor(v)
 log_width = torch.tensor(np.log(2.0), requires_grad=True)
@@ -85,7 +86,7 @@ style.frame(panel, "σ", "squared error", "down the gradient, from σ = 2")
 figure
 
 # %%
-# The learned width, between two that are not.
+# The learned width, between one that is too small and one that is too large.
 
 three = {f"σ = {w:.2f}": scores.Gaussian(w) for w in (0.05, width, 2.0)}
 plot.regression(x, y, three, truth=truth)
@@ -94,7 +95,7 @@ plot.regression(x, y, three, truth=truth)
 # In each framework
 # -----------------
 #
-# The same regression, and the slope of the answer along the width:
+# The same regression, and the derivative of the answer with respect to the width:
 #
 # .. tab-set::
 #

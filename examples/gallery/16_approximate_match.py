@@ -2,27 +2,27 @@ r"""
 Exercise 1: approximate match
 =============================
 
-*Which attention function gives back the approximate matches of a classical database?*
+*Which attention function returns the approximate matches of a classical database?*
 
-Databases mean three things by it, and each is a pair of a score and a weighting:
+Databases mean three things by this. Each is a pair of a score and a weighting:
 
 .. list-table::
    :header-rows: 1
 
-   * - wanted
+   * - you want
      - score
      - weighting
    * - every row within a distance
      - boxcar: 1 where :math:`\lVert q - k \rVert \le` width, else 0
      - normalized: the same weight for each
    * - the nearest row
-     - any that falls with the distance
+     - any score that falls with the distance
      - hard
-   * - the nearest few, the nearer the more
+   * - the nearest few, nearer ones more
      - Gaussian
      - top-k, or softmax
 
-Equality is the first of them with a width of 0.
+Equality is the first case with a width of 0.
 """
 
 import numpy as np
@@ -35,13 +35,13 @@ titles = np.array(["Pride", "Jane Eyre", "Moby", "Gables", "Crime", "War", "Anna
 q, k = np.array([[1853.0]]), years[:, None]
 
 # %%
-# The three, asked for the year 1853.
+# All three, for the year 1853.
 
 within = qkv.weights(q, k, score=scores.Boxcar(6), weighting="normalized")[0]
 nearest = qkv.weights(q, k, score="gaussian", weighting="hard")[0]
 few = qkv.weights(q, k, score=scores.Gaussian(6.0), weighting=weightings.TopK(4))[0]
 assert set(titles[within > 0]) == {"Jane Eyre", "Moby", "Gables"}
-assert titles[nearest == 1].tolist() == ["Moby"]  # of two at one distance the first
+assert titles[nearest == 1].tolist() == ["Moby"]  # on a tie, the first row
 assert np.count_nonzero(few) == 4 and few[2] == few[3] > few[1]
 equal = qkv.weights(q - 2, k, score="exact", weighting="normalized")[0]
 assert set(titles[equal > 0]) == {"Moby", "Gables"}
@@ -57,11 +57,11 @@ plot.heatmaps(
 )
 
 # %%
-# Where nothing is near
-# ---------------------
+# If nothing is near
+# ------------------
 #
-# The window is the only one of them that can say no. Softmax always shares out a whole: for the
-# year 3000 it points, with full weight, at the last row there is.
+# Only the window can return no row. Softmax always distributes a total weight of 1. For the year
+# 3000 it points, with full weight, at the last row.
 
 future = np.array([[3000.0]])
 assert qkv.weights(future, k, score=scores.Boxcar(6), weighting="normalized").sum() == 0
@@ -72,8 +72,8 @@ assert soft[-1] > 0.99
 # Text
 # ----
 #
-# Words become vectors first, here by counting their pieces of a few letters, and then a typing slip
-# is a short distance. Typed badly in two hundred ways, names are still found.
+# Words first become vectors, here by counting their pieces of a few letters. Then a typo is a short
+# distance. Names are still found after two hundred different typos.
 
 names = ["Zhang", "Lipton", "Li", "Smola", "Hu", "Werness", "Bengio", "Hochreiter", "Vaswani"]
 D = qkv.Database({name: i for i, name in enumerate(names)}, encoder="characters")
@@ -93,5 +93,5 @@ assert np.mean(found) > 0.9
 print(f"{np.mean(found):.0%} of {len(tried)} slips lead to the name that was meant")
 
 # %%
-# So the answer to the exercise: the *distance* of the classical database as the score, a boxcar of
-# it for "within", hard for "nearest". With softmax in their place the query can also be learned.
+# So the answer to the exercise is: use the *distance* of the classical database as the score, with
+# a boxcar for "within" and hard for "nearest". With softmax instead, the query can also be learned.

@@ -2,8 +2,8 @@ r"""
 Exercise 2: the gradient is a covariance
 ========================================
 
-*Let the score be* :math:`a(q, k_i) = q^\top k_i` *and the values be the keys. Show that the
-gradient of attention by the query is the covariance of the keys under the weights:*
+*Let the score be* :math:`a(q, k_i) = q^\top k_i` *and let the values be the keys. Show that the
+gradient of attention with respect to the query is the covariance of the keys under the weights:*
 :math:`\nabla_q\, \mathrm{Attention}(q, D) = \mathrm{Cov}_{p(k_i; q)}[k_i]`.
 
 **Proof.** Write :math:`p_i = \exp(q^\top k_i) / \sum_j \exp(q^\top k_j)` and
@@ -19,8 +19,8 @@ Therefore
           = \sum_i p_i\, k_i (k_i - \bar k)^\top
           = \sum_i p_i\, k_i k_i^\top - \bar k \bar k^\top = \mathrm{Cov}_p[k]. \quad\square
 
-Nothing in it needs the values to be the keys until the last line: for others it reads
-:math:`\mathrm{Cov}_p[v, k]`, and with the scale :math:`1/\sqrt d` that much smaller.
+The values need to be the keys only in the last line. For other values it reads
+:math:`\mathrm{Cov}_p[v, k]`. With the scale :math:`1/\sqrt d` it is smaller by that factor.
 """
 
 import numpy as np
@@ -43,10 +43,11 @@ def covariance(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.Tenso
 
 
 # %%
-# Checked
-# -------
+# Check
+# -----
 #
-# Three ways to the same 3 × 3 matrix: torch's derivative, small steps, the covariance.
+# Three ways lead to the same 3 × 3 matrix: torch's derivative, finite differences, and the
+# covariance.
 
 p = qkv.weights(query[None], key, score="dot")[0]
 gradient = torch.autograd.functional.jacobian(lambda q: attention(q, key), query)
@@ -56,7 +57,7 @@ assert torch.allclose(gradient, covariance(key, key, p), atol=1e-12)
 assert torch.allclose(gradient, torch.stack(steps, 1), atol=1e-8)
 
 # %%
-# So the gradient is symmetric and has no negative eigenvalue: a step of the query in any direction
+# So the gradient is symmetric and has no negative eigenvalue. A step of the query in any direction
 # never moves the answer backward.
 
 assert torch.allclose(gradient, gradient.T)
@@ -73,11 +74,11 @@ scaled = torch.autograd.functional.jacobian(lambda q: attention(q, key, "scaled_
 assert torch.allclose(scaled, covariance(key, key, p) / 3**0.5, atol=1e-12)
 
 # %%
-# Seen
-# ----
+# Picture
+# -------
 #
-# Keys in the plane. The longer the query, the nearer the answer comes to one key, and the smaller
-# the ellipse of the covariance around it: a query that is sure of its answer has little gradient
+# Keys in the plane. A longer query moves the answer closer to one key, and the ellipse of the
+# covariance around it becomes smaller. A query that is certain of its answer has little gradient
 # left. This is what saturated softmax means.
 
 rng = np.random.default_rng(8)
@@ -103,7 +104,7 @@ assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.1 * sizes[0]
 figure
 
 # %%
-# Red: the keys, as large as their weights. Blue: the answer, and one standard deviation around it.
+# Red: the keys, sized by weight. Blue: the answer, and one standard deviation around it.
 #
-# A use of it: when keys lie on disk, the gradient needs no second pass over them. The mean of k and
+# One use: if the keys are on disk, the gradient needs no second pass over them. The means of k and
 # of kkᵀ can be summed in the same pass as the answer.

@@ -2,16 +2,17 @@ r"""
 Exercise 3: a differentiable search engine
 ==========================================
 
-*Design a search engine by attention that can be trained as a whole.*
+*Design a search engine with attention that can be trained end to end.*
 
-1. An **encoder** makes a vector of each document, the key, and of what is typed, the query.
+1. An **encoder** turns each document into a vector, the key, and the typed text into the query.
 2. A **score** with a learned matrix compares them: :math:`s_i = q^\top W k_i`.
-3. **Softmax** over all documents makes probabilities of the scores.
+3. **Softmax** over all documents turns the scores into probabilities.
 4. The **loss** is :math:`-\log \alpha(q, k_{\text{clicked}})` for the document that was clicked.
-5. Its **gradient** runs back through 3, 2 and, if wished, 1. For reading, the result is sorted by
-   weight; for a model, :math:`\sum_i \alpha_i v_i` is the answer, and *its* gradient runs back too.
+5. Its **gradient** flows back through steps 3, 2 and, optionally, 1. For a reader, the results are
+   sorted by weight. For a model, :math:`\sum_i \alpha_i v_i` is the answer, and *its* gradient
+   flows back too.
 
-A sorted list of ten has no derivative. The weights have, which is all the difference.
+A sorted list of ten has no derivative. The weights have one. That is the whole difference.
 """
 
 import random
@@ -49,14 +50,15 @@ panel.axis("off")
 figure
 
 # %%
-# Arrows point both ways: numbers go to the right, gradients to the left. Red is what is learned.
+# Arrows point both ways: numbers go to the right, gradients to the left. Red parts are learned.
 #
-# Built
-# -----
+# Implementation
+# --------------
 #
-# The documents are 300 books, known by their *titles* alone. People type a few words of what a book
-# is about, of which a title tells little; the engine learns it from their clicks. A query is made
-# by drawing four words of a summary: eight times for each book to train, and once more to test.
+# The documents are 300 books, known only by their *titles*. People type a few words about the
+# content of a book, and the title says little about that. The engine learns it from clicks. A query
+# is four words drawn from a summary: eight queries per book for training, and one more for the
+# test.
 
 here = Path(globals().get("__file__", "18_search_engine.py"))  # a notebook has no __file__
 data = here.resolve().parents[1] / "data" / "books.csv"
@@ -65,7 +67,7 @@ draw = random.Random(0)
 
 
 def queries(times: int) -> list[str]:
-    """So many for each book, book after book, and that again."""
+    """`times` queries per book: one for each book, then one for each book again."""
     texts = [[word.strip(".,;:") for word in book["summary"].split()] for book in books]
     long = [sorted({word for word in text if len(word) > 3}) for text in texts]
     return [" ".join(draw.sample(words, min(4, len(words)))) for words in long * times]
@@ -85,7 +87,8 @@ def measure(score: scores.Score) -> tuple[float, float]:
 
 
 # %%
-# Before: W is the identity, a plain cosine of word vectors. Then sixty steps down the gradient.
+# Before training, W is the identity: a plain cosine of word vectors. Then follow sixty gradient
+# steps.
 
 W = torch.eye(256).mul(20.0).requires_grad_()
 before = measure(scores.Multiplicative(W.detach()))
@@ -118,7 +121,7 @@ right.set_ylim(0, 1)
 figure
 
 # %%
-# A query of one's own, in words of which the title has none.
+# A new query, in words that the title does not contain.
 
 text = "a captain hunts a whale"
 alpha = qkv.weights(torch.tensor(encode([text])), key, score=scores.Multiplicative(W.detach()))[0]
@@ -127,6 +130,6 @@ assert books[best[0]]["title"] == "Moby-Dick"
 plot.bars([books[i]["title"] for i in best], alpha[best].tolist(), title=text, others=294)
 
 # %%
-# The library has this as one call, for queries and the keys that were meant, with tokens, word
-# weights and temperature learned too: ``D.learn(pairs)``. The example ``reverse_dictionary.py``
-# finds words by their definitions with it.
+# The library does this in one call, ``D.learn(pairs)``, for pairs of a query and the right key. It
+# also learns tokens, word weights and the temperature. The example ``reverse_dictionary.py`` uses
+# it to find words by their definitions.

@@ -2,18 +2,19 @@ r"""
 Exercise 4: squeeze and excitation
 ==================================
 
-*Read the gate of Squeeze-and-Excitation networks as attention.*
+*Describe the gate of Squeeze-and-Excitation networks as attention.*
 
-The network looks at a picture x of C channels, squeezes each to its mean, passes the C means
-through two small layers, and multiplies each channel by a number between 0 and 1:
+The network reads a picture x of C channels and reduces each channel to its mean. It passes the C
+means through two small layers, and multiplies each channel by a number between 0 and 1:
 
 .. math:: z_c = \mathrm{mean}(x_c), \qquad
           \alpha = \sigma\left(W_2\, \mathrm{relu}(W_1 z)\right), \qquad
           \tilde x_c = \alpha_c\, x_c
 
 As attention: squeezing is **average pooling**, with all weights 1/m. The **query** is
-:math:`q = \mathrm{relu}(W_1 z)`, one for the picture. Channel c has row c of :math:`W_2` as its
-**key** and itself as its **value**. The score is a dot product, and the **weighting** a sigmoid.
+:math:`q = \mathrm{relu}(W_1 z)`, one per picture. The **key** of channel c is row c of :math:`W_2`,
+and its **value** is the channel itself. The score is a dot product, and the **weighting** is a
+sigmoid.
 """
 
 import numpy as np
@@ -43,9 +44,9 @@ assert torch.allclose(alpha, by_formula, atol=1e-6)
 assert torch.allclose(layer(x), x * alpha[:, :, None, None], atol=1e-6)
 
 # %%
-# Two things set it apart. Channels do not compete: a sigmoid opens all gates at once, or none,
-# where softmax would have to share. And the last sum is missing: each weighted channel is kept for
-# the next layer. With it, the whole would be the attention of the first pages:
+# There are two differences. Channels do not compete: a sigmoid can open all gates at once, or none,
+# while softmax must share. And there is no final sum: each weighted channel is kept for the next
+# layer. With that sum, it would be the attention of the first pages:
 
 assert not torch.allclose(alpha.sum(1), torch.ones(5))
 pooled = qkv.attend(
@@ -59,12 +60,12 @@ pooled = qkv.attend(
 assert torch.allclose(pooled, layer(x).sum(1).flatten(1), atol=1e-5)
 
 # %%
-# Learned
-# -------
+# Training
+# --------
 #
-# Four channels. Three are pictures, the fourth is a plain shade that says which of the three is not
-# noise. The target is that one. No fixed mixture of channels can do it; a gate that looks at the
-# shade can.
+# There are four channels. Three are pictures. The fourth is a plain shade that says which of the
+# three is not noise. That one is the target. No fixed mixture of channels can produce it, but a
+# gate that reads the shade can.
 
 rng = torch.Generator().manual_seed(1)
 grid = torch.linspace(-1, 1, 12)
@@ -94,7 +95,7 @@ print(f"error with the gate {gated.item():.3f}, with fixed weights {plain.item()
 assert gated.item() < 0.25 * plain.item()
 
 # %%
-# The gate of nine scenes: it opens the channel that the shade names.
+# The gate for nine scenes: it opens the channel that the shade names.
 
 x, target, which = scenes(9)
 alpha = gate.gate(x).detach()
@@ -111,7 +112,7 @@ plot.heatmaps(
 )
 
 # %%
-# One scene: three channels, their sum with fixed weights, and through the gate.
+# One scene: three channels, their sum with fixed weights, and the result of the gate.
 
 with torch.no_grad():
     mixed = (fixed.sigmoid()[:, None, None] * x)[:, :3].sum(1)
