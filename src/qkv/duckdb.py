@@ -19,6 +19,7 @@ import numpy as np
 from qkv.attention import attend
 from qkv.database import Database, encoders, open, spelled
 from qkv.database.cells import is_missing
+from qkv.database.query_input import Batch
 from qkv.database.sources.sql import literal, quoted
 from qkv.errors import ArgumentError, DtypeError, ShapeError, extra, unknown
 from qkv.told import jsonable
@@ -137,7 +138,7 @@ def _rows(paths: Any, queries: Any, options: Any) -> Any:
         places = [i for i, one in enumerate(given) if one == (path, wish)]
         with open(path, create=False) as database:
             types = _types(database)
-            asked = [_query(database, json.loads(texts[i])) for i in places]
+            asked = Batch(_query(database, json.loads(texts[i])) for i in places)
             for i, answer in zip(places, database.ask(asked, **_how(wish)), strict=True):
                 found[i] = [
                     {
@@ -224,7 +225,7 @@ def _matched(left: Any, right: Any, options: Any) -> Any:
         database = Database(keys, range(len(keys)), encoder=encoder)
         # What is blank asks for nothing, as NULL does, but where a key is just that.
         places = [i for i, key in enumerate(asked) if not _blank(key) or key in database]
-        answers = database.ask([asked[i] for i in places], **how)
+        answers = database.ask(Batch(asked[i] for i in places), **how)
         found.append(
             [
                 {"l": place + 1, "r": row.index + 1, "weight": row.weight, "rank": rank}

@@ -655,3 +655,21 @@ def test_shards_in_8_bits_prove_softmax_alone(tmp_path: Path) -> None:
             with pytest.raises(CombinationError, match=r"softmax alone.*8 bits"):
                 asked(key[0], tolerance=0.5, weighting="hard")
         assert c.ask(key[0], weighting="hard").error_bound == 0  # as its codes say
+
+
+def test_arrays_are_keys_of_several_numbers(tmp_path: Path) -> None:
+    """As those of a database: a tensor has its gradient through the encoder."""
+    path = str(tmp_path / "pairs.qkv")
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(100, 20, (40, 2)), rng.normal(size=40)
+    with qkv.open(path) as D:
+        D.add([(tuple(k), v) for k, v in zip(keys.tolist(), values.tolist(), strict=True)])
+        with cluster([path], 3) as c:
+            for query in (keys[3], torch.tensor(keys[3]), keys[3].tolist(), tuple(keys[3])):
+                assert c.ask(query).value == pytest.approx(D.ask(tuple(keys[3])).value, rel=1e-5)
+                assert c[query] == values[3]
+                np.testing.assert_allclose(c.attend(query), D.attend(query), rtol=1e-5)
+            asked = torch.tensor(keys[:2], requires_grad=True)
+            grads = [torch.autograd.grad(x.attend(asked).sum(), asked)[0] for x in (c, D)]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
+            assert grads[0].abs().min() > 0

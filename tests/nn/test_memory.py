@@ -209,3 +209,15 @@ def test_refusals(tmp_path):
         Memory(qkv.Database({"a": "b"}))(torch.zeros(1, 4))
     with pytest.raises(TypeError, match="query must be a torch tensor"):
         Memory(facts())(np.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("weighting", [weightings.TopK(2), "softmax"])
+def test_a_memory_of_pairs_of_numbers_takes_their_own_units(weighting):
+    D = qkv.Database({(100.0, 1.0): 1.0, (120.0, 3.0): 2.0, (160.0, 2.0): 4.0})
+    memory = Memory(D, weighting=weighting)
+    query = torch.tensor([[100.0, 1.0], [130.0, 2.0]], requires_grad=True)
+    out = memory(query)
+    want = [answer.value for answer in D.ask(query, weighting=weighting)]
+    assert out[:, 0].tolist() == pytest.approx(want, rel=1e-4)
+    (grad,) = torch.autograd.grad(out.sum(), query)
+    assert grad.abs().min() > 0

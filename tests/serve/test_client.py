@@ -46,6 +46,7 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     "truth": ([(True, "yes"), (False, "no")], {}),
     "json": ([([1, 2], "list"), ({"a": [None]}, "mapping"), ([0.5], "other")], {}),
     "tuples": ({("a", 1): 1.0, ("3", 3): 2.0, (3, "3"): 3.0, ((1,), "x"): 4.0, (DAY,): 5.0}, {}),
+    "pairs": ({(100.0, 1.0): 1.0, (120.0, 3.0): 2.0, (160.0, 2.0): 4.0}, {}),
     "days": ({DAY: 1.0, datetime.date(2024, 1, 2): 2.0}, {}),
     "lines": ({"a\nb/\n": 1.0, "\n": 2.0, "3.5": 3.0, "null": 4.0}, {}),
 }
@@ -590,3 +591,28 @@ def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> N
             with pytest.raises(AbsentKey):
                 there.remove([key])
     assert len(there) == len(kept)
+
+
+@pytest.mark.parametrize("kept", ["pairs"], indirect=True)
+def test_arrays_are_keys_of_several_numbers(client: Client, kept: Database) -> None:
+    remote, want = client["pairs"], kept.ask((100.0, 1.0))
+    series = pandas.Series([100.0, 1.0], index=[7, 3])
+    for query in (np.array([100.0, 1.0]), [100.0, 1.0], (100.0, 1.0), series):
+        assert_same(remote.ask(query), want)
+        assert remote[query] == 1.0
+        np.testing.assert_allclose(remote.attend(query), [want.value], rtol=1e-6)
+    rows = np.array([[100.0, 1.0], [130.0, 2.0]])
+    assert [a.value for a in remote.ask(rows)] == [a.value for a in kept.ask(rows)]
+    assert remote.ask(rows)[1].above(0.01)[0].key == (160.0, 2.0)
+    np.testing.assert_allclose(remote.attend(rows), kept.attend(rows), rtol=1e-6)
+
+
+def test_arrays_of_texts_and_dates_are_lists_of_queries(client: Client) -> None:
+    texts = ["emma", "the alchmist"]
+    for query in (np.array(texts), pandas.Series(texts, index=[4, 2]), np.array(texts, object)):
+        assert [a.value for a in client.ask("books", query)] == [
+            a.value for a in client.ask("books", texts)
+        ]
+    assert client.ask("books", np.array("emma")).value == client.ask("books", "emma").value
+    days = np.array(["1988-04-01", "2024-01-01"], "M8[D]")
+    assert [a.rows[0].key for a in client.ask("days", days)] == [DAY, datetime.date(2024, 1, 2)]

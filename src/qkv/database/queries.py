@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from qkv.arrays import is_array, of, plain, to_numpy
+from qkv.arrays import framework, is_array, of, to_numpy, tree
 from qkv.database import cells, spelled
-from qkv.database.schema import by_place
+from qkv.database.query_input import Batch, as_cells, as_floats, as_tuple, as_tuples, is_flat
 from qkv.elsewhere import ELSEWHERE
-from qkv.errors import ArgumentError, DtypeError, ShapeError, keywords
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, keywords
 from qkv.types import Array
 
 if TYPE_CHECKING:
     from qkv.database.view import View
-    from qkv.scores import ScoreLike
+    from qkv.scores import Score, ScoreLike
     from qkv.weightings import WeightingLike
 
 
@@ -45,28 +45,22 @@ FEW = "top=k to name k rows, weighting=weightings.TopK(k) to use no more"
 
 
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
-    """The queries, and whether there is only one."""
+    """The queries as a list of cells or an array of vectors, and whether there is only one."""
     kind, names = view.schema.key_kind, view.schema.key
-    query = plain(query, "query") if is_array(query) else by_place(query)
+    batch, query = isinstance(query, Batch), as_cells(query, kind)
     shaped = is_array(query)
-    if kind == "date" and shaped and (times := to_numpy(query)).dtype.kind == "M":
-        query, shaped = times.astype("M8[us]").tolist(), False
-    if kind == "vector" or (shaped and kind != "number"):
-        try:
-            array = to_numpy(query) if shaped else np.asarray(query, dtype=float)
-        except (TypeError, ValueError, OverflowError):
-            raise DtypeError(
-                "query must be a vector of numbers, as the keys are, or a list of such, not "
-                f"{cells.shown(query)}"
-            ) from None
-        if not array.ndim:
-            told = "a vector" if kind == "vector" else f"{kind}, as the keys are, or their vector"
-            raise DtypeError(f"query must be {told}, not the number {array}")
-        return (array[None], True) if array.ndim == 1 else (array, False)
-    if shaped:
+    if shaped and kind == "number":
         return to_numpy(_column(query))[:, 0].tolist(), len(query.shape) == 0
-    many = isinstance(query, list) and not (kind == "json" and cells.is_numbers(query))
-    queries = query if many else [query]
+    if shaped and view.has_number_keys:
+        return as_tuples(query, _columns(view))
+    if shaped and kind == "date":
+        raise DtypeError(_no_date(query, "query"))
+    if shaped or kind == "vector":
+        return _vectors(query, kind)
+    many = batch or (isinstance(query, list) and not _is_one_key(view, query))
+    queries = list(query) if many else [query]
+    if kind == "tuple":
+        queries = list(map(as_tuple, queries))
     if kind in READ and not view.encoder.any_query:
         queries = [READ[kind](one, f"query {i}") for i, one in enumerate(queries)]
     elif len(names) > 1 and not view.encoder.any_query:
@@ -77,6 +71,8 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
             for i, one in enumerate(queries)
         ]
     for i, one in enumerate(queries):
+        if isinstance(one, np.str_):
+            queries[i] = one = str(one)
         if one is None and not view.encoder.any_query:
             raise ArgumentError(f"query {i} must not be None")
         if isinstance(one, str):
@@ -93,6 +89,34 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
         elif kind == "number" and isinstance(one, datetime.date | datetime.time):
             raise DtypeError(f"query {i} must be a number, not {cells.shown(one)}")
     return queries, not many
+
+
+def _is_one_key(view: View, query: list[Any]) -> bool:
+    """Whether a list is one key: of JSON, or of several columns of numbers."""
+    if view.schema.key_kind == "json":
+        return cells.is_numbers(query)
+    return is_flat(query) and view.has_number_keys
+
+
+def _columns(view: View) -> str:
+    return ", ".join(view.schema.key) if len(view.schema.key) > 1 else "a tuple of numbers"
+
+
+def _vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
+    """Vectors (n, width), and whether there is only one."""
+    try:
+        array = to_numpy(query) if is_array(query) else as_floats(query)
+    except DtypeError:
+        raise
+    except (TypeError, ValueError, OverflowError):
+        raise DtypeError(
+            "query must be a vector of numbers, as the keys are, or a list of such, not "
+            f"{cells.shown(query)}"
+        ) from None
+    if not array.ndim:
+        told = "a vector" if kind == "vector" else f"{kind}, as the keys are, or their vector"
+        raise DtypeError(f"query must be {told}, not the number {array}")
+    return (array[None], True) if array.ndim == 1 else (array, False)
 
 
 def _parts(view: View, one: Any, what: str) -> Any:
@@ -116,8 +140,11 @@ def _moment(one: Any, what: str) -> Any:
         return found
     if one is None or cells.kind(one) == "date":
         return one
-    told = f"a date or its ISO text, as the keys are, not {cells.shown(one)}"
-    raise DtypeError(f"{what} must be {told}")
+    raise DtypeError(_no_date(one, what))
+
+
+def _no_date(one: Any, what: str) -> str:
+    return f"{what} must be a date or its ISO text, as the keys are, not {cells.shown(one)}"
 
 
 def _number(one: Any, what: str) -> Any:
@@ -141,13 +168,43 @@ def _column(query: Array) -> Array:
     return of(query).xp.reshape(query, (-1, 1))
 
 
-def differentiable(view: View, query: Array) -> tuple[Array, bool]:
-    """Numbers (n,), (n, 1) or one () as (n, 1) in the keys' units, and whether it is one."""
-    column, single = _column(query), len(query.shape) == 0
-    found = view.encoder.moved(column)
-    if found is None:
-        found = view.encoded(to_numpy(column)[:, 0].tolist()).code
-    return found, single
+def encode_numbers(view: View, query: Array) -> tuple[Array, bool]:
+    """An array of numbers as vectors (n, width) in its framework, and whether it is a single key.
+
+    The gradient goes through where the encoder is arithmetic on the numbers (`Encoder.moved`).
+    Vectors have at least 32 bits.
+    """
+    if view.schema.key_kind == "number":
+        rows, single = _column(query), len(query.shape) == 0
+    else:
+        single = len(query.shape) < 2
+        rows = of(query).xp.reshape(query, (1, -1)) if single else query
+        if len(rows.shape) > 2:
+            as_tuples(query, _columns(view))  # which refuses it
+    found = view.encoder.moved(rows)
+    if found is not None:
+        return found, single
+    fw = of(query)
+    if fw.needs_gradient([query]):
+        raise CombinationError(
+            f"the encoder {view.encoder.kind} has no gradient for its queries: detach the query, "
+            "or encode the keys by numbers alone, D.encode('numbers')"
+        )
+    host = to_numpy(rows)
+    keys = (
+        host[:, 0].tolist() if view.schema.key_kind == "number" else list(map(tuple, host.tolist()))
+    )
+    return fw.constant(view.encoded(keys).code, query, "float32"), single
+
+
+def score_beside(view: View, score: ScoreLike | None, query: Array) -> Score:
+    """The score to compare queries by; the arrays of the default one go where the query is."""
+    chosen, fw = view.score(score), of(query)
+    if score is not None or fw.name == "numpy":
+        return chosen
+    return tree.map_arrays(
+        framework("numpy"), lambda x: fw.constant(x, query, fw.dtype(query)), chosen
+    )
 
 
 def known(door: str, given: Collection[str], names: Collection[str]) -> None:
@@ -195,5 +252,5 @@ def questions(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[
         raise ArgumentError(f"{what}: pairs is empty; it takes (query, {right}) pairs")
     asked = [query for query, _ in pairs]
     vectors = all(is_array(query) and len(query.shape) == 1 for query in asked)
-    queries, _ = as_queries(view, np.stack(list(map(to_numpy, asked))) if vectors else asked)
+    queries, _ = as_queries(view, np.stack(list(map(to_numpy, asked))) if vectors else Batch(asked))
     return queries, [wish for _, wish in pairs]

@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overloa
 
 import numpy as np
 
-from qkv.arrays import is_array, plain
+from qkv.arrays import is_array, of
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
 from qkv.database.absent import AbsentKey
 from qkv.database.faults import Closed
-from qkv.database.queries import Asking, How, as_queries, at_most, differentiable, known, nearness
+from qkv.database.queries import (
+    Asking,
+    How,
+    as_queries,
+    at_most,
+    encode_numbers,
+    known,
+    nearness,
+    score_beside,
+)
+from qkv.database.query_input import Batch, as_cells
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
@@ -236,7 +246,8 @@ class Reading(Closing, Generic[K, V]):
         **other: Any,
     ) -> Any:
         """Σᵢ α(q, kᵢ) vᵢ as an `Answer`: its value, its rows and their weights. A list of queries
-        (or an array with a query in each row) gives a list of answers.
+        (or an array with a query in each row) gives a list of answers. Where keys are several
+        numbers, a list or array of that length is one key.
 
         `score` compares vectors of query and key (by default as the encoder says), "exact" the keys
         themselves. Vectors of your own, embeddings or measurements, are compared by q·k/√d, to
@@ -307,9 +318,10 @@ class Reading(Closing, Generic[K, V]):
     ) -> Array:
         """Σᵢ α(q, kᵢ) vᵢ in the query's framework, with gradients: (n, d) → (n, d_v), (d) → (d_v).
 
-        The query lives where the encoded keys do. A number is standardised as the keys were, and
-        its gradient goes through that; text is encoded first, and has none. `tolerance` and
-        `confidence` are those of `ask`, for a query that wants no gradient.
+        A query means what it means to `ask`. A key of one or several numbers is scaled as the keys
+        were, and its gradient passes through that. Text is encoded first, and has no gradient; an
+        array of floats is its encoded vector. `tolerance` and `confidence` are those of `ask`, for
+        a query that needs no gradient.
 
         >>> from qkv import Database
         >>> import numpy as np
@@ -326,27 +338,31 @@ class Reading(Closing, Generic[K, V]):
                 f"the values are of type {view.schema.value_kind}, and only numbers can be pooled: "
                 "use ask, which names the heaviest value"
             )
-        if not is_array(query):
+        batch, given = isinstance(query, Batch), query
+        query = query if batch else as_cells(query, view.schema.key_kind)
+        numbers = is_array(query) and (view.schema.key_kind == "number" or view.has_number_keys)
+        if numbers:
+            query, single = encode_numbers(view, query)
+            code = Query(query)
+        elif is_array(query) and view.schema.key_kind != "date":  # a vector, as the keys' are
+            single = len(query.shape) == 1
+            code = Query(query[None] if single else query)
+        else:
             queries, single = as_queries(view, query)
             if view.wordy and len(queries) > WORDY:
-                parts = (queries[at : at + WORDY] for at in range(0, len(queries), WORDY))
+                parts = (Batch(queries[at : at + WORDY]) for at in range(0, len(queries), WORDY))
                 how = How(score=score, weighting=weighting, where=where, tolerance=tolerance)
                 how["confidence"] = confidence
                 return np.concatenate([self.attend(some, **how) for some in parts])
             code = view.encoded(queries)
-        elif view.schema.key_kind == "number":
-            query, single = differentiable(view, plain(query, "query"))
-            code = Query(query)
-        else:
-            query = plain(query, "query")
-            single = len(query.shape) == 1
-            code = Query(query[None] if single else query)
         view.check(code)
-        chosen = view.score(score)
+        chosen = score_beside(view, score, code.code)
         if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
         near = dict(zip(("tolerance", "confidence"), nearness(tolerance, confidence), strict=True))
         out = self._attended(view, code, chosen, weighting, where, near)
+        if numbers and (kept := of(given).dtype(given)).startswith(("float", "bfloat")):
+            out = of(out).astype(out, kept)
         return out[0] if single else out
 
     def _attended(

@@ -362,7 +362,7 @@ def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
 def several(keys: Any, kind: str | None) -> bool:
     """Whether these are several keys rather than one of a database whose keys are of a kind."""
     if is_array(keys):
-        return len(keys.shape) > (1 if kind == "vector" else 0)
+        return len(keys.shape) > (1 if kind in ("vector", "tuple") else 0)
     if kind == "vector" and cells.is_numbers(keys):
         return False
     return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (

@@ -8,14 +8,14 @@ import numpy as np
 
 from qkv.arrays import of
 from qkv.arrays.ragged import Query
-from qkv.database.queries import differentiable
+from qkv.database.queries import encode_numbers, score_beside
 from qkv.database.schema import transposed
 from qkv.errors import CombinationError
 from qkv.types import Array
 
 if TYPE_CHECKING:
     from qkv.database.database import Database
-    from qkv.scores import ScoreLike
+    from qkv.scores import Score, ScoreLike
 
 
 class Touched(NamedTuple):
@@ -30,9 +30,16 @@ class Touched(NamedTuple):
 
 
 def asked(database: Database[Any, Any], query: Array) -> Array:
-    """Queries (n, d) as they are compared: numbers, (n, 1), from the mean of the keys on."""
+    """Queries (n, d) as they are compared: keys of numbers are encoded, with gradients."""
     view = database._filled()
-    return differentiable(view, query)[0] if view.schema.key_kind == "number" else query
+    if view.schema.key_kind != "number" and not view.has_number_keys:
+        return query
+    return encode_numbers(view, query)[0]
+
+
+def own_score(database: Database[Any, Any], query: Array) -> Score:
+    """The score of the database's encoder, with its arrays where the query is."""
+    return score_beside(database._filled(), None, query)
 
 
 def touched(
@@ -59,7 +66,9 @@ def touched(
     view.check(Query(query))
     allowed = view.having_values(None)[0]
     rows = view.vectors(allowed)
-    scores, places = nearest(rows, query, min(k, rows.shape[0]), score=view.score(score))
+    scores, places = nearest(
+        rows, query, min(k, rows.shape[0]), score=score_beside(view, score, query)
+    )
     fw = of(query)
     live = fw.to_numpy(scores) > -np.inf
     ids = view.ids if allowed is None or rows.allowed is not None else view.ids[allowed]

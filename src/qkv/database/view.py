@@ -16,6 +16,7 @@ from qkv.database import cells, codes, columns, spelled
 from qkv.database.compare import Texts
 from qkv.database.faults import Damaged
 from qkv.database.piece import Piece
+from qkv.database.query_input import as_key, is_number_key
 from qkv.database.schema import LOST, Schema
 from qkv.database.store import Snapshot, sizes
 from qkv.database.where import Among, condition
@@ -191,14 +192,11 @@ class View:
     def _digest(self, key: Any) -> bytes | None:
         if not self.begun:
             return None
-        if isinstance(key, list) and self.schema.key_kind == "vector":
-            try:
-                key = np.asarray(key, dtype=float)
-            except (TypeError, ValueError):
-                return None
         try:
+            if type(key) is not str:
+                key = as_key(key, self.schema.key_kind)
             found = self.schema.digest(key)
-        except (ArgumentError, DtypeError):
+        except (TypeError, ValueError):
             return None  # what cannot be kept is nobody's key
         if self.schema.key_kind == "date" and not self.snapshot.find(found):
             others = map(self.schema.digest, spelled.alike(spelled.moment(key)))
@@ -210,6 +208,17 @@ class View:
         """What the first row has in each column of the key."""
         row = next((row for _, row in self.all_rows()), {})
         return {name: cells.kind(row[name]) for name in self.schema.key if name in row}
+
+    @cached_property
+    def has_number_keys(self) -> bool:
+        """Whether keys are tuples of numbers or dates, so that an array of numbers may be one."""
+        if self.schema.key_kind != "tuple":
+            return False
+        encoder: Any = getattr(self.encoder, "base", self.encoder)
+        if encoder.kind == "columns" and any(head.kind != "numbers" for head in encoder.heads):
+            return False
+        row = next((row for _, row in self.all_rows()), None)
+        return row is not None and is_number_key(self.schema.key_of(row))
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         short, fresh = self._short, {}

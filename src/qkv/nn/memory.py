@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from qkv import attention
 from qkv.database.database import Database, open
-from qkv.database.touched import Touched, asked, forget, moves_keys, rewritten, touched
+from qkv.database.touched import (
+    Touched,
+    asked,
+    forget,
+    moves_keys,
+    own_score,
+    rewritten,
+    touched,
+)
 from qkv.elsewhere import guided, refuse_call, unscripted
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
 from qkv.nn import weightings
@@ -112,11 +120,11 @@ class Memory(nn.Module):
             key.requires_grad_(moves_keys(self.database))
             self._looked.append((found, key, value.requires_grad_()))
         if score is None:
-            score = self.database.encoder.score(len(self.database))  # type: ignore[union-attr]
+            score = own_score(self.database, query)
         at = torch.as_tensor(found.at, device=query.device)
         live = torch.as_tensor(found.live, device=query.device)
         mask = None if found.live.all() else live[:, None, :]
-        code = asked(self.database, query)[:, None, :]
+        code = asked(self.database, query).to(query.dtype)[:, None, :]
         how = {"score": score, "weighting": weighting, "mask": mask}
         out = attention.attend(code, key[at], value[at], **how)
         return out[:, 0, :]

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 import qkv
 from qkv.answer import Answer
+from qkv.database.query_input import is_number_key
 from qkv.errors import ArgumentError
 from qkv.serve import tensors
 from qkv.serve.bodies import ASK, TEXT, TEXTS, body, list_of, record
@@ -170,6 +171,8 @@ def _queries(kept: Kept, given: np.ndarray) -> Any:
             raise ArgumentError("query: BYTES must be text in UTF-8") from None
     if given.ndim == 2 and kept.about().kind != "number":
         return given.astype(float)
+    if is_number_key(kept.about().key):
+        return [tuple(given.reshape(-1).tolist())]
     return given.reshape(-1).tolist()
 
 

@@ -7,13 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
-from qkv.arrays import is_array, plain
+from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, spelled
 from qkv.database.absent import AbsentKey
 from qkv.database.columns import normal
 from qkv.database.leaving import Leaving
 from qkv.database.queries import Asking, How, known
-from qkv.database.schema import by_place, pairs_of, several
+from qkv.database.query_input import as_cells
+from qkv.database.schema import pairs_of, several
 from qkv.errors import ArgumentError, DtypeError
 from qkv.serve import wire
 from qkv.serve.transport import Transport
@@ -71,7 +72,7 @@ class Remote(Closing, Leaving):
         found = self._transport.read("POST", f"{self._base}/ask", body)
         if isinstance(found, dict):
             return self._answer(found, body)
-        each = zip(found, query, strict=True)
+        each = zip(found, body["query"], strict=True)
         return [self._answer(told, {**body, "query": one}) for told, one in each]
 
     def _answer(self, told: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
@@ -91,9 +92,9 @@ class Remote(Closing, Leaving):
     def _body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
         if callable(options.get("where")):
             raise ArgumentError("where: a function cannot be sent: write the condition as text")
-        query = plain(query, "query") if is_array(query) else by_place(query)
-        if is_array(query) and not query.shape:
-            query = query.item()
+        query = as_cells(query)
+        if is_array(query):
+            query = to_numpy(query) if query.shape else to_numpy(query).item()
         return {"query": query, **spelled.plain({"at": self._pin, **options})}
 
     # Looking up
@@ -125,7 +126,7 @@ class Remote(Closing, Leaving):
     def _row(self, key: Any) -> str:
         """The path of a key, which says what it is: 3.5 is not '3.5'."""
         try:
-            return f"{self._base}/rows/{quote(wire.dumps(key), safe='')}"
+            return f"{self._base}/rows/{quote(wire.dumps(as_cells(key)), safe='')}"
         except (ArgumentError, DtypeError, RecursionError):  # what cannot be kept is nobody's key
             raise AbsentKey(key, list) from None
 

@@ -16,6 +16,7 @@ import numpy as np
 from qkv.database import Database, cells, spelled
 from qkv.database import open as open_database
 from qkv.database.queries import READ
+from qkv.database.query_input import Batch, as_cells, as_floats, as_tuples, is_flat, is_number_key
 from qkv.deadline import DeadlineError, current_deadline, limit_time
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import limits, wire
@@ -97,16 +98,26 @@ class Kept:
         """What was asked as a list or an array of queries, and whether it is a single one.
 
         A list is many, as for `Database.ask`; but a list of numbers is one where keys are vectors
-        or JSON, and a list that holds no lists is one where keys have several columns.
+        or JSON, and a list of single cells is one where keys have several columns. An array of
+        numbers is read as `query_input` says.
         """
         about = self.about()
+        given = as_cells(given, about.kind)
         if isinstance(given, np.ndarray) and given.dtype.kind not in "biuf":
             raise DtypeError(f"query must hold real numbers, not {given.dtype}")
-        if about.kind == "number" and isinstance(given, np.ndarray):
+        shaped = isinstance(given, np.ndarray)
+        if shaped and about.kind == "number":
             given = given.tolist()
-        if about.kind == "vector" or isinstance(given, np.ndarray):
+        elif shaped and is_number_key(about.key):
+            rows, single = as_tuples(given, "a tuple of numbers")
+            return Batch(rows), single
+        elif shaped and about.kind == "date":
+            raise DtypeError("query must be a date or its ISO text, as the keys are")
+        elif shaped or about.kind == "vector":
             try:
-                array = np.asarray(given, dtype=float)
+                array = as_floats(given)
+            except DtypeError:
+                raise
             except (TypeError, ValueError, OverflowError):
                 raise DtypeError(
                     "query must be a vector of numbers, as the keys are, or a list of such"
@@ -116,11 +127,12 @@ class Kept:
             return (array[None], True) if array.ndim == 1 else (array, False)
         many = isinstance(given, list) and not (about.kind == "json" and cells.is_numbers(given))
         if about.kind == "tuple":
-            many = many and all(isinstance(one, list | tuple) for one in given)
-        each = [short(one, "query") for one in (given if many else [given])]
+            many = many and not is_flat(given)
+        each = Batch(short(one, "query") for one in (given if many else [given]))
         if about.kind in READ:
             return each, not many
-        return [spelled.cell(one, about.key, f"query {i}") for i, one in enumerate(each)], not many
+        read = (spelled.cell(one, about.key, f"query {i}") for i, one in enumerate(each))
+        return Batch(read), not many
 
     def size(self, given: Any) -> int:
         """How many queries these are, by what is known of the keys without a look."""
@@ -129,7 +141,7 @@ class Kept:
         if not isinstance(given, list):
             return 1
         one = self._about is not None and self._about.kind in ("vector", "tuple")
-        many = not one or all(isinstance(part, list | tuple) for part in given)
+        many = not one or not is_flat(given)
         return len(given) if many else 1
 
     def _answers(self, how: str, asked: list[Any]) -> list[Any]:
@@ -138,7 +150,7 @@ class Kept:
             told = wire.loads(how)
             database, built = self.at(told.pop("at", None)), options(told)
             each = [self.queries(given) for given in asked]
-            many: Any = [query for queries, _ in each for query in queries]
+            many: Any = Batch(query for queries, _ in each for query in queries)
             if isinstance(each[0][0], np.ndarray):
                 many = np.stack(many) if many else many
             answers: list[Answer] = database.ask(many, **built) if len(many) else []

@@ -169,8 +169,8 @@ class Encoder(ABC):
         )
 
     def moved(self, query: Array) -> Array | None:
-        """Numbers (n, 1) of any framework as vectors, with gradients; None where arithmetic alone
-        does not make them."""
+        """Keys of numbers, (n, columns), of any framework as vectors (n, width), with gradients;
+        None where arithmetic alone does not make them. They have 32 or 64 bits."""
         return None
 
     def reads(self, query: Any) -> bool:

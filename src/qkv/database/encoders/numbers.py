@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import is_array, to_numpy
+from qkv.arrays import is_array, of, to_numpy
 from qkv.database.cells import moment, shown
 from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError, counted
@@ -106,7 +106,19 @@ class Numbers(Encoder):
 
     def moved(self, query: Array) -> Array | None:
         mean, unit = self._fitted()
-        return (query - mean[0]) / unit[0]
+        if len(query.shape) == 2 and query.shape[1] != len(mean):
+            came = counted(query.shape[1], "number")
+            raise ShapeError(f"query 0 has {came}, but the keys have {len(mean)} each")
+        fw = of(query)
+        wide = "float64" if fw.doubles(query) else "float32"
+        x = fw.astype(query, wide)
+        # The mean in two parts, so that float32 alone keeps the digits of keys far from 0.
+        high = np.asarray(mean, np.float32).astype(float)
+        low = np.asarray(mean) - high
+        x = (x - fw.constant(high, x, wide)) - fw.constant(low, x, wide)
+        x = x / fw.constant(unit, x, wide)
+        kept = fw.dtype(query)
+        return fw.astype(x, kept if kept in ("float32", "float64") else "float32")
 
     def reads(self, query: Any) -> bool:
         try:
