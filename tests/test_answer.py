@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import pickle
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pandas
 import polars
 import pytest
 
-from qkv import Database
+from qkv import Database, weightings
 from qkv.answer import Answer
 from qkv.behind import Nobody, Row, Share
 from qkv.errors import CombinationError
@@ -83,6 +84,82 @@ def test_a_mean_of_many_rows_is_no_doubt():
     for keys, says in (([0.0], "one row decides"), ([0.0, 9.0, 9.1, 9.2, 9.3, 9.4], "many rows")):
         D = Database([(k, k) for k in keys])
         assert says in D.ask(9.2 if len(keys) > 1 else 0.0, weighting="average").explain()
+
+
+CLAIMS = ("one row decides", "one key decides", "which decides", "agree")
+
+
+def test_no_row_decides_where_the_value_is_a_blend():
+    """96 % of the weight on 1988 and a mean of 1967 is no decision for 1988."""
+    books = Database({"The Alchemist": 1988, "The Odyssey": -700, "Emma": 1815, "Dune": 1965})
+    for query in ("the alchmist", "The Alchemist", "The Odyssy", "Emma", "dun"):
+        found = books.ask(query)
+        if short(found.value) != short(float(found.rows[0].value)):
+            for text in (found.sureness, found.explain(), str(found)):
+                assert not any(claim in text for claim in CLAIMS), (query, text)
+    blend = books.ask("the alchmist")
+    assert 0.9 < blend.rows[0].weight < 1 and short(blend.value) != "1988"
+    assert re.fullmatch(r"a mean; one row has \d\d(\.\d)? % of the weight", blend.sureness)
+    hard = books.ask("The Alchemist", weighting="hard")
+    assert hard.sureness == "one row decides" and "itself, which decides" in str(hard)
+
+
+@pytest.mark.parametrize(
+    ("value", "row", "decides"),
+    [
+        (1988.0, 1988, True),
+        (1987.6, 1988, False),
+        (np.array([1.0, 2.0]), np.array([1.0, 2.0]), True),
+        (np.array([1.0, 2.1]), np.array([1.0, 2.0]), False),
+        ({"x": 1.0, "y": 2.0}, {"x": 1, "y": 2}, True),
+        ({"x": 1.0, "y": 2.5}, {"x": 1, "y": 2}, False),
+    ],
+)
+def test_a_row_decides_where_the_value_is_its_own(value, row, decides):
+    found = replace(answer([0.97, 0.03], values=[row, row]), value=value, values=[])
+    assert (found.sureness == "one row decides") is decides
+
+
+def test_a_sum_of_raw_weights_is_no_value_of_a_row():
+    found = Database([(1.0, 10.0), (9.0, 1.0)]).ask(1.0, score="dot", weighting="raw")
+    assert "decides" not in found.explain()
+
+
+def test_rows_that_share_a_key_or_a_value_are_one_answer():
+    D = Database([("tea pot", "tea")] * 8 + [("knife", "tools")])
+    assert D.ask("tea pott").sureness == "sure"
+    names = Database(
+        [("tea pot", "tea"), ("teapot", "tea"), ("tea-pot", "tea"), ("knife", "tools")]
+    )
+    assert names.ask("tea pot").values[0].weight > 0.9
+    assert names.ask("tea pot").sureness == "sure"
+    prices = Database([("tea pot", 5.0)] * 8 + [("knife", 9.0)])
+    assert prices.ask("tea pot", weighting="hard").sureness == "one row decides"
+    found = prices.ask("tea pot", weighting=weightings.TopK(8))
+    assert found.value == pytest.approx(5) and found.sureness == "one key decides"
+    alike = Database([(float(i), 7.0) for i in range(8)])
+    assert alike.ask(4.0, weighting="average").sureness == "rows with the same value decide"
+    two = Database([("tea pot", 4.0), ("tea pot", 6.0), ("knife", 9.0)])
+    assert two.ask("tea pot", weighting=weightings.TopK(2)).sureness == "one key decides"
+
+
+def test_one_key_with_many_values_says_so():
+    D = Database([("tea pot", f"kind {i}") for i in range(8)] + [("knife", "tools")])
+    assert D.ask("tea pot").sureness == "one key, whose rows have different values"
+
+
+def test_sureness_counts_rows_beyond_those_that_are_named():
+    D = Database([("tea pot", 5.0)] * 40 + [("knife", 9.0)] * 2)
+    few = D.ask("tea pot", weighting=weightings.TopK(40), top=2)
+    assert len(few.rows) == 2 and few.sureness == "one key decides"
+    assert pickle.loads(pickle.dumps(few)).sureness == few.sureness
+
+
+def test_the_hint_is_in_the_dictionary():
+    D = Database(np.array([[3.0, 4.0], [30.0, 41.0]]), ["short", "long"])
+    found = D.ask([3.0, 4.0], score=None)
+    assert found.to_dict()["hint"] == found.hint != ""
+    assert Database({"a": 1.0}).ask("a").to_dict()["hint"] == ""
 
 
 def test_the_terminal_shows_bars_and_the_rest():
@@ -158,6 +235,7 @@ def test_json():
         "rows_read": 0,
         "statistical": False,
         "engine": "scan",
+        "hint": "",
     }
 
 

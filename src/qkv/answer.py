@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv.behind import Behind, Nobody, Row, Share, Source
-from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, few, fraction, sizes
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    QkvError,
+    counted,
+    few,
+    fraction,
+    sizes,
+)
 from qkv.frames import frame
 from qkv.shown import Shown
-from qkv.told import BAR, bar, columns, figure, jsonable, lengths, padded, short
+from qkv.told import BAR, bar, columns, figure, jsonable, lengths, number, padded, short
 from qkv.types import derived
 
 EXACT = "The query is a key itself, which decides"
+BLENDED = "The query is a key itself; the value is a mean of more rows"
 DECIDES = 0.9
-"""The weight of a key from which it does."""
+"""The weight above which a row, a key or a value may decide."""
 
 TOLD = (
     *("query", "value", "rows", "entropy", "effective_rows", "total", "missing", "exact"),
-    *("error_bound", "rows_read", "statistical", "engine"),
+    *("error_bound", "rows_read", "statistical", "engine", "hint"),
 )
 """What an answer says of itself wherever it is written."""
 
@@ -140,7 +151,7 @@ class Answer(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         """What it said, with the weight of every row; the database stays behind."""
-        found = vars(self) | {"hint": self.hint}
+        found = vars(self) | {"hint": self.hint, "sureness": self.sureness}
         if self.coverage is not None:
             found["set"] = self.set
         told = (self.rows, self.weights, self.entropy, self.spread)
@@ -157,6 +168,14 @@ class Answer(Shown):
             return False
         found = sum(row.weight for row in self.rows if row.key == self.query)
         return found > DECIDES if self.shares else found > 0 and self._first > DECIDES
+
+    @property
+    def _exactness(self) -> str:
+        """That the query is a key, and whether the value is its own."""
+        if self.values or isinstance(self.value, str):
+            return EXACT
+        own = [row for row in self.rows if row.key == self.query]
+        return EXACT if own and _shown_alike(self.value, _mean(own)) else BLENDED
 
     @property
     def _first(self) -> float:
@@ -207,7 +226,7 @@ class Answer(Shown):
         then = "".join(f", {_within(row.key)} {told(row.weight)}" for row in seen)
         parts = [f"Of {total}, {_within(first.key)} {counts} {told(first.weight)}{then}."]
         if self.exact:
-            parts.append(f"{EXACT}.")
+            parts.append(f"{self._exactness}.")
         effective = f"{self.effective_rows:,.1f}"
         parts.append(f"As many rows as {effective} of equal weight took part: {self.sureness}.")
         if isinstance(self.value, float | np.ndarray):
@@ -258,22 +277,71 @@ class Answer(Shown):
             return f"{rows} that lack{'s' * (self.missing == 1)} {few([*self.value])}"
         return f"{rows} without a value"
 
-    @property
+    @derived
     def sureness(self) -> str:
-        """How concentrated the weights are, in a few words."""
+        """How far the weights agree on one value, in a few words.
+
+        Rows with the same key or the same value count as one. No row or key "decides" where the
+        value is a mean that differs from its own.
+        """
         if not self.rows:
             return "no answer"
-        first, effective = self._first, self.effective_rows
-        if not self.values:  # pooled: many rows are no doubt, but a mean
-            if first > 0.9:
+        return self._value_sureness() if self.values else self._mean_sureness()
+
+    def _value_sureness(self) -> str:
+        """The same of an answer whose value is the heaviest of several."""
+        known = np.abs([share.weight for share in self.values])
+        best = float(known[0] / (1.0 if self.shares else known.sum() or 1.0))
+        if best > 0.5:
+            return "sure" if best > DECIDES else "fairly sure"
+        rows = self._heavy_rows()
+        if self.shares and _groups(rows, "key")[0].weight > DECIDES:
+            return "one key, whose rows have different values"
+        alike = len(_groups(rows, "value")) < len(rows)
+        what = "values" if alike else "rows"
+        if (self._effective(known) if alike else self.effective_rows) < 4:
+            return f"undecided between a few {what}"
+        return f"unsure, many {what} share the weight"
+
+    def _mean_sureness(self) -> str:
+        """The same of an answer whose value is pooled: many rows are no doubt, but a mean."""
+        if not self.shares:
+            if self._first > DECIDES and _shown_alike(self.value, self.rows[0].value):
                 return "one row decides"
-            few = "a few" if effective < 4 else "many"
-            return f"a {'mean' if self.shares else 'sum'} of {few} rows"
-        if first > 0.5:
-            return "sure" if first > 0.9 else "fairly sure"
-        if effective < 4:
-            return "undecided between a few rows"
-        return "unsure, many rows share the weight"
+            return f"a sum of {'a few' if self.effective_rows < 4 else 'many'} rows"
+        rows = self.rows[:1] if self._first > DECIDES else self._heavy_rows()
+        keys, values = _groups(rows, "key"), _groups(rows, "value")
+        one = "row" if len(keys[0].rows) == 1 else "key"
+        if keys[0].weight > DECIDES:
+            if _shown_alike(self.value, _mean(keys[0].rows)):
+                return f"one {one} decides"
+            return f"a mean; one {one} has {_percent(keys[0].weight)} of the weight"
+        if values[0].weight > DECIDES and _shown_alike(self.value, values[0].rows[0].value):
+            return "rows with the same value decide"
+        alike = len(keys) < len(rows)
+        effective = self._effective([key.weight for key in keys]) if alike else self.effective_rows
+        return f"a mean of {'a few' if effective < 4 else 'many'} {'keys' if alike else 'rows'}"
+
+    def _heavy_rows(self) -> list[Row]:
+        """Every row that three digits can show the weight of, where they can be had; else those
+        that are named."""
+        named = sum(row.weight for row in self.rows)
+        if not self.shares or len(self.rows) >= self.total or named > 1 - LEAST:
+            return self.rows
+        try:
+            return self._behind.above(LEAST) or self.rows
+        except QkvError:  # of a pickle, or of a server that does not send so many
+            return self.rows
+
+    def _effective(self, weights: Any) -> float:
+        """e^entropy of groups of rows with these weights; the rest counts as single rows."""
+        known = np.abs(weights)
+        rest = max(1 - known.sum(), 0) if self.shares else 0.0
+        known = known / (1 if self.shares else known.sum() or 1)
+        entropy = -float((known * np.log(np.where(known > 0, known, 1))).sum())
+        if rest > LEAST:
+            entropy -= rest * math.log(rest / max(self.total - len(known), 1))
+        return math.exp(entropy)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as JSON has it."""
@@ -337,7 +405,7 @@ class Answer(Shown):
         elif more > 0 and rest >= LEAST:
             lines.append(f"  {figure(rest):>{wide}} {bar(rest):{BAR}} {counted(more, 'more row')}")
         if self.exact:
-            lines.append(f"  {EXACT}")
+            lines.append(f"  {self._exactness}")
         if self.coverage is not None:
             lines.append(f"  {self.fit}")
         if self.hint:
@@ -374,6 +442,56 @@ class Answer(Shown):
             f"<tbody>{cells}</tbody></table>"
             f"<p class=e>{html.escape(self.explain())}</p></div>"
         )
+
+
+class _Group(NamedTuple):
+    """Rows that have the same key, or the same value."""
+
+    weight: float
+    rows: list[Row]
+
+
+def _groups(rows: list[Row], name: str) -> list[_Group]:
+    """Rows by their key or value, heaviest group first."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_identity(getattr(row, name)), []).append(row)
+    groups = [_Group(sum(abs(row.weight) for row in some), some) for some in found.values()]
+    return sorted(groups, key=lambda group: -group.weight)
+
+
+def _identity(cell: Any) -> Any:
+    """What two cells have in common if they are equal."""
+    if isinstance(cell, np.ndarray):
+        return cell.shape, cell.tobytes()
+    try:
+        hash(cell)
+    except TypeError:
+        return json.dumps(jsonable(cell), sort_keys=True)
+    return cell
+
+
+def _mean(rows: list[Row]) -> Any:
+    """The pooled value of some rows."""
+    values = [row.value for row in rows]
+    if len(values) == 1:
+        return values[0]
+    weights = np.array([row.weight for row in rows])
+    weights = weights / weights.sum()
+    if isinstance(values[0], Mapping):
+        names = values[0].keys()
+        return {n: float(weights @ np.array([v[n] for v in values], float)) for n in names}
+    return weights @ np.array([np.asarray(value, float) for value in values])
+
+
+def _shown_alike(value: Any, other: Any) -> bool:
+    """Whether two pooled values are the same in the digits that are shown."""
+    if isinstance(value, Mapping):
+        return all(_shown_alike(x, other[name]) for name, x in value.items())
+    one, two = np.asarray(value, float), np.asarray(other, float)
+    if one.ndim:
+        return bool(np.array_equal(one.round(4), two.round(4), equal_nan=True))
+    return number(float(one)) == number(float(two))
 
 
 def _within(x: Any) -> str:

@@ -339,7 +339,8 @@ class InProcess(Behind):
     def above(self, weight: float) -> list[Row]:
         alpha = np.asarray(self._alpha())
         some = np.where(alpha >= weight, alpha, 0)
-        return self.asked.rows_at(*self.asked.heaviest(some, len(alpha)))
+        count = max(int(np.count_nonzero(some)), 1)
+        return self.asked.rows_at(*self.asked.heaviest(some, count))
 
     def set(self) -> list[Row]:
         asked = self.asked

@@ -65,7 +65,6 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         "score": answer.score,
         "weighting": answer.weighting,
         "version": answer.version,
-        **({"hint": answer.hint} if answer.hint else {}),
     }
 
 
