@@ -17,8 +17,8 @@ class TestAsk:
     def test_a_slip_of_the_hand_finds_its_book(self, table: Path) -> None:
         answer = data("ask", table, "the alchmist", "--key", "title", "--value", "author")
         told = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing"]
-        told += ["exact", "error_bound", "rows_read", "statistical", "engine"]
-        assert list(answer) == told and answer["missing"] == 0
+        told += ["exact", "error_bound", "rows_read", "statistical", "engine", "hint"]
+        assert list(answer) == told and answer["missing"] == 0 and answer["hint"] == ""
         assert not answer["exact"]
         assert answer["query"] == "the alchmist"
         assert answer["value"] == "Paulo Coelho"
@@ -51,8 +51,15 @@ class TestAsk:
         asked = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]
         shown = qkv(*asked).stdout.splitlines()
         assert shown[0] == "long" and "score='cosine' goes by direction" in shown[-1]
+        assert "score='cosine' goes by direction" in data(*asked)["hint"]
         other = qkv(*asked, "--score", "cosine").stdout
         assert other.startswith("short\n") and "goes by direction" not in other
+
+    def test_no_row_decides_where_the_value_is_a_blend(self, table: Path) -> None:
+        asked = ["ask", table, "the alchmist", "-k", "title", "-v", "year"]
+        value, shown = data(*asked)["value"], qkv(*asked).stdout
+        assert abs(value - 1988) > 1 and "decides" not in shown
+        assert re.search(r"· a mean; one row has 9\d(\.\d)? % of the weight ·", shown)
 
     def test_words_need_no_quotes(self, table: Path) -> None:
         assert (
@@ -242,7 +249,15 @@ class TestGet:
 
     def test_every_value_of_a_key_that_repeats(self, table: Path) -> None:
         columns = ["--key", "author", "--value", "title"]
-        assert qkv("get", table, "Jane Austen", *columns).stdout == "Persuasion\n"
+        newest = qkv("get", table, "Jane Austen", *columns)
+        assert newest.stdout == "Persuasion\n"
+        assert newest.stderr == "2 rows have this key; this is the newest. --all prints them all.\n"
+        assert data("get", table, "Jane Austen", *columns) == {
+            "key": "Jane Austen",
+            "value": "Persuasion",
+            "rows": 2,
+        }
+        assert qkv("get", table, "Homer", *columns).stderr == ""
         assert qkv("get", table, "Jane Austen", "--all", *columns).stdout == "Emma\nPersuasion\n"
         found = data("get", table, "Jane Austen", "--all", *columns)
         assert found == {"key": "Jane Austen", "values": ["Emma", "Persuasion"]}

@@ -68,19 +68,23 @@ def get(
 ) -> Result:
     """Look KEY up exactly.
 
-    Where it is absent, the nearest keys are named and the exit code is 1.
+    Where several rows have it, the newest is printed; --all prints every one. Where none has it,
+    the nearest keys are named and the exit code is 1.
     """
     with opened(source, read, key=key, value=value) as database:
         wanted = cell(database, key_text, "the key")
-        if not all_rows:
-            found = [database[wanted]]
-        else:
-            found = list(database.all(wanted)) or [database[wanted]]
-    data = {"key": wanted, "values": found} if all_rows else {"key": wanted, "value": found[0]}
+        newest = database[wanted]
+        found = list(database.all(wanted)) or [newest]
+    repeats, data = len(found) > 1, {"key": wanted, "values": found}
+    if not all_rows:
+        data = {"key": wanted, "value": newest} | ({"rows": len(found)} if repeats else {})
 
     def show() -> None:
-        for item in found:
+        for item in found if all_rows else [newest]:
             screen.line(screen.text(item))
+        if repeats and not all_rows:
+            told = "rows have this key; this is the newest. --all prints them all."
+            screen.note(f"{len(found):,} {told}")
 
     return Result(data, show)
 
