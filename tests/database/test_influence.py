@@ -37,7 +37,16 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 NAMES = [f"row {i}" for i in range(12)]
-ENCODER = Custom(lambda names: np.array([KEYS[int(name[4:])] for name in names]), width=3)
+
+
+class Product(Custom):
+    """Compared by qᵀk/√d, which does not depend on the number of rows."""
+
+    def score(self, rows: int) -> scores.Score:
+        return scores.ScaledDot()
+
+
+ENCODER = Product(lambda names: np.array([KEYS[int(name[4:])] for name in names]), width=3)
 
 
 def made(values: Any, rows: Any = range(12), **more: Any) -> qkv.Database:

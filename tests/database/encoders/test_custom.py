@@ -3,7 +3,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qkv import Database
 from qkv.database.encoders import Custom, custom, load
+from qkv.database.encoders.base import sharpness
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 
@@ -15,6 +17,26 @@ def test_the_function_makes_the_vectors() -> None:
     encoder = Custom(lengths).fit(["Li"])
     assert encoder.width == 2
     np.testing.assert_array_equal(encoder.encode(["Li", "Zhang"]), [[2, 1], [5, 1]])
+
+
+def test_every_key_is_nearest_to_itself() -> None:
+    """By the cosine: a longer vector in nearly the same direction does not outweigh it."""
+    rng = np.random.default_rng(0)
+    vectors = dict(zip("abcdefgh", rng.normal(size=(8, 16)), strict=True))
+    vectors["long"] = 50 * (vectors["a"] + 0.1 * rng.normal(size=16))
+    encoder = Custom(lambda keys: [vectors[key] for key in keys], width=16)
+    D = Database({key: key for key in vectors}, encoder=encoder)
+    for key in vectors:
+        assert D.ask(key).rows[0].key == key
+    assert D.ask("b").rows[0].weight > 0.9
+    code = np.array(list(vectors.values()), np.float32)
+    unit = code / np.linalg.norm(code, axis=1, keepdims=True)
+    scores = sharpness(len(vectors)) * unit @ unit[0]
+    alpha = np.exp(scores - scores.max())
+    np.testing.assert_allclose(D.ask("a").weights, alpha / alpha.sum(), rtol=1e-4)
+    with_scale = Custom(lambda keys: [7 * vectors[key] for key in keys], width=16)
+    other = Database({key: key for key in vectors}, encoder=with_scale)
+    np.testing.assert_allclose(other.ask("a").weights, D.ask("a").weights, rtol=1e-4)
 
 
 def test_a_function_may_give_any_frameworks_array() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database.cells import shown
-from qkv.database.encoders.base import Encoder, Held, Told, batch
+from qkv.database.encoders.base import Encoder, Held, Told, batch, sharpness
 from qkv.errors import ArgumentError, DtypeError, ShapeError
-from qkv.scores import ScaledDot, Score
+from qkv.scores import Cosine, Score
 
 _SEEN: dict[str, Callable[..., Any]] = {}
 """The functions that this process made encoders of, by name."""
@@ -23,13 +23,16 @@ _SEEN: dict[str, Callable[..., Any]] = {}
 class Custom(Encoder):
     """x = function(keys): a list of m keys → m vectors of one width, as an array or as lists.
 
-    They are compared by qᵀk/√d. A database keeps the function's name (`module:function`, or the
-    `name` given here), never the function. It is opened again by a program that has made its
-    `Custom` first, or with `encoder=`: a name in a file is not imported, for that would run code.
+    They are compared by the cosine, sharpened with the rows, so that a key is nearest to itself.
+    A vector of one number has no direction: use `Numbers` for such keys.
 
-    >>> length = Custom(lambda keys: [[len(key)] for key in keys], width=1, name="length")
-    >>> length.encode(["Li", "Zhang"]).tolist()
-    [[2.0], [5.0]]
+    A database keeps the function's name (`module:function`, or the `name` given here), never the
+    function. It is opened again by a program that has made its `Custom` first, or with `encoder=`:
+    a name in a file is not imported, for that would run code.
+
+    >>> counts = Custom(lambda keys: [[k.count("a"), k.count("b")] for k in keys], width=2)
+    >>> counts.encode(["abba", "baa"]).tolist()
+    [[2.0, 2.0], [2.0, 1.0]]
     """
 
     function: Callable[[list[Any]], Any]
@@ -93,7 +96,10 @@ class Custom(Encoder):
         return f"the function {self.name or self.function!r}"
 
     def score(self, rows: int) -> Score:
-        return ScaledDot()
+        return Cosine(1 / sharpness(rows))
+
+    def head_scale(self, rows: int) -> float:
+        return sharpness(rows)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name, "width": self.size}
