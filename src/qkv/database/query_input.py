@@ -71,10 +71,11 @@ def as_key(key: Any, kind: str) -> Any:
     >>> as_key(np.array([100, 1]), "tuple"), as_key([100.0, 1.0], "tuple")
     ((100, 1), (100.0, 1.0))
     """
-    if type(key) is str or type(key) is tuple:
+    if type(key) is str or (type(key) is tuple and kind != "vector"):
         return key
     if kind == "vector":
-        return np.asarray(key, dtype=float) if isinstance(key, list) else key
+        key = key if is_array(key) else as_cells(key)
+        return as_floats(key) if isinstance(key, list | tuple) else key
     key = as_cells(key, kind)
     if kind == "tuple":
         return as_tuple(key)
