@@ -99,7 +99,9 @@ def as_floats(query: Any) -> np.ndarray:
     """A vector, or several, as one array; text is refused, also where it reads as numbers."""
     array = np.asarray(query)
     if array.dtype.kind in "US":
-        raise DtypeError("query must hold real numbers, not text")
+        raise DtypeError(
+            "query must be a vector of numbers, as the keys are: real numbers are needed, not text"
+        )
     return array.astype(float, copy=False)
 
 
