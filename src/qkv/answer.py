@@ -214,6 +214,8 @@ class Answer(Shown):
         'Of 2 rows, Li counts 100 %'
         """
         total = counted(self.total, "row")
+        if not self.total and self.hint:
+            return f"{self.hint}."
         if not self.rows:
             return (
                 f"No row answers {_within(self.query)}: every weight is 0 among {total}"
@@ -276,6 +278,14 @@ class Answer(Shown):
         if isinstance(self.value, dict) and not self.values:  # several columns, each pooled
             return f"{rows} that lack{'s' * (self.missing == 1)} {few([*self.value])}"
         return f"{rows} without a value"
+
+    @property
+    def why_nothing(self) -> str:
+        """Why no row answers: none passes `where`, or no key is in reach of the score."""
+        if not self.total and self.hint:
+            return self.hint
+        left = f"; {self.left_out} left out" if self.missing else ""
+        return f"every weight is 0 among {counted(self.total, 'row')}{left}"
 
     @derived
     def sureness(self) -> str:
@@ -350,7 +360,8 @@ class Answer(Shown):
     def told(self, row: Callable[[Row], Any]) -> dict[str, Any]:
         """What it says of itself, by name, each row as `row` tells of it."""
         found = {name: getattr(self, name) for name in TOLD}
-        return found | {"rows": list(map(row, self.rows))} | self._promised(row)
+        found |= {"rows": list(map(row, self.rows))} | self._promised(row)
+        return found | ({"hint": self.hint} if not self.total and self.hint else {})
 
     def _promised(self, row: Callable[[Row], Any]) -> dict[str, Any]:
         """What is promised: nothing where nothing is, the set where it is small."""
@@ -377,7 +388,7 @@ class Answer(Shown):
         from qkv.plot import bars, style
 
         if not self.rows:
-            raise CombinationError("there is nothing to draw: every weight is 0")
+            raise CombinationError(f"there is nothing to draw: {self.why_nothing}")
         figure = bars(
             [short(row.key, 44) for row in self.rows],
             [row.weight for row in self.rows],
@@ -389,7 +400,7 @@ class Answer(Shown):
     def __str__(self) -> str:
         value = f"{short(self.query)} → {short(self.value, 60)}"
         if not self.rows:
-            return f"{short(self.query)} → nothing: every weight is 0"
+            return f"{short(self.query)} → nothing: {self.why_nothing}"
         seen = [row for row in self.rows if abs(row.weight) >= LEAST] or self.rows[:1]
         rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
         names = [short(row.key, 32) for row in seen]

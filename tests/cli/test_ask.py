@@ -134,6 +134,12 @@ class TestAsk:
             (["genre = science fiction"], {"Dune"}),
             (["genre = 'science fiction'"], {"Dune"}),
             (["genre = 'romance' and year < 1816"], {"Emma"}),
+            (["genre=romance and year<1816"], {"Emma"}),
+            (["genre=romance AND year=1815"], {"Emma"}),
+            (["genre=romance or year=1965"], {"Emma", "Persuasion", "Dune"}),
+            (["not genre=fiction and year > 1900"], {"Dune"}),
+            (["(genre=romance or genre=science fiction) and year > 1816"], {"Persuasion", "Dune"}),
+            (['genre="romance" and year IS NOT NULL and year<>1815'], {"Persuasion"}),
         ],
     )
     def test_where(self, table: Path, condition: list[str], titles: set[str]) -> None:
@@ -147,7 +153,27 @@ class TestAsk:
         assert answer["value"] is None
         result = qkv("ask", table, "a book", "--where", "year > 3000")
         assert result.exit_code == 1
-        assert result.stdout.startswith("nothing")
+        assert result.stdout.startswith("nothing: No rows match where='year > 3000'; column 'year'")
+        assert "No rows match" in answer["hint"]
+
+    @pytest.mark.parametrize(
+        ("condition", "says"),
+        [
+            ("genre=romance, year=1815", "Write \"genre='romance' and year=…\""),
+            ("genre=romance & year=1815", "Write \"genre='romance' and year=…\""),
+            ("genre=romance | year=1815", "Write \"genre='romance' or year=…\""),
+            ("genre=romance year=1815", "or the whole text in quotes: genre='romance year=1815'"),
+            ("genre=romance and yeer=1815", "did you mean 'year'?"),
+            ("genre=romance and year between 1 and 2", "for between, write 1900 <= year <= 1950"),
+            ("genre=romance and title like 'E%'", "for like, write 'part of a text' in column"),
+        ],
+    )
+    def test_a_condition_that_is_not_read_says_how_to_write_it(
+        self, table: Path, condition: str, says: str
+    ) -> None:
+        result = qkv("ask", table, "a book", "--where", condition)
+        assert result.exit_code == 2
+        assert says in result.stderr
 
     def test_each_line_of_stdin(self, table: Path) -> None:
         result = qkv("ask", table, "-", "-v", "author", "--json", stdin="emma\n\ndune\n")

@@ -29,7 +29,10 @@ def test_rows_for_people_and_for_pipes(table: Path) -> None:
     assert first.split(maxsplit=1) == ["0", "The Alchemist  Paulo Coelho  1988  fiction"]
     assert "rows 0 to 1 of 8; the next: --from 2" in shown.stderr
     assert "the next" not in qkv("rows", table).stderr
-    assert "none from 9 of 8" in qkv("rows", table, "--from", 9).stderr
+    assert "No rows from 9 on: there are 8" in qkv("rows", table, "--from", 9).stderr
+    none = qkv("rows", table, "--where", "genre=tea")
+    assert none.exit_code == 1
+    assert none.stderr.startswith("No rows match where=\"`genre` == 'tea'\"; column 'genre' has")
 
 
 def test_columns_for_which_a_terminal_has_no_room_are_counted(

@@ -15,3 +15,26 @@ class TestValues:
         assert values.where(["a='Li' and b > 1"]) == "`a` == 'Li' and b > 1"
         assert values.where(["first name=Li"]) == "`first name` == 'Li'"
         assert values.where(None) is None
+
+    def test_where_ends_a_text_at_another_condition(self) -> None:
+        columns = ("genre", "n", "title", "fresh", "salt and pepper")
+
+        def read(text: str) -> str | None:
+            return values.where([text], columns)
+
+        assert read("genre=tea and n=2") == "`genre` == 'tea' and `n` in (2, '2')"
+        assert read("title=Pride and Prejudice") == "`title` == 'Pride and Prejudice'"
+        assert (
+            read("title=Pride and Prejudice or n=2")
+            == "`title` == 'Pride and Prejudice' or `n` in (2, '2')"
+        )
+        assert read("title='a and n=2'") == "`title` == 'a and n=2'"
+        assert read("title=Emma (1815)") == "`title` == 'Emma (1815)'"
+        assert read("not (title=Emma (1815))") == "not (`title` == 'Emma (1815)')"
+        assert read("genre=tea and not fresh") == "`genre` == 'tea' and not fresh"
+        assert read("genre=tea and 1 < n < 3") == "`genre` == 'tea' and 1 < n < 3"
+        assert read("n in (1, 2) and genre=tea") == "n in (1, 2) and `genre` == 'tea'"
+        assert read("salt and pepper=x") == "`salt and pepper` == 'x'"
+        assert read("genre='it''s' and n=2") == "`genre` == 'it''s' and `n` in (2, '2')"
+        assert read("title=http://a?b=c") == "`title` == 'http://a?b=c'"
+        assert read("fresh=true") == "`fresh` in (True, 'true')"

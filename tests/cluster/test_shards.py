@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import qkv
 from qkv import scores, weightings
 from qkv.cluster import LostShard, split, stores
+from qkv.database.faults import NoRowsMatchWarning
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.page.views import views
 from tests.cluster.here import cluster
@@ -378,6 +379,12 @@ def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: b
                 assert list(c.ask(2.0, where=where).weights) == near
             assert c.describe() == D.describe()
             assert c.whole("value") and c.whole("key") and not c.whole("key", 2)
+            none = D.ask(2.0, where={"x": "z"})
+            assert none.hint.startswith("No rows match where={'x': 'z'}; column 'x' has the values")
+            assert c.ask(2.0, where={"x": "z"}).hint == none.hint
+            for tolerance in (None, 0.1):
+                with pytest.warns(NoRowsMatchWarning, match="No rows match"):
+                    assert not c.attend([2.0], where={"x": "z"}, tolerance=tolerance).any()
             for where in ("x < 1", "key == 'a'"):
                 with pytest.raises(DtypeError, match="text is not compared with numbers"):
                     c.ask(2.0, where=where)

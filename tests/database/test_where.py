@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import re
+import warnings
 from decimal import Decimal
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import qkv
 from qkv.database import columns
 from qkv.database.compare import texts_of
+from qkv.database.faults import NoRowsMatchWarning
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError
 
@@ -83,6 +86,12 @@ def passing(where, rows):
         ("year == 1988 # of the first edition\n and genre == 'poetry'", False),
         ("year == +1988 and year > -1", True),
         ("True", True),
+        ("year = 1988 and genre='fiction'", True),
+        ("year <> 1988 OR genre = 'fiction'", True),
+        ("NOT year IN (1, 2) AND stock IS NULL", True),
+        ("stock IS NOT NULL", False),
+        ("title = 'it''s' or title = \"The Alchemist\"", True),
+        ("true and not FALSE", True),
         ("`first name` == 'P'", True),
         ("title == '`' or `first name` == 'P'", True),
         ("title == 'It\\'s `' or `first name` == 'P'", True),
@@ -96,6 +105,48 @@ def test_none_lets_all_pass():
     made = qkv.Database({"a": 1, "b": 2})
     assert made._view.where(None) is None
     assert made.count(None) == made.ask("a", where=None).total == 2
+
+
+def test_a_column_named_as_a_word_of_sql_is_a_column():
+    row = {"Null": 1, "AND": 2, "true": 3}
+    assert passing("Null = 1 and AND = 2 and true = 3", [row]) == [True]
+
+
+def test_a_quote_written_twice_is_one():
+    rows = [{"a": "it's"}, {"a": "its"}, {"a": 'say "x"'}]
+    assert passing("a = 'it''s'", rows) == [True, False, False]
+    assert passing('a = "say ""x"""', rows) == [False, False, True]
+
+
+def test_no_rows_match_is_said():
+    made = qkv.Database.from_columns(
+        {"name": ["Li", "Mu", "Hu"], "n": [1, 2, None], "v": [1.0, 2.0, 3.0]}, key="name", value="v"
+    )
+    text = "No rows match where='n > 5'; column 'n' has the values 1, 2"
+    answer = made.ask("Li", where="n > 5")
+    assert (answer.hint, answer.total, answer.value, answer.rows) == (text, 0, None, [])
+    assert answer.explain() == f"{text}."
+    assert str(answer) == f"Li → nothing: {text}"
+    assert pickle.loads(pickle.dumps(answer)).hint == text
+    assert answer.to_dict()["hint"] == text
+    assert made.ask("Li", where={"name": "Xi"}).hint.startswith(
+        "No rows match where={'name': 'Xi'}"
+    )
+    assert made.ask("Li", where=lambda row: False).hint == "No rows match where=<lambda>"
+    assert made.ask("Li", where="n is None").hint == ""
+    with pytest.warns(NoRowsMatchWarning, match=re.escape(f"{text}. The output is 0")):
+        assert made.attend("Li", where="n > 5").tolist() == [0.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.attend("Li", where="n > 1")
+
+
+def test_rows_that_match_without_a_value_are_said():
+    made = qkv.Database.from_columns(
+        {"name": ["Li", "Mu"], "n": [1, 2], "v": [1.0, None]}, key="name", value="v"
+    )
+    said = "1 row match where='n == 2', but none of them has a value"
+    assert made.ask("Li", where="n == 2").hint == said.replace("1 row match", "1 row matches")
 
 
 def test_a_column_may_have_any_name():
@@ -136,6 +187,15 @@ def test_an_error_names_columns_without_their_control_characters():
         ("year in 5", ArgumentError, "in needs a list"),
         ("5 in title", ArgumentError, r"write title in \[5\]"),
         ("'a' < 3", DtypeError, "not compared"),
+        ("year between 1 and 5", ArgumentError, "for between, write 1900 <= year <= 1950"),
+        ("title LIKE 'a%'", ArgumentError, "for like, write 'part of a text' in column"),
+        ("year == 1 & stock == 2", ArgumentError, "write and for &"),
+        ("year == 1 && stock == 2", ArgumentError, "write and for &"),
+        ("(year == 1) | (stock == 2)", ArgumentError, "or for |"),
+        ("year == 1, stock == 2", ArgumentError, "write and, or or, between conditions"),
+        ("year => 5", ArgumentError, "write <= and >="),
+        ("\"genre\" = 'fiction'", ArgumentError, "write the column as genre"),
+        ("'first name' == 'P'", ArgumentError, "write the column as `first name`"),
         (3, DtypeError, "must be a mapping"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 import qkv
 from qkv import Client, Database, scores, weightings
 from qkv.database import AbsentKey
-from qkv.database.faults import DuplicateKey, NoStore, UnknownVersion
+from qkv.database.faults import DuplicateKey, NoRowsMatchWarning, NoStore, UnknownVersion
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.retrievers import found as retrieved
 from qkv.serve import transport
@@ -228,6 +228,19 @@ def test_rows_come_in_pages_and_pass_a_condition(
     assert [row["title"] for row in found] == ["Emma", "Persuasion"]
     assert client["books"].count("year < 1900") == 4
     assert list(client.rows("books", count=0)) == []
+
+
+def test_no_rows_match_is_said_as_in_process(client: Client, folder: Path) -> None:
+    with qkv.open(folder / "gpa.qkv") as database:
+        hint = database.ask(3.4, where="value < 9").hint
+    assert hint.startswith("No rows match where='value < 9'; column 'value' has")
+    answer = client.ask("gpa", 3.4, where="value < 9")
+    assert (answer.hint, answer.total) == (hint, 0)
+    assert str(answer).endswith(hint)
+    assert client["gpa"].why_no_rows("value < 9") == hint
+    assert client["gpa"].why_no_rows("value < 90") == ""
+    with pytest.warns(NoRowsMatchWarning, match="No rows match"):
+        assert not client["gpa"].attend([3.4], where="value < 9").any()
 
 
 @pytest.mark.parametrize(

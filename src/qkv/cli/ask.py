@@ -48,8 +48,9 @@ def ask(
     """
     if source == "-" and query == ["-"]:
         raise ArgumentError("stdin cannot be both the table and the queries")
-    how = _how(source, score, weighting, top, where) | {"tolerance": tolerance}
+    how = _how(source, score, weighting, top) | {"tolerance": tolerance}
     with opened(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
+        how["where"] = values.where(where, database.columns) if where else None
         for text in _queries(query):
             answer = database.ask(cell(database, text), **how)
             code = 0 if answer.rows else NOTHING
@@ -114,7 +115,8 @@ def plot(
     if len(query) > 1 and query[-1].lower().endswith(kinds):
         raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
     with opened(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
-        how = _how(source, score, weighting, top, where)
+        how = _how(source, score, weighting, top)
+        how["where"] = values.where(where, database.columns) if where else None
         answer = database.ask(cell(database, " ".join(query)), **how)
         if not answer.rows:
             return Result(answer.to_dict(), lambda: draw(answer), NOTHING)
@@ -126,15 +128,12 @@ def plot(
     return Result(data, lambda: screen.line(str(output)))
 
 
-def _how(
-    source: str, score: str | None, weighting: str | None, top: int, where: list[str] | None
-) -> dict[str, Any]:
+def _how(source: str, score: str | None, weighting: str | None, top: int) -> dict[str, Any]:
     known, weighting = not is_url(source), weighting or "softmax"  # a server knows its own names
     return {
         "score": spelled.score(score) if known else score,
         "weighting": spelled.weighting(weighting) if known else weighting,
         "top": top,
-        "where": values.where(where),
     }
 
 
@@ -143,7 +142,7 @@ def draw(answer: Answer) -> None:
     from qkv.told import figure, lengths
 
     if not answer.rows:
-        screen.line(f"nothing: every weight is 0 among {answer.total:,} rows{_left(answer)}")
+        screen.line(f"nothing: {answer.why_nothing}")
         return
     mean = isinstance(answer.value, float) and not answer.values and answer.shares
     value = screen.around(answer.value, answer.spread) if mean else screen.text(answer.value)

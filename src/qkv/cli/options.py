@@ -128,7 +128,8 @@ Where = Annotated[
     list[str] | None,
     option(
         "--where CONDITION",
-        "Only rows that pass: genre=fantasy, or \"1900 <= year < 1950 and 'war' in summary\". "
+        'Only rows that pass: genre=fantasy, "genre=fantasy and year>1950", or '
+        "\"1900 <= year < 1950 and 'war' in summary\". "
         "Given again, all must pass.",
     ),
 ]

@@ -31,10 +31,11 @@ def rows(
 ) -> Result:
     """Show rows of SOURCE with all their columns, the oldest first."""
     with _looked_at(source, read, skip) as database:
-        wish = values.where(where)
+        wish = values.where(where, database.columns) if where else None
         total = database.count(wish)
         found = list(database.rows(where=wish, start=start, count=count))
         columns = database.columns
+        nothing = "" if total else _why_nothing(database, wish)
     end = start + len(found)
 
     def show() -> None:
@@ -52,8 +53,12 @@ def rows(
             told = f"{counted(hidden, 'column')} of {len(columns)} have no room here"
             screen.note(f"{told}: --json shows them, and so does a pipe, such as | less -S")
         more = f"; the next: --from {end}" if end < total else ""
-        told = f"{start} to {end - 1} of {total:,}" if found else f"none from {start} of {total:,}"
-        screen.note(f"rows {told}{more}")
+        if found:
+            screen.note(f"rows {start} to {end - 1} of {total:,}{more}")
+        elif total:
+            screen.note(f"No rows from {start} on: there are {total:,}")
+        else:
+            screen.note(nothing)
 
     data = {"from": start, "total": total, "rows": found}
     return Result(data, show, OK if found else NOTHING)
@@ -82,7 +87,7 @@ def export(
         step = "replace it with --overwrite, or choose another name"
         raise ArgumentError(f"{output} exists: {step}")
     with _looked_at(source, read, skip) as database:
-        wish = values.where(where)
+        wish = values.where(where, database.columns) if where else None
         found = database.rows(where=wish)
         if str(output) == "-":
             stdout = sys.stdout.buffer
@@ -90,8 +95,17 @@ def export(
             yield Result({"rows": database.count(wish)}, draw)
             return
         count = out.write(output, database.columns, found)
+        if not count:
+            screen.note(_why_nothing(database, wish))
         told = f"{output}: {counted(count, 'row')}"
         yield Result({"written": str(output), "rows": count}, lambda: screen.line(told))
+
+
+def _why_nothing(database: Database | Remote, wish: str | None) -> str:
+    """Why there are no rows: none passes the condition, or the table has none."""
+    if wish is None:
+        return "There are no rows"
+    return database.why_no_rows(wish) or "No rows match"
 
 
 def _looked_at(

@@ -16,6 +16,7 @@ from qkv.cluster.asking import Gathered, Spread
 from qkv.cluster.fleet import Attended, Fleet, owners
 from qkv.database import cells
 from qkv.database.absent import AbsentKey
+from qkv.database.faults import warn_no_rows
 from qkv.database.leaving import Leaving
 from qkv.database.reading import Reading
 from qkv.database.schema import pairs_of, several
@@ -130,6 +131,8 @@ class Cluster(Leaving, Reading[Any, Any]):
             given = Query(to_numpy(code.code), code.asked)
             found = Gathered(view, score, weighting, where, 1, near_to).attended(given)
             if found is not None:
+                if where is not None and not found.any():
+                    warn_no_rows(view.why_none_pass(where))
                 return taken(fw, found, code.code)
 
         def begin(query: Array, score: Score, weighting: Weighting) -> Attended:
@@ -138,6 +141,8 @@ class Cluster(Leaving, Reading[Any, Any]):
 
         shape = len(view), code.code.shape[-1], view._widths[1]
         out = parts.across(begin, code.code, shape, score=score, weighting=weighting)
+        if where is not None and not to_numpy(fw.detach(out)).any():
+            warn_no_rows(view.why_none_pass(where))
         return fw.astype(out, fw.dtype(code.code))
 
     # Rows in and out

@@ -19,6 +19,7 @@ from qkv.behind import Behind, Row, Share, Source
 from qkv.database import cells
 from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
+from qkv.database.where import as_text
 from qkv.deadline import check_deadline
 from qkv.errors import ArgumentError, CombinationError, counted, few
 from qkv.scores import Score
@@ -52,6 +53,9 @@ Scatter = tuple[np.ndarray, np.ndarray]
 
 class Asked:
     """A score, a weighting and the rows that may answer; `answers` asks them."""
+
+    where: Any = None
+    """The condition that these rows pass."""
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class Asked:
         live[place] = False
         how = (self.top, self.tolerance, self.promise, self.library, self.confidence)
         made = Asked(self.view, self.score, self.weighting, live, *how)
-        made.missing = self.missing
+        made.missing, made.where = self.missing, self.where
         return made
 
     def weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
@@ -370,6 +374,12 @@ class InProcess(Behind):
 
     def hint(self, rows: list[Row]) -> str:
         asked = self.asked
+        if not asked.total and asked.where is not None:
+            if asked.missing:
+                match = "matches" if asked.missing == 1 else "match"
+                told = f"{counted(asked.missing, 'row')} {match} {as_text(asked.where)}"
+                return f"{told}, but none of them has a value"
+            return asked.view.why_none_pass(asked.where)
         if asked.missing and (told := asked.lacking(self.query)):
             return told
         if not rows or asked.score is not asked.view.score(None):

@@ -110,6 +110,16 @@ def skip(fault: SkippedRows) -> None:
         told.append(fault)
 
 
+class NoRowsMatchWarning(UserWarning):
+    """No row passes the condition `where`, so that what is pooled is 0."""
+
+
+def warn_no_rows(told: str) -> None:
+    """Warn that a sum is of no rows; `told` is why, or empty where rows pass."""
+    if told:
+        warn(f"{told}. The output is 0", NoRowsMatchWarning)
+
+
 class MixedColumn(UserWarning):
     """A column of a table is text because of a few words among its numbers."""
 

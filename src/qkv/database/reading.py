@@ -14,7 +14,7 @@ from qkv.arrays import is_array, of
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
 from qkv.database.absent import AbsentKey
-from qkv.database.faults import Closed
+from qkv.database.faults import Closed, warn_no_rows
 from qkv.database.queries import (
     Asking,
     How,
@@ -187,6 +187,15 @@ class Reading(Closing, Generic[K, V]):
         passed = self._view.where(where)
         return len(self) if passed is None else int(passed.sum())
 
+    def why_no_rows(self, where: Any) -> str:
+        """That no row passes a condition, with values that its columns have; empty where some do.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": 29}).why_no_rows("value > 40")
+        "No rows match where='value > 40'; column 'value' has the values 34, 29"
+        """
+        return self._view.why_none_pass(where)
+
     def whole(self, name: str, bits: int = 64) -> bool:
         """Whether a column of numbers has ints alone, of so many bits each.
 
@@ -285,6 +294,7 @@ class Reading(Closing, Generic[K, V]):
 
         meant = self._meant(view, score, weighting, *how)
         made = Asked(view, view.score(score), weighting, view.where(where), *meant)
+        made.where = where
         # A condition that is no text may mean something else the next time.
         self._last = (given, made) if where is None or type(where) is str else None
         return made
@@ -378,6 +388,8 @@ class Reading(Closing, Generic[K, V]):
         from qkv.attention import over
 
         allowed = view.having_values(view.where(where))[0]
+        if where is not None and allowed is not None and not allowed.any():
+            warn_no_rows(view.why_none_pass(where))
         rows = view.vectors(allowed, value=True, asked=code.asked)
         return over(rows, code.code, score=score, weighting=weighting, **near)
 

@@ -19,7 +19,7 @@ from qkv.database.piece import Piece
 from qkv.database.query_input import as_key, is_number_key
 from qkv.database.schema import LOST, Schema
 from qkv.database.store import Snapshot, sizes
-from qkv.database.where import Among, condition
+from qkv.database.where import Among, as_text, columns_in, condition
 from qkv.deadline import check_deadline
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # loaded when keys are encoded
 
 CHUNK = 8192
 """Rows that are read together."""
+
+SAMPLED, NAMED = 256, 5
+"""Rows in which a hint looks for values of a column, and how many columns and values it names."""
 
 CONDITIONS = 2**26
 """Bytes, one for each row, of the conditions that are remembered."""
@@ -294,6 +297,25 @@ class View:
                 self._passed = {}
             self._passed[wish] = found
         return found
+
+    def why_none_pass(self, where: Any) -> str:
+        """That no row passes a condition, with values that its columns have among the first rows;
+        empty where some row passes, or there is no condition."""
+        passed = self.where(where)
+        if passed is None or passed.any():
+            return ""
+        told = f"No rows match {as_text(where)}"
+        names = [x for x in columns_in(where, self.schema.columns) if x not in self.schema.vectors]
+        rows = self.rows(self.ids[:SAMPLED].tolist()) if names else []
+        for name in names[:NAMED]:
+            values = {
+                cells.shown(row[name]): None for row in rows if not cells.is_missing(row[name])
+            }
+            some = list(values)[:NAMED]
+            whole = len(rows) == len(self) and len(some) == len(values)
+            such = ("is" if len(some) < 2 else "has the values") if whole else "has values such as"
+            told += f"; column {name!r} {such} {', '.join(some)}" if some else ""
+        return told
 
     @cached_property
     def present(self) -> np.ndarray | None:

@@ -10,20 +10,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.database import compare
+from qkv.database import cells, compare
 from qkv.database.compare import Condition, Name, Side, Written
 from qkv.errors import ArgumentError, DtypeError, unknown
 
 _EQUAL = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
 _IN = {ast.In: True, ast.NotIn: False}
-_QUOTED = re.compile(
-    r"""("{3}|'{3}|["'])(?:\\.|(?!\1).)*(?:\1|\Z)|`(?P<name>(?:[^`]|``)*)`(?!`)|`""", re.DOTALL
+_TOKENS = re.compile(
+    r"""(?P<long>"{3}|'{3})(?:\\.|(?!(?P=long)).)*(?:(?P=long)|\Z)"""
+    r"""|(?P<quote>["'])(?P<text>(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*)(?:(?P=quote)|\Z)"""
+    r"""|`(?P<name>(?:[^`]|``)*)`(?!`)|`|(?P<word>[^\W\d]\w*)|(?P<sign><>|(?<![=<>!:])=(?!=))""",
+    re.DOTALL,
 )
-"""A string, to the end where it never closes; a name in backticks, one of its own written twice; a
-backtick that opens none."""
-_ASSIGNS = re.compile(r"(?<![=<>!])=(?!=)")
+"""A string, to the end of the text if it never closes, with a quote written twice as in SQL; a name
+in backticks, with a backtick written twice; a backtick without its partner; a word; SQL's = and
+<>."""
+_SQL_SIGNS = {"=": "==", "<>": "!="}
+_SQL_WORDS = {
+    **{word: word for word in ("and", "or", "not", "in", "is")},
+    **{"null": "None", "none": "None", "true": "True", "false": "False"},
+}
+"""Words that SQL users write in any case, as Python has them."""
 _LONGEST_NAME = 1_000
 """Characters of a column's name that may be written without backticks in another Unicode form."""
+_HELP = (
+    (re.compile(r"\bbetween\b", re.I), "for between, write 1900 <= year <= 1950"),
+    (re.compile(r"\bi?like\b", re.I), "for like, write 'part of a text' in column"),
+    (re.compile(r"[&|]"), "write and for &, or for |"),
+    (re.compile(r"=<|=>"), "write <= and >="),
+    (re.compile(r"!(?!=)"), "write not for !"),
+)
+"""What people write who know another language, and what to write instead."""
 _SHOWN = 60
 """Characters of a caller's text that an error quotes."""
 
@@ -32,9 +49,10 @@ def condition(where: Any, names: Sequence[str]) -> Condition:
     """`where` as a function of rows.
 
     A mapping names columns and what they must equal, or a list of what they may equal. Text is an
-    expression of Python's comparisons over the columns' names: == != < <= > >= in, is, and or not;
-    a name that is no Python name stands in backticks. A missing cell equals None alone, and is
-    neither less nor more than anything. Text is not compared with numbers: that is an error.
+    expression of Python's comparisons over the columns' names: == != < <= > >= in, is, and or not.
+    SQL's =, <>, AND, OR, NOT, IN, IS NULL and quotes written twice mean the same here. A name that
+    is no Python name stands in backticks. A missing cell equals None alone, and is neither less nor
+    more than anything. Text is not compared with numbers: that is an error.
     """
     if isinstance(where, str):
         return compare.quiet(_Expression(where, names).compiled())
@@ -51,6 +69,24 @@ def condition(where: Any, names: Sequence[str]) -> Condition:
         'where must be a mapping of columns, an expression such as "year > 1950", or a function '
         f"of a row, not {type(where).__name__}"
     )
+
+
+def columns_in(where: Any, names: Sequence[str]) -> list[str]:
+    """The columns that a condition looks at, in its order; none for a function.
+
+    >>> columns_in("year > 1950 and `first name` = 'Li'", ["first name", "year"])
+    ['year', 'first name']
+    """
+    if isinstance(where, Mapping):
+        return list(where)
+    return _Expression(where, names).columns() if isinstance(where, str) else []
+
+
+def as_text(where: Any) -> str:
+    """A condition as an error or a hint quotes it."""
+    if callable(where):
+        return f"where={getattr(where, '__name__', type(where).__name__)}"
+    return f"where={_quoted(where) if isinstance(where, str) else cells.shown(where)}"
 
 
 class Among(NamedTuple):
@@ -71,29 +107,49 @@ class _Expression:
         """Lines of what Python parses: it counts columns in bytes."""
 
     def compiled(self) -> Condition:
+        try:
+            return self._built(self._parsed())
+        except (ValueError, RecursionError, MemoryError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise self._unread(None) from None
+
+    def columns(self) -> list[str]:
+        """The columns that are named, in their order."""
+        nodes = (node for node in ast.walk(self._parsed()) if isinstance(node, ast.Name))
+        ordered = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
+        return list(dict.fromkeys(map(self._column, ordered)))
+
+    def _parsed(self) -> ast.expr:
         source, self.quoted = self._plain()
         try:
             # In brackets, so that it may go over several lines; on lines of its own, so that one
             # which closes them itself is told from the others by where it begins.
-            source = f"(\n{source.strip()}\n)"
-            body = ast.parse(source, mode="eval").body
-            self.lines = [line.encode() for line in re.split(r"\r\n|\r|\n", source)]
-            if body.lineno == 1:
-                raise self._unread(None)
-            return self._built(body)
+            bracketed = f"(\n{source.strip()}\n)"
+            body = ast.parse(bracketed, mode="eval").body
+            self.lines = [line.encode() for line in re.split(r"\r\n|\r|\n", bracketed)]
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            if isinstance(error, ArgumentError):
-                raise
             line, at = getattr(error, "lineno", None), getattr(error, "offset", None)
-            raise self._unread(at if line == 2 else None) from None
+            same = line == 2 and source == self.text
+            raise self._unread(at if same else None) from None
+        if isinstance(body, ast.Tuple):
+            raise self._unread(None, "write and, or or, between conditions, not a comma")
+        if body.lineno == 1:
+            raise self._unread(None)
+        return body
 
-    def _unread(self, at: int | None) -> ArgumentError:
+    def _unread(self, at: int | None, instead: str = "") -> ArgumentError:
         where = f" at character {at}" if at else ""
-        equals = "== for =, in " if _ASSIGNS.search(self.text) else ""
+        write = "write comparisons of columns, such as \"year > 1950 and genre == 'fiction'\""
         return ArgumentError(
-            f"where: cannot read {_quoted(self.text)}{where}: write {equals}comparisons of "
-            f"columns, such as \"year > 1950 and genre == 'fiction'\"{self._advice()}"
+            f"where: cannot read {_quoted(self.text)}{where}: {instead or self._help() or write}"
+            f"{self._advice()}"
         )
+
+    def _help(self) -> str:
+        """What to write for the words and signs of other languages, outside of quotes."""
+        bare = _TOKENS.sub(lambda x: x[0] if x["word"] or x["sign"] else " ", self.text)
+        return "; ".join(help for sign, help in _HELP if sign.search(bare))
 
     def _advice(self) -> str:
         """What to write for a column whose name is not read as one."""
@@ -103,20 +159,31 @@ class _Expression:
         return "" if longest is None else f"; column {longest!r} stands in backticks: `{longest}`"
 
     def _plain(self) -> tuple[str, dict[str, str]]:
-        """The text with `column names` in backticks made into names that no column has."""
+        """The text as Python writes it, with `column names` in backticks made into names that no
+        column has."""
         quoted: dict[str, str] = {}
 
         def named(found: re.Match[str]) -> str:
             if found[0] == "`":
                 raise ArgumentError(f"where: a backtick in {_quoted(self.text)} is not closed")
+            if found["sign"]:
+                return _SQL_SIGNS[found["sign"]]
+            if found["word"]:
+                # A column of this very name is meant first; None, True and False are Python's.
+                known = found["word"] in self.names or found["word"] in ("None", "True", "False")
+                return found[0] if known else _SQL_WORDS.get(found["word"].lower(), found[0])
             if found["name"] is None:
+                twice = (found["quote"] or "") * 2
+                if twice and twice in found["text"]:
+                    end = found[0][1 + len(found["text"]) :]
+                    return found["quote"] + _unescaped(found["text"], found["quote"]) + end
                 return found[0]
             tried = (f"_column_{len(quoted)}_{i}" for i in range(len(self.names) + 1))
             place = next(free for free in tried if free not in self.names)
             quoted[place] = found["name"].replace("``", "`")
             return f" {place} "
 
-        return _QUOTED.sub(named, self.text), quoted
+        return _TOKENS.sub(named, self.text), quoted
 
     def _built(self, node: ast.expr) -> Condition:
         match node:
@@ -136,6 +203,7 @@ class _Expression:
         raise self._strange(node)
 
     def _pair(self, op: ast.cmpop, left: ast.expr, right: ast.expr) -> Condition:
+        self._refuse_quoted_columns(left, right)
         if type(op) in _IN:
             wished = _IN[type(op)]
             if isinstance(right, ast.List | ast.Tuple | ast.Set):
@@ -147,6 +215,18 @@ class _Expression:
         else:
             return compare.order(op, self._side(left), self._side(right))
         return found if wished else lambda table: ~found(table)
+
+    def _refuse_quoted_columns(self, *sides: ast.expr) -> None:
+        """Refuse a comparison of two constants of which one is a column's name in quotes, as SQL
+        and JSON write names: it would find nothing without a word."""
+        if all(isinstance(side, ast.Constant) for side in sides):
+            for side in sides:
+                if isinstance(name := getattr(side, "value", None), str) and name in self.names:
+                    plain = name if name.isidentifier() else f"`{name.replace('`', '``')}`"
+                    raise ArgumentError(
+                        f"where: {_quoted(self.text)} compares two constants: quotes are for "
+                        f"text; write the column as {plain}"
+                    )
 
     def _side(self, node: ast.expr) -> Side:
         match node:
@@ -179,9 +259,10 @@ class _Expression:
         told = ast.unparse(node)
         for place, column in self.quoted.items():
             told = told.replace(place, f"`{column}`")
+        only = "only columns, constants, comparisons, in, and, or, not"
         return ArgumentError(
-            f"where: {_quoted(told)} in {_quoted(self.text)} is not understood: only "
-            f"columns, constants, comparisons, in, and, or, not{self._advice()}"
+            f"where: {_quoted(told)} in {_quoted(self.text)} is not understood: "
+            f"{self._help() or only}{self._advice()}"
         )
 
 
@@ -189,6 +270,11 @@ def _known(name: str, names: Sequence[str], more: str = "") -> None:
     if name not in names:
         told = unknown("column", name, names)
         raise told if "did you mean" in str(told) else ArgumentError(f"{told}{more}")
+
+
+def _unescaped(text: str, quote: str) -> str:
+    """The inside of a string with each quote that is written twice as Python escapes it."""
+    return re.sub(rf"\\.|{quote}{quote}", lambda x: x[0] if x[0][0] == "\\" else f"\\{quote}", text)
 
 
 def _quoted(text: str) -> str:

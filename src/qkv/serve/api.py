@@ -23,6 +23,7 @@ from qkv.serve.bodies import (
     ATTEND,
     COUNT,
     INFO,
+    NO_ROWS,
     NOW,
     RECORD,
     SHORT,
@@ -73,7 +74,7 @@ def _more(answers: list[Answer], names: list[str], told: list[dict[str, Any]]) -
         one |= {name: getattr(answer, name) for name in names}
 
 
-@ROUTES("POST", f"{ONE}/attend", record("Pooled", {"value": {}}), body=ATTEND)
+@ROUTES("POST", f"{ONE}/attend", record("Pooled", {"value": {}}, hint=NO_ROWS), body=ATTEND)
 def attend(served: Served, given: Given) -> Any:
     """Pool the values for a query, or for each of a list, as numbers alone."""
     kept, how = given.kept, dict(given.body)
@@ -81,14 +82,16 @@ def attend(served: Served, given: Given) -> Any:
     count_characters(query)
     queries, single = kept.queries(query)
     few(len(queries))
-    value = kept.at(version).attend(queries, **options(how))
-    return {"value": value[0] if single else value}
+    database = kept.at(version)
+    value = database.attend(queries, **options(how))
+    hint = "" if value.any() else database.why_no_rows(how.get("where"))
+    return {"value": value[0] if single else value, **({"hint": hint} if hint else {})}
 
 
 @ROUTES(
     "GET",
     f"{ONE}/rows",
-    record("Rows", {"from": COUNT, "total": COUNT, "rows": list_of(RECORD)}),
+    record("Rows", {"from": COUNT, "total": COUNT, "rows": list_of(RECORD)}, hint=NO_ROWS),
     query={
         "from": {**COUNT, "maximum": 2**53, "description": "The first one; 0 is the oldest."},
         "count": {**COUNT, "maximum": limits.ROWS, "description": "How many; 20 by default."},
@@ -102,7 +105,9 @@ def rows(served: Served, given: Given) -> Any:
     database, where = given.kept.at(at.get("at")), at.get("where")
     start, count = at.get("from", 0), at.get("count", 20)
     found = list(database.rows(where=where, start=start, count=count))
-    return {"from": start, "total": database.count(where), "rows": found}
+    total = database.count(where)
+    hint = "" if total else database.why_no_rows(where)
+    return {"from": start, "total": total, "rows": found, **({"hint": hint} if hint else {})}
 
 
 @ROUTES(

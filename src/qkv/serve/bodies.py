@@ -50,6 +50,7 @@ NEAR = {
     "tolerance": typed(["number", "null"], TOLERANCE, minimum=0),
     "confidence": typed(["number", "null"], CONFIDENCE, minimum=0, maximum=1),
 }
+NO_ROWS = typed("string", "That no row passes `where`, with values that its columns have.")
 EQUAL = typed("object", 'Columns and what they equal: {"genre": "poetry"}.')
 WHERE_OR_CELLS: Schema = {"anyOf": [WHERE, EQUAL, {"type": "null"}]}
 QUERY: Schema = {

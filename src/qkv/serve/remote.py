@@ -11,6 +11,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, spelled
 from qkv.database.absent import AbsentKey
 from qkv.database.columns import normal
+from qkv.database.faults import warn_no_rows
 from qkv.database.leaving import Leaving
 from qkv.database.queries import Asking, How, known
 from qkv.database.query_input import as_cells
@@ -86,8 +87,10 @@ class Remote(Closing, Leaving):
         """Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
         known("attend()", options, How.__optional_keys__)
         body = self._body(query, dict(options))
-        found: np.ndarray = self._transport.read("POST", f"{self._base}/attend", body)["value"]
-        return found
+        found = self._transport.read("POST", f"{self._base}/attend", body)
+        warn_no_rows(found.get("hint", ""))
+        value: np.ndarray = found["value"]
+        return value
 
     def _body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
         if callable(options.get("where")):
@@ -150,6 +153,10 @@ class Remote(Closing, Leaving):
     def count(self, where: Any = None) -> int:
         """How many rows pass a condition."""
         return int(self._page(where, 0, 0)["total"])
+
+    def why_no_rows(self, where: Any) -> str:
+        """That no row passes a condition, with values of its columns; empty where some do."""
+        return str(self._page(where, 0, 0).get("hint", ""))
 
     def _page(self, where: Any, start: int, count: int) -> Any:
         query = self._at(where=_condition(where), count=count, **{"from": start})
