@@ -63,11 +63,53 @@ def run(
 
 
 def _coded(asked: Coded, tolerance: float, confidence: float | None) -> Weighed | str:
+    found = _proven(asked, tolerance, confidence)
+    if isinstance(found, str) or asked.lost:
+        return found
+    unproven = np.asarray(found.error) > tolerance
+    if unproven.all() and len(unproven):
+        return (
+            f"not even float64 proves that the weights are within {tolerance:g} of the exact ones"
+        )
+    return _exact_where(asked, found, unproven) if unproven.any() else found
+
+
+def _proven(asked: Coded, tolerance: float, confidence: float | None) -> Weighed | str:
+    """The weights, with the least bound that can be proven."""
     if asked.weighting.few is not None:
         return _best(asked, asked.weighting.few, tolerance)
     if asked.profile is not None:
         return _windowed(asked, tolerance)
     return _soft(asked, tolerance, confidence)
+
+
+def _exact_where(asked: Coded, found: Weighed, some: np.ndarray) -> Weighed:
+    """The same, with the answers of some queries (n,) as they are without a tolerance: a row lies
+    so near to the edge of a window, or two scores so near to each other, that rounding decides."""
+    exact = stored.weighed(asked.rows, asked.query[some], asked.score, asked.weighting)
+    error, entropy = np.array(found.error), np.array(stored.entropy_in(found))
+    weights = np.array(found.weights, np.result_type(found.weights, exact.weights))
+    error[some], entropy[some], weights[some] = 0, stored.entropy_in(exact), exact.weights
+    best, lse = np.array(found.best), None if found.lse is None else np.array(found.lse)
+    best[some] = exact.best
+    if lse is not None:
+        lse[some] = exact.lse
+    bound = found.bound
+    if bound is not None:
+        gain, loss = (np.where(some, 0.0, x) for x in (bound.gain, bound.loss))
+        bound = bound._replace(gain=gain, loss=loss)
+    sums = stored.sums(asked.rows, weights, mean=True)
+    return found._replace(
+        out=stored.averaged(sums),
+        weights=weights,
+        entropy=entropy,
+        lse=lse,
+        best=best,
+        error=error,
+        read=len(weights[0]),
+        bound=bound,
+        sums=sums,
+    )
 
 
 def pooled(

@@ -74,6 +74,23 @@ class Coded:
         self.tilt = 1.0 if form.gate is None else 1 + np.asarray(form.gate[2]) / 4 * CAREFUL
         self.queries = Queries(np.concatenate([self.phi, gate]))
 
+    def _window_rounding(self) -> tuple[float, float, np.ndarray | float]:
+        """By how much the exact scan, which takes the differences of queries and keys in the
+        query's dtype, may round r² near the edge of a window: what the length of a key is
+        multiplied by, what ‖k‖² / width² is, and what is added for a query, (n,).
+
+        With e = 2 u (‖q‖ + ‖k‖) / width, the length of a difference is off by at most e, and r² at
+        r ≤ 1 by 2 e + e² beside what the sum of d squares loses. A row for which that decides is
+        not proven to lie on either side of the edge: the exact scan may see it on the other.
+        """
+        if self.profile is None:
+            return 0.0, 0.0, 0.0
+        unit = float(np.finfo(self.query.dtype).eps) / 2
+        width = float(self.score.width)  # type: ignore[attr-defined]
+        own = lengths(self.wide) / width
+        summed = 4 * (self.query.shape[1] + 8) * unit
+        return 4 * unit / width, 8 * unit**2, 4 * unit * own + 8 * unit**2 * own**2 + summed
+
     def form(self, norm: np.ndarray) -> Affine:
         """φ, factor, bias and offset, cooled."""
         found = self.score.affine(self.wide, norm)
@@ -182,7 +199,8 @@ class Coded:
         lost = rest + unit * self.queries.lost * length
         none = np.zeros(len(length))
         rounded = 16 * unit * length * self.tilt
-        return Slack(length + lost, lost + rounded, none + 8 * unit, unit)
+        by_length, by_square, _ = self._window_rounding()
+        return Slack(length + lost, lost + rounded + by_length, none + 8 * unit + by_square, unit)
 
     def scanned(self) -> Scan:
         """The weights of all rows by their codes."""
@@ -215,6 +233,7 @@ class Coded:
         """The scores of all rows by their codes, one by one."""
         slack = self.slack()
         found = Doubt(np.empty((len(self.query), self.rows.shape[0]), np.float32), slack)
+        found.rounded = self._window_rounding()[2]
 
         def fill(cut: Cut) -> None:
             at = slice(cut.start, cut.start + cut.size)
@@ -288,7 +307,9 @@ class Coded:
         none = np.zeros(len(self.phi))
         s = self.exact(np.arange(m))[0]
         self.read = m
-        slack = Slack(none, unit * self.length * self.tilt, none + unit, 2.0**-53)
+        by_length, by_square, _ = self._window_rounding()
+        steady = unit * self.length * self.tilt + by_length
+        slack = Slack(none, steady, none + unit + by_square, 2.0**-53)
         return self.coded().exactly(s, slack)
 
 

@@ -27,6 +27,8 @@ class Doubt:
         self.top, self.least, self.total = np.zeros((3, n))
         self.profile: Callable[..., Any] | None = None
         self.offset: Any = 0.0
+        self.rounded: Any = 0.0
+        """What a score (n,) may be off by rounding beside the slack of its terms."""
 
     @property
     def unit(self) -> float:
@@ -42,7 +44,7 @@ class Doubt:
     def exactly(self, scores: np.ndarray, slack: Slack) -> Doubt:
         """The same rows with scores that were made of their keys."""
         found = Doubt(scores, slack)
-        found.terms[1:], found.dead = self.terms[1:], self.dead
+        found.terms[1:], found.dead, found.rounded = self.terms[1:], self.dead, self.rounded
         if self.dead is not None:
             found.scores[:, self.dead] = -np.inf
         return found
@@ -60,7 +62,7 @@ class Doubt:
         most = self._each(lambda at: self.scores[:, at].max(axis=1), np.maximum, lowest)
         most = np.where(np.isfinite(most), most, 0.0).astype(float)
         # Subtraction and exponential round too.
-        self.least = self.unit * (4 * np.abs(most) + 16 + 8 * self.offset)
+        self.least = self.unit * (4 * np.abs(most) + 16 + 8 * self.offset) + self.rounded
         if self.profile is None:
             self.top = most
         return np.asarray(most)
