@@ -67,11 +67,13 @@ def _coded(asked: Coded, tolerance: float, confidence: float | None) -> Weighed 
     if isinstance(found, str) or asked.lost:
         return found
     unproven = np.asarray(found.error) > tolerance
-    if unproven.all() and len(unproven):
-        return (
-            f"not even float64 proves that the weights are within {tolerance:g} of the exact ones"
-        )
-    return _exact_where(asked, found, unproven) if unproven.any() else found
+    if not unproven.any():
+        return found
+    found = _exact_where(asked, found, unproven)
+    if not unproven.all():
+        return found
+    why = f"not even float64 proves that the weights are within {tolerance:g} of the exact ones"
+    return found._replace(bound=None, refused=why)
 
 
 def _proven(asked: Coded, tolerance: float, confidence: float | None) -> Weighed | str:
