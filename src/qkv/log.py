@@ -6,6 +6,13 @@ import sys
 from typing import Any
 
 
+def warn_log(text: str, *values: Any) -> None:
+    """Log what went wrong beside a call that did what it was asked for."""
+    import logging
+
+    logging.getLogger("qkv").warning(text, *values)
+
+
 def listener() -> Any:
     """The logger, where somebody listens to it; else None. Nobody does before logging is loaded.
 

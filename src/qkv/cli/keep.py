@@ -234,6 +234,8 @@ def compact(path: options.Folder) -> Result:
         if report.held:
             held = ", ".join(map(str, report.held))
             screen.note(f"qkv: kept version {held}, which somebody reads: compact again later")
+        if report.unfinished:
+            screen.note(f"qkv: not finished: {report.unfinished}")
 
     return Result(data, show)
 

@@ -43,6 +43,12 @@ def unwritable(path: Path, error: OSError) -> Unwritable:
     )
 
 
+def reason(error: BaseException) -> str:
+    """What the system or SQLite said, of an error that may wrap it."""
+    cause = error.__cause__ or error
+    return str(getattr(cause, "strerror", None) or cause)
+
+
 class Closed(QkvError, ValueError):
     """The store was closed, or belongs to the process that this one was forked from."""
 

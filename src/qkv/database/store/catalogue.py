@@ -125,6 +125,11 @@ class Catalogue(Closing):
             given.backup(self._connection)
         self._edition = None
 
+    @property
+    def changes(self) -> int:
+        """How many rows this connection has changed."""
+        return self._connection.total_changes
+
     def there(self) -> bool:
         """Whether the file that was opened is still the one at its path."""
         if self.path is None or self._opened is None:

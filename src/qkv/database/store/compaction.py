@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,8 @@ from qkv.types import Progress
 class CompactReport:
     """What a compaction did: live rows, what it dropped, and the versions that readers still need.
 
-    `held` are the older versions that somebody reads; a later compaction drops them.
+    `held` are the older versions that somebody reads; a later compaction drops them. `unfinished`
+    says what was not done after the rows were compacted, and why; the next compaction tries again.
     """
 
     rows: int
@@ -35,6 +35,7 @@ class CompactReport:
     files_after: int
     bytes_before: int
     bytes_after: int
+    unfinished: str = ""
 
     def __repr__(self) -> str:
         text = (
@@ -45,6 +46,8 @@ class CompactReport:
         if self.held:
             versions = ", ".join(map(str, self.held))
             text += f"; kept version {versions} for its readers: compact again when they are done"
+        if self.unfinished:
+            text += f"; not finished: {self.unfinished}"
         return text
 
 
@@ -138,13 +141,16 @@ def compact(
     return report, [entry.file for entry in replaced] + [file for (file,) in arrays]
 
 
-def shrink(catalogue: Catalogue) -> None:
-    """Give the catalogue's empty pages back to the system, where they are many."""
+def shrink(catalogue: Catalogue) -> Locked | Unwritable | None:
+    """Give the catalogue's empty pages back to the system, where they are many. Returns why that
+    could not be done: a reader is at work, or the disk fails or is full."""
     if 4 * catalogue.value("PRAGMA freelist_count") > catalogue.value("PRAGMA page_count"):
-        # A reader at work or a full disk is in the way; the next compaction tries again.
-        with contextlib.suppress(Locked, Unwritable):
+        try:
             catalogue.run("VACUUM")
             catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
+        except (Locked, Unwritable) as error:
+            return error
+    return None
 
 
 def copied(shelf: Shelf, entry: Entry, layout: Layout) -> Segment:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
 
-from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable
+from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable, reason
 from qkv.database.store import plain
 from qkv.database.store.catalogue import FILE, Catalogue
 from qkv.database.store.lock import READERS, seized
@@ -19,7 +19,11 @@ from qkv.database.store.segments import SUFFIX, TEMPORARY, number
 from qkv.database.store.shelf import Files
 from qkv.database.store.sweep import MAKING, tidy
 from qkv.errors import ArgumentError, DtypeError, QkvError
+from qkv.log import warn_log
 from qkv.types import releasing
+
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
+"""What a system says that cannot sync folders, or not this one for this user."""
 
 
 def named(path: str | os.PathLike[str]) -> Path:
@@ -80,8 +84,17 @@ def prepare(folder: Path, create: bool) -> None:
     with open(folder / READERS, "ab"):
         pass
     for place in (folder, folder.absolute().parent):
-        with contextlib.suppress(OSError):
-            Files().fsync_folder(place)
+        _sync(place)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can; a failure is logged: what was made
+    is there, and a loss of power may take it."""
+    try:
+        Files().fsync_folder(folder)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            warn_log("%s cannot be made durable (%s)", folder, reason(error))
 
 
 def listed(folder: Path) -> set[str]:
@@ -130,8 +143,7 @@ def beside(path: Path) -> Iterator[Path]:
                 f"{path} was made by somebody else meanwhile, and stays as it is: open it and use "
                 "extend, or choose another path"
             ) from error
-        with contextlib.suppress(OSError):
-            Files().fsync_folder(path.parent)
+        _sync(path.parent)
     except QkvError as error:
         hidden, told = str(aside / path.name), str(error)
         if hidden in told:  # which is gone when somebody reads it

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qkv.database.faults import Damaged, Locked, Unwritable
+from qkv.database.faults import Damaged, Locked, Unwritable, unwritable
 from qkv.database.store import mark, plain
 from qkv.database.store.catalogue import Catalogue
 from qkv.database.store.mark import WRITER, Mark
@@ -276,7 +276,13 @@ class Pins:
     def _claim(self, version: int) -> bool:
         # Another open file than the reader's, so that our own pins are in the way too.
         if self._seizer < 0:
-            self._seizer = self._open()
+            assert self._folder is not None
+            try:
+                self._seizer = self._open()
+            except Damaged:
+                raise
+            except OSError as error:
+                raise unwritable(self._folder / READERS, error) from error
         return _lock(self._seizer, version, exclusive=True)
 
 

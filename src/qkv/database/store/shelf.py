@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -89,9 +88,11 @@ class Memory:
     def verify(self, file: str, size: int, checksum: bytes) -> None:
         """Read all of a file and raise `Damaged` where it is not what was written."""
 
-    def discard(self, file: str) -> None:
+    def discard(self, file: str) -> OSError | None:
+        """Remove a file; returns why that failed."""
         self._segments.pop(file, None)
         self._arrays.pop(file, None)
+        return None
 
     def files(self) -> list[str]:
         """The names of all segments, arrays and temporary files that are there."""
@@ -169,11 +170,14 @@ class Disk:
                 path, "its content is not what was written (the checksum differs)"
             )
 
-    def discard(self, file: str) -> None:
+    def discard(self, file: str) -> OSError | None:
         self._open.pop(file, None)
         # What cannot be removed now is removed by the next writer.
-        with contextlib.suppress(OSError):
+        try:
             self._files.unlink(self._path(file))
+        except OSError as error:
+            return error
+        return None
 
     def files(self) -> list[str]:
         return sorted(

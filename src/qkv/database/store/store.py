@@ -8,14 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from qkv.database.faults import Closed, UnknownVersion
+from qkv.database.faults import Closed, UnknownVersion, Unwritable, reason
 from qkv.database.store import compaction, fork, ledger, mark, sizes, sweep
 from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
@@ -29,6 +29,7 @@ from qkv.database.store.segments import Entry, Segment, follow
 from qkv.database.store.shelf import Disk, Files, Memory, Shelf
 from qkv.database.store.snapshot import Snapshot
 from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.log import warn_log
 from qkv.types import Closing, Progress, releasing
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -329,9 +330,11 @@ class Store(Closing):
         """Merge segments, drop dead rows, forget older versions.
 
         A version that anybody reads is kept, and so are its rows. `progress(done, total)` counts
-        rows that are copied.
+        rows that are copied. `Unwritable` where the disk fails: then nothing was changed. What
+        fails after the rows are compacted is in the report and in the log.
         """
         with self._writing("compact") as (catalogue, desk):
+            changes = catalogue.changes
             try:
                 report, files = compaction.compact(
                     catalogue, self._shelf, self._pins, desk.edition, desk.files, progress
@@ -339,10 +342,16 @@ class Store(Closing):
             finally:
                 self._pins.unseize()
             self._acknowledge(Desk.at(catalogue, self._shelf))
-            sweep.clear(catalogue, self._shelf, files)
-            if self.path is not None:
-                compaction.shrink(catalogue)
-            return report
+            changed = catalogue.changes != changes
+            unfinished = [sweep.clear(catalogue, self._shelf, files)]
+            fault = None if self.path is None else compaction.shrink(catalogue)
+            if isinstance(fault, Unwritable):
+                if not changed:
+                    raise fault
+                told = f"the catalogue could not be shrunk ({reason(fault)}): make room on the disk"
+                warn_log("%s, and compact %s again", told, self.path)
+                unfinished.append(f"{told}, and compact again")
+            return replace(report, unfinished="; ".join(filter(None, unfinished)))
 
     def close(self) -> None:
         """Give the lock back and close the files. Snapshots cannot be read any more."""

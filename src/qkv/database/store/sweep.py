@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkv.database.faults import Damaged
+from qkv.database.faults import Damaged, reason
 from qkv.database.store import ledger, plain
 from qkv.database.store.catalogue import FILE, Catalogue
 from qkv.database.store.lock import seized
@@ -17,6 +17,7 @@ from qkv.database.store.mark import Mark
 from qkv.database.store.segments import TEMPORARY, number
 from qkv.database.store.shelf import Shelf
 from qkv.errors import QkvError
+from qkv.log import warn_log
 
 MAKING = "making.qkv"
 """A file beside a store that is being made, locked by its maker as long as he lives."""
@@ -78,17 +79,29 @@ def leftovers(catalogue: Catalogue, files: Sequence[str], known: Mark | None) ->
     return found
 
 
-def clear(catalogue: Catalogue, shelf: Shelf, files: Sequence[str]) -> None:
+def clear(catalogue: Catalogue, shelf: Shelf, files: Sequence[str]) -> str:
     """Remove files that no version uses. Needs the lock for writing.
 
-    Their commit is done, so that a failure is not its own: the next writer tries again.
+    Their commit is done, so that a failure is not its own: the next writer tries again. It is
+    logged and returned as a sentence; empty where all went well.
     """
-    with contextlib.suppress(QkvError, OSError):
-        for file in files:
-            shelf.discard(file)
-        listed = catalogue.all("SELECT file FROM discarded")
-        if not listed:
-            return
+    faults: list[QkvError | OSError] = []
+    try:
+        faults += [fault for file in files if (fault := shelf.discard(file)) is not None]
+        _forget_discarded(catalogue, shelf)
+    except (QkvError, OSError) as error:
+        faults.append(error)
+    if not faults:
+        return ""
+    told = f"cleaning up files that no version uses failed ({reason(faults[0])})"
+    warn_log("%s: the next writer tries again", told)
+    return f"{told}: the next writer tries again"
+
+
+def _forget_discarded(catalogue: Catalogue, shelf: Shelf) -> None:
+    """Take the files that are gone off the list of those to be removed."""
+    listed = catalogue.all("SELECT file FROM discarded")
+    if listed:
         there = set(shelf.files())
         # A file that a loss of power brings back must still be known as discarded.
         shelf.settle()
