@@ -101,6 +101,80 @@ def test_a_scale_that_turns_the_order_round_under_a_mask(scale: float) -> None:
             torch.testing.assert_close(found.detach(), want.detach(), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+def test_a_mask_beside_is_causal_is_an_error_as_in_torch(fw: Any) -> None:
+    x = fw.make(np.ones((1, 2, 3, 4)))
+    for mask in (np.ones((3, 3), bool), np.zeros((3, 3))):
+        with pytest.raises(CombinationError, match=r"attn_mask must not be set when is_causal"):
+            qkv.scaled_dot_product_attention(x, x, x, fw.make(mask), is_causal=True)
+
+
+def test_a_causal_bias_of_torch_beside_is_causal_is_an_error() -> None:
+    torch, given = torchs((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2))
+    bias = pytest.importorskip("torch.nn.attention.bias").causal_upper_left(4, 4)
+    with pytest.raises(ValueError, match="attn_mask must not be set"):
+        qkv.scaled_dot_product_attention(*given, bias, is_causal=True)
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"dropout_p": 0.5}], ids=str)
+def test_it_may_stand_in_the_place_of_torchs(how: dict[str, Any], monkeypatch: Any) -> None:
+    torch, given = torchs((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+    torch.manual_seed(0)
+    want = [qkv.scaled_dot_product_attention(*given, **how) for _ in range(2)]
+    patched = "scaled_dot_product_attention"
+    monkeypatch.setattr(torch.nn.functional, patched, qkv.scaled_dot_product_attention)
+    torch.manual_seed(0)
+    found = [torch.nn.functional.scaled_dot_product_attention(*given, **how) for _ in range(2)]
+    torch.testing.assert_close(found, want, atol=0, rtol=0)
+    slopes = torch.autograd.grad(found[0].sum(), given)
+    torch.testing.assert_close(slopes, torch.autograd.grad(want[0].sum(), given))
+
+
+# Arrays on another device than the query
+
+
+def misplaced() -> dict[str, dict[str, Any]]:
+    torch = pytest.importorskip("torch")
+    far = torch.ones(4, 4, device="meta")
+    return {
+        "mask is": {"mask": far > 0},
+        "mask": {"mask": far},
+        "mask i": {"mask": masks.causal & (far > 0)},
+        "key": {"key": torch.ones(2, 4, 4, device="meta")},
+        "value": {"value": torch.ones(2, 4, 4, device="meta")},
+        "of the score": {"score": scores.Multiplicative(far)},
+        r"array \(\) of the score": {"score": scores.Gaussian(far[0, 0])},
+        "of the weighting": {"weighting": weightings.Entmax(far[0, 0] + 0.5)},
+    }
+
+
+@pytest.mark.parametrize("entry_point", ["attend", "weights", "explain", "warm"])
+def test_an_array_on_another_device_is_named(entry_point: str) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.randn(2, 4, 4)
+    near = torch.ones(4, 4)
+    for mask in (near > 0, near):  # the choice for masks on the query's device is cached
+        qkv.attend(x, x, x, mask=mask)
+    function = getattr(qkv, entry_point)
+    for told, how in misplaced().items():
+        given = {"query": x, "key": x, "value": x} | how
+        if entry_point == "weights" and given.pop("value") is not x:
+            continue
+        arrays = [given.pop(name) for name in ("query", "key", "value") if name in given]
+        found = rf"query is on cpu but .*{told}.* on meta: .*\.to\(query\.device\)"
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=found):
+                function(*arrays, **given)
+
+
+def test_a_mask_of_sdpa_on_another_device_is_named() -> None:
+    torch = pytest.importorskip("torch")
+    x, far = torch.randn(1, 2, 4, 4), torch.ones(4, 4, device="meta")
+    for mask in (far, far > 0):
+        with pytest.raises(ArgumentError, match=r"attn_mask is on meta: pass attn_mask\.to"):
+            qkv.scaled_dot_product_attention(x, x, x, mask)
+
+
 @pytest.mark.parametrize("layout", ["jagged", "strided"])
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
 @pytest.mark.parametrize("heads", [None, 3])

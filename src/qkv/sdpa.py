@@ -31,8 +31,9 @@ def scaled_dot_product_attention(
 
     query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). A boolean mask is True where
     a pair takes part; `is_causal` is aligned to the top left; heads are shared only if
-    `enable_gqa`. torch's nested tensors are taken too, sequence by sequence. Beyond PyTorch:
-    `attn_mask` and `is_causal` may be given together, and dropout takes a `seed`, which JAX needs.
+    `enable_gqa`. `attn_mask` and `is_causal=True` together are an error, as in PyTorch. torch's
+    nested tensors are taken too, sequence by sequence. Beyond PyTorch, dropout takes a `seed`,
+    which JAX needs.
 
     >>> import numpy as np
     >>> x = np.eye(2)
@@ -44,6 +45,11 @@ def scaled_dot_product_attention(
         raise DtypeError("is_causal must be True or False, not an array: pass that as attn_mask")
     if is_array(enable_gqa):
         raise DtypeError("enable_gqa must be True or False, not an array")
+    if is_causal and attn_mask is not None:
+        raise CombinationError(
+            "attn_mask must not be set when is_causal=True: pass one of them, or both as one mask, "
+            "qkv.attend(query, key, value, mask=masks.causal & attn_mask)"
+        )
     fw = framework_of(query)
     rows = None if fw is None else fw.sequences(query)
     if fw is not None and rows is not None:
@@ -60,7 +66,7 @@ def scaled_dot_product_attention(
         )
     mask = None if attn_mask is None else _torchs_rule(attn_mask, query, key)
     if is_causal:
-        mask = masks.causal if mask is None else masks.causal & mask
+        mask = masks.causal
     score = scores.ScaledDot(scale)
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
 
@@ -85,6 +91,12 @@ def _torchs_rule(mask: Any, query: Array, key: Array) -> Mask:
     """A mask as torch has it: an array, or `causal_upper_left` and `causal_lower_right`."""
     variant = getattr(mask, "variant", None)
     if variant is None:
+        fw = framework_of(query)
+        if fw is not None and framework_of(mask) is fw and not fw.shares_device(mask, query):
+            raise ArgumentError(
+                f"query is on {fw.device(query)} but attn_mask is on {fw.device(mask)}: "
+                "pass attn_mask.to(query.device)"
+            )
         return masks.array(mask)
     made, met = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
     if made != met:

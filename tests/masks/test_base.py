@@ -7,7 +7,7 @@ import pytest
 
 import qkv
 from qkv import errors, masks
-from qkv.arrays import to_numpy
+from qkv.arrays import of, to_numpy
 from tests.frameworks import FRAMEWORKS
 
 
@@ -100,3 +100,23 @@ def test_floats_that_were_meant_as_booleans_are_told_of(name):
     np.testing.assert_allclose(found, want, atol=1e-12)
     for silent in (drawn - 1, drawn * 2, np.ones((4, 4)), drawn != 0):
         qkv.attend(x, x, x, mask=like(silent))
+
+
+LAYOUT = np.array([[True, False], [True, True]])
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+def test_a_layout_of_blocks_may_be_an_array_of_any_framework(fw, monkeypatch):
+    layout = fw.make(LAYOUT)
+    # As of an array on a device, which the rules of other masks do not wait for.
+    monkeypatch.setattr(type(of(layout)), "concrete", lambda self, x: None)
+    made = masks.blocks(layout, 2)
+    assert type(made.layout) is np.ndarray and made.layout.tolist() == LAYOUT.tolist()
+
+
+def test_a_traced_layout_of_blocks_is_refused():
+    jax, torch = pytest.importorskip("jax"), pytest.importorskip("torch")
+    with pytest.raises(errors.DtypeError, match="known outside jit"):
+        jax.jit(lambda x: masks.blocks(x, 2).layout.sum())(jax.numpy.asarray(LAYOUT))
+    with pytest.raises(errors.DtypeError, match="known outside jit"):
+        masks.blocks(torch.ones(2, 2, device="meta"), 2)

@@ -752,3 +752,36 @@ def test_an_adapter_may_stand_in_the_place_of_out_proj(options):
     block = TransformerBlock(8, 2, 16)
     block.self_attn.out_proj = Adapter(block.self_attn.out_proj)
     assert block(x).shape == x.shape
+
+
+def test_a_mask_on_another_device_is_named():
+    layer = MultiHeadAttention(4, 2, batch_first=True)
+    x, far = torch.randn(2, 3, 4), torch.zeros(3, 3, dtype=torch.bool, device="meta")
+    padding = torch.zeros(2, 3, dtype=torch.bool, device="meta")
+    for training, recorded in ((True, True), (False, False)):
+        layer.train(training)
+        with torch.set_grad_enabled(recorded):
+            with pytest.raises(ArgumentError, match=r"attn_mask is on meta: pass attn_mask\.to"):
+                layer(x, x, x, attn_mask=far)
+            with pytest.raises(ArgumentError, match=r"key_padding_mask is on meta"):
+                layer(x, x, x, key_padding_mask=padding)
+
+
+def test_torchs_fast_path_can_be_turned_off(monkeypatch):
+    """`torch.backends.mha.set_fastpath_enabled(False)` holds for our layer too."""
+    layer = MultiHeadAttention(4, 2, batch_first=True).eval()
+    x, calls = torch.randn(2, 3, 4), []
+    operator = torch._native_multi_head_attention
+    monkeypatch.setattr(
+        torch, "_native_multi_head_attention", lambda *given: calls.append(1) or operator(*given)
+    )
+    with torch.no_grad():
+        want = layer(x, x, x)[0]
+        assert len(calls) == 1
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            found = layer(x, x, x)[0]
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert len(calls) == 1
+    torch.testing.assert_close(found, want)

@@ -99,6 +99,14 @@ class Framework:
         """x on the device of `like`."""
         return x
 
+    def shares_device(self, x: Array, like: Array) -> bool:
+        """Whether operations take x together with `like`, as far as devices decide that."""
+        return True
+
+    def place_of(self, x: Array) -> Any:
+        """The device of x, where calls with arrays on different devices must be told apart."""
+        return None
+
     def sequences(self, x: Array) -> list[Array] | None:
         """The sequences of different lengths that x holds; None of an array that is one block."""
         return None

@@ -146,6 +146,13 @@ class Torch(Framework):
     def beside(self, x: Array, like: Array) -> Array:
         return x if x.device == like.device else x.to(like.device)
 
+    def shares_device(self, x: Array, like: Array) -> bool:
+        # A number on the host goes with tensors on any device.
+        return bool(x.device == like.device or (x.is_cpu and not x.ndim))
+
+    def place_of(self, x: Array) -> Any:
+        return None if x.is_cpu else x.device
+
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)  # type: ignore[no-any-return]
 

@@ -151,6 +151,7 @@ class ArrayKind(NamedTuple):
     dtype: Hashable
     shape: tuple[int, ...]
     learned: bool
+    place: Hashable = None
 
 
 class Unkind(Exception):
@@ -172,7 +173,7 @@ def kind(fw: Framework, record: Any) -> Hashable:
     if type(record) in fw.kinds:  # no tracer, where the call's own arrays are none
         learned = getattr(record, "requires_grad", False)
         try:
-            return ArrayKind(type(record), record.dtype, record.shape, learned)
+            return ArrayKind(type(record), record.dtype, record.shape, learned, fw.place_of(record))
         except RuntimeError:  # a nested tensor, which is refused
             return ArrayKind(type(record), record.dtype, fw.shape(record), learned)
     held = getattr(record, "__dict__", None)

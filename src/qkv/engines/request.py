@@ -66,7 +66,9 @@ def request(
     given = {name: fw.ambient(x) for name, x in given.items()}
     score, weighting = map_arrays(fw, fw.ambient, (score, weighting))
     score, weighting = map_arrays(fw, lambda x: fw.plain(x, HELD), (score, weighting))
-    _one_dtype(fw, given["query"], score=score, weighting=weighting)
+    _check_parameters(fw, given["query"], score=score, weighting=weighting)
+    for x in [] if rule is None else rule.arrays():
+        _check_device(fw, given["query"], x, "mask is", "pass mask")
     if bias is not None:
         _told_apart(fw, bias)
     lead = _fitting(fw, given)
@@ -146,16 +148,26 @@ def one_framework(given: dict[str, Array], **records: Any) -> Framework:
     return common(**given)
 
 
-def _one_dtype(fw: Framework, query: Array, **records: Any) -> None:
-    """Refuse a learned array of another precision than the query's."""
+def _check_parameters(fw: Framework, query: Array, **records: Any) -> None:
+    """Refuse arrays inside a score or a weighting that are on another device than the query, or of
+    another precision. float32 beside 16-bit queries is accepted: the sums run in float32."""
+    own = fw.dtype(query)
+    accepted = (own, "float32") if own in ("float16", "bfloat16") else (own,)
     for what, record in records.items():
         for x in tree.leaves(fw, record):
+            named = f"an array {tuple(x.shape)} of the {what} is"
+            _check_device(fw, query, x, named, f"move the {what}'s arrays by ")
             learned = "float" in fw.dtype(x) or not scores.is_open(record)
-            if learned and fw.dtype(x) != fw.dtype(query):
-                raise DtypeError(
-                    f"query is {fw.dtype(query)} but an array {tuple(x.shape)} of the {what} is "
-                    f"{fw.dtype(x)}: cast one of them"
-                )
+            if learned and fw.dtype(x) not in accepted:
+                raise DtypeError(f"query is {own} but {named} {fw.dtype(x)}: cast one of them")
+
+
+def _check_device(fw: Framework, query: Array, x: Array, named: str, step: str) -> None:
+    """Refuse an array that no operation with the query takes, because of its device."""
+    if not fw.shares_device(x, query):
+        raise ArgumentError(
+            f"query is on {fw.device(query)} but {named} on {fw.device(x)}: {step}.to(query.device)"
+        )
 
 
 def _all_arrays(record: Any) -> list[Array]:

@@ -44,6 +44,13 @@ def on_host(values: Any) -> np.ndarray[Any, Any] | None:
         raise ShapeError("rows of a mask must be of equal length: these differ") from None
 
 
+def copied_to_host(values: Any) -> np.ndarray[Any, Any] | None:
+    """The numbers on the host, copied from any device; None where they are traced."""
+    if not is_array(values):
+        return on_host(values)
+    return None if of(values).unknown(values) else of(values).to_numpy(values)
+
+
 def beside(values: Any, block: Block) -> Array:
     """Positions as an array of the call's own framework; what lies beyond all is the farthest."""
     fw, kind = of(block.q), of(block.q).dtype(block.q)

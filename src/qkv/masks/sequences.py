@@ -12,6 +12,7 @@ from qkv.errors import DtypeError, ShapeError
 from qkv.masks.base import Mask, Verdict
 from qkv.masks.numbers import (
     check_rows,
+    copied_to_host,
     on_host,
     per_position,
     per_row,
@@ -67,10 +68,12 @@ class Blocks(Mask):
 def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
     """layout[i // size, j // size] decides; layout (blocks, blocks) or (heads, blocks, blocks).
 
+    A layout on a device is copied to the host once, when the mask is built.
+
     >>> blocks([[1, 0], [1, 1]], 64).layout.tolist()
     [[True, False], [True, True]]
     """
-    host = on_host(layout)
+    host = copied_to_host(layout)
     if host is None:
         raise DtypeError("masks.blocks: layout must be known outside jit: pass a NumPy array")
     if host.ndim not in (2, 3):

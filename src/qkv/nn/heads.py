@@ -205,7 +205,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         # Torch reads an attn_mask that is said to be causal only where it must.
         reads = need_weights or key_padding_mask is not None
         given = (key_padding_mask, attn_mask, is_causal, mask)
-        mask = self._mask(*given, shape, 0 if k is None else past, batched, reads)
+        mask = self._mask(*given, shape, 0 if k is None else past, batched, reads, q.device)
         if cache is not None:
             k, v = cache.rows(self) if k is None else cache.append(self, k, v)
         k, v = self._extended(k, v)
@@ -231,6 +231,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if type(last) is not Last or hooked(last):
             return None
         if not (padding is None or hidden is None) or not self._is_torchs():
+            return None
+        if not torch.backends.mha.get_fastpath_enabled():
             return None
         # Read where they are kept, which takes a tenth of the time. What is not kept is made anew.
         first, then = self._parameters.get, last._parameters.get
@@ -299,6 +301,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         past: int,
         batched: bool,
         reads: bool,
+        device: torch.device,
     ) -> Any:
         """Torch's masks and ours as one of ours; keys that the layer adds are seen by all."""
         batch, n, m = shape
@@ -311,10 +314,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         parts = [] if mask is None else [mask]
         if key_padding_mask is not None:
             wanted = (batch, m) if batched else (m,)
-            _check_mask("key_padding_mask", key_padding_mask, [wanted])
+            _check_mask("key_padding_mask", key_padding_mask, [wanted], device)
             parts.append(self._turned(key_padding_mask.reshape(batch, 1, 1, m)))
         if attn_mask is not None:
-            _check_mask("attn_mask", attn_mask, [(n, m), (batch * self.num_heads, n, m)])
+            shapes = [(n, m), (batch * self.num_heads, n, m)]
+            _check_mask("attn_mask", attn_mask, shapes, device)
         if is_causal and (attn_mask is None or not reads):
             if n != 1 or past + n < m:  # or the last query, which sees every key
                 part = masks.causal(offset=past) if past else masks.causal
@@ -426,7 +430,7 @@ def _joined(parts: list[Any]) -> Any:
     return reduce(and_, map(masks.array, parts))
 
 
-def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> None:
+def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     if isinstance(mask, masks.Mask | str):
         raise DtypeError(f"{name} is torch's and no rule of qkv.masks: pass it as mask=")
     check_tensors(**{name: mask})
@@ -438,3 +442,7 @@ def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> None:
     if tuple(TORCH.plain(mask, name).shape) not in shapes:
         told = " or ".join(map(str, shapes))
         raise ShapeError(f"{name} must have shape {told}, not {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ArgumentError(
+            f"query is on {device} but {name} is on {mask.device}: pass {name}.to(query.device)"
+        )

@@ -16,6 +16,10 @@ from qkv.types import Array
 WORTH = 2**34
 """Products of a call from which another backend may gain more than it takes to name it."""
 
+SDPA: Any = torch._C._nn.scaled_dot_product_attention
+"""torch's operator itself: a program may have put `qkv.scaled_dot_product_attention` in the place
+of `torch.nn.functional.scaled_dot_product_attention`."""
+
 _FASTEST: dict[tuple[Any, ...], Any] = {}
 
 
@@ -29,9 +33,8 @@ def sdpa(
         grouped = True
 
     def attend() -> Array:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout, plain, scale=scale, enable_gqa=grouped
-        )
+        out: Array = SDPA(query, key, value, mask, dropout, plain, scale=scale, enable_gqa=grouped)
+        return out
 
     if query.device.type != "cuda" or mask is not None or framework("torch").tracing(query):
         return attend()

@@ -37,7 +37,7 @@ def run(
         return None
     if mask is not None:
         fits = tuple(mask.shape) == (x.shape[0 if padding else 1], x.shape[1])
-        if not fits or mask.dtype != torch.bool:
+        if not fits or mask.dtype != torch.bool or mask.device != x.device:
             return None
     operator: Any = torch._native_multi_head_attention
     out, alpha = operator(

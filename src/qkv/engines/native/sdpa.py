@@ -165,7 +165,7 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
         return _direct_on_device(call)
     if call.query.device.type != "cpu" or call.query.dtype in HALF:
         return None
-    sdpa, scale = torch.nn.functional.scaled_dot_product_attention, native.scale_of(call)
+    sdpa, scale = backends.SDPA, native.scale_of(call)
     if scale != 1 / math.sqrt(shapes[0][-1]):  # torch's own, which takes less than reading it
         sdpa = partial(sdpa, scale=scale)
     learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
@@ -200,7 +200,7 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
 def _direct_on_device(call: Call) -> Bare | None:
     """The same on CUDA, where nothing may wait for the numbers."""
     causal, scale = is_causal(call.rule), native.scale_of(call)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    sdpa = backends.SDPA
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
     if call.rule is not None and (learning or not _heals(call)):
         return None
