@@ -110,7 +110,7 @@ def test_a_mask_beside_is_causal_is_an_error_as_in_torch(fw: Any) -> None:
 
 
 def test_a_causal_bias_of_torch_beside_is_causal_is_an_error() -> None:
-    torch, given = torchs((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2))
+    _, given = torchs((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2))
     bias = pytest.importorskip("torch.nn.attention.bias").causal_upper_left(4, 4)
     with pytest.raises(ValueError, match="attn_mask must not be set"):
         qkv.scaled_dot_product_attention(*given, bias, is_causal=True)
