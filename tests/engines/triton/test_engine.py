@@ -301,3 +301,29 @@ def test_autocast_casts(score):
     with torch.autocast(DEVICE, torch.bfloat16):
         out, lse = qkv.attend(*arrays, score=score, engine="triton", return_lse=True)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["additive", "multiplicative", "gated", "gaussian", "temperature"])
+def test_float32_parameters_beside_16_bit_queries(name):
+    def drawn(*shape):
+        return (torch.randn(shape, device=DEVICE) / 4).requires_grad_()
+
+    how = {
+        "additive": lambda: {"score": scores.Additive(drawn(8, 16), drawn(8, 16), drawn(8))},
+        "multiplicative": lambda: {"score": scores.Multiplicative(drawn(16, 16))},
+        "gated": lambda: {"score": scores.Gated(drawn(16), drawn(16), drawn())},
+        "gaussian": lambda: {"score": scores.Gaussian(drawn().detach().exp().requires_grad_())},
+        "temperature": lambda: {"weighting": weightings.Softmax(drawn().detach().exp())},
+    }[name]()
+    x = [torch.randn(1, 2, 16, 16, device=DEVICE).half().requires_grad_() for _ in range(3)]
+    held = [p for record in how.values() for p in vars(record).values() if torch.is_tensor(p)]
+    held = [p.requires_grad_() for p in held]
+    found = [
+        (out, *torch.autograd.grad(out.float().square().sum(), [*x, *held]))
+        for out in (qkv.attend(*x, **how, engine=engine) for engine in ("triton", "dense"))
+    ]
+    assert [p.dtype for p in found[0][4:]] == [torch.float32] * len(held)
+    torch.testing.assert_close(*found, atol=0.05, rtol=0.05)
+    with torch.no_grad():
+        bare = qkv.attend(*x, **how, engine="triton")
+    torch.testing.assert_close(bare, found[0][0], atol=0.01, rtol=0.01)

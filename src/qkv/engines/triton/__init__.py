@@ -19,7 +19,15 @@ from qkv.engines import streaming
 from qkv.engines.call import Bare, Call
 from qkv.engines.native import no_triton
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads
-from qkv.engines.triton.form import WEIGHTINGS, arrays_of, cap_of, is_expanded, is_moved, lowering
+from qkv.engines.triton.form import (
+    WEIGHTINGS,
+    arrays_of,
+    cap_of,
+    in_one_dtype,
+    is_expanded,
+    is_moved,
+    lowering,
+)
 from qkv.engines.triton.masks import Bounds, bounds_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
@@ -242,6 +250,8 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     rule, leaves = call.rule, tree.leaves(call.fw, call)
     if call.fw.needs_gradient(leaves) or any(type(x) not in PLAIN for x in leaves):
         return None
+    if in_one_dtype(call) is not call:
+        return None
     wide = not 0 < arrays[2].shape[-1] <= WIDEST_VALUE or not arrays[0].shape[-1]
     if wide or len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
         return None
@@ -369,9 +379,11 @@ def _additive_of(call: Call) -> Callable[[Call], tuple[Array, Array | None, None
         key, score = four_axes(call, call.key, key_heads(call)), call.score
         return query, key, *(getattr(score, name) for name in ("w_query", "w_key", "bias"))
 
+    call = in_one_dtype(call)
     learns, known = call.fw.needs_gradient(tree.leaves(call.fw, call)), hidden.knows(*given(call))
 
     def run(call: Call) -> tuple[Array, Array | None, None]:
+        call = in_one_dtype(call)
         bounds, score, few, parts = bounds_of(call), call.score, key_heads(call), None
         assert isinstance(score, Additive)
         if known:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
-from qkv.arrays import is_array
+from qkv.arrays import is_array, tree
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
@@ -129,7 +130,20 @@ def form_of(call: Call, score: Score) -> Form:
             return Form(norms.unit(call.query), norms.unit(call.key), scale=scale)
         if isinstance(score, Expanded) and not is_array(score.bandwidth):
             return expanded_form(call, score.bandwidth)
+        if any(x.dtype != call.query.dtype for x in tree.leaves(call.fw, score)):
+            form = score.form(call.query.float(), call.key.float())  # rounded once
+            rows = (x.to(call.query.dtype) for x in (form.query, form.key))
+            return form._replace(**dict(zip(("query", "key"), rows, strict=True)))
     return score.form(call.query, call.key)
+
+
+def in_one_dtype(call: Call) -> Call:
+    """The call with the arrays of its score in the dtype of its 16-bit queries."""
+    leaves = tree.leaves(call.fw, call.score)
+    if not is_narrow(call) or all(x.dtype == call.query.dtype for x in leaves):
+        return call
+    score = tree.map_arrays(call.fw, lambda x: x.to(call.query.dtype), call.score)
+    return replace(call, score=score)
 
 
 def _widened(x: Any) -> Any:
