@@ -114,6 +114,7 @@ def test_a_column_named_as_a_word_of_sql_is_a_column():
 
 def test_a_quote_written_twice_is_one():
     rows = [{"a": "it's"}, {"a": "its"}, {"a": 'say "x"'}]
+    assert passing("'''' in a or a = ''", rows) == [True, False, False]
     assert passing("a = 'it''s'", rows) == [True, False, False]
     assert passing('a = "say ""x"""', rows) == [False, False, True]
 

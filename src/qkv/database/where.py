@@ -17,8 +17,7 @@ from qkv.errors import ArgumentError, DtypeError, unknown
 _EQUAL = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
 _IN = {ast.In: True, ast.NotIn: False}
 _TOKENS = re.compile(
-    r"""(?P<long>"{3}|'{3})(?:\\.|(?!(?P=long)).)*(?:(?P=long)|\Z)"""
-    r"""|(?P<quote>["'])(?P<text>(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*)(?:(?P=quote)|\Z)"""
+    r"""(?P<quote>["'])(?P<text>(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*)(?:(?P=quote)|\Z)"""
     r"""|`(?P<name>(?:[^`]|``)*)`(?!`)|`|(?P<word>[^\W\d]\w*)|(?P<sign><>|(?<![=<>!:])=(?!=))""",
     re.DOTALL,
 )
