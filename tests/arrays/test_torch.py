@@ -181,3 +181,19 @@ def test_dropout_is_mapped_inside_a_graph_of_any_length(randomness):
         torch.testing.assert_close(found[live], (2 * alpha).expand_as(found)[live])
         assert 0.3 < live.float().mean() < 0.7
         assert torch.equal(*live) == (randomness == "same")
+
+
+def test_a_constant_is_copied_to_a_device_once_and_forgotten_with_its_array():
+    from qkv.arrays import framework
+    from qkv.arrays import torch as adapter
+
+    class OnDevice:
+        is_cuda, device = True, torch.device("meta")
+
+    host = np.ones((2, 3), dtype=bool)
+    before = len(adapter._DEVICE_COPIES)
+    first = framework("torch").cached_constant(host, OnDevice(), "bool")
+    assert framework("torch").cached_constant(host, OnDevice(), "bool") is first
+    assert first.shape == (2, 3) and len(adapter._DEVICE_COPIES) == before + 1
+    del host
+    assert len(adapter._DEVICE_COPIES) == before

@@ -167,6 +167,10 @@ class Framework:
         host = np.asarray(data).tolist()
         return self.xp.asarray(host, dtype=getattr(self.xp, dtype), device=self.device(like))
 
+    def cached_constant(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
+        """The same of host data that never changes, copied to each device once."""
+        return self.constant(data, like, dtype)
+
     def read(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
         """The same of one block of many, which are read one after another."""
         return self.constant(data, like, dtype)

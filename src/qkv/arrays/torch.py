@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -103,6 +104,10 @@ def survivors(like: Array, p: float) -> tuple[Array, float]:
     least, size = round(p * 2**16), like.numel()
     draws = like.new_empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
     return draws.view(torch.int16)[:size].view(like.shape) >= least - 2**15, 1 - least / 2**16
+
+
+_DEVICE_COPIES: dict[tuple[int, torch.device, str], torch.Tensor] = {}
+"""Host arrays on devices, by the host array's id; an entry goes with the array."""
 
 
 class Torch(Framework):
@@ -250,6 +255,16 @@ class Torch(Framework):
         if host.size == 1 and like.is_cuda:  # a fill, which a CUDA graph can capture; a copy cannot
             return torch.full(host.shape, host.item(), dtype=kind, device=like.device)
         return torch.as_tensor(host, dtype=kind, device=like.device)
+
+    def cached_constant(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
+        # A copy from the host would wait for the device, and no CUDA graph can capture one.
+        if not like.is_cuda or self.tracing(like):
+            return self.constant(data, like, dtype)
+        key = id(data), like.device, dtype
+        if key not in _DEVICE_COPIES:
+            _DEVICE_COPIES[key] = self.constant(data, like, dtype)
+            weakref.finalize(data, _DEVICE_COPIES.pop, key, None)
+        return _DEVICE_COPIES[key]
 
     def read(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
         # What is wide already the driver copies as fast as we could.

@@ -35,7 +35,7 @@ class Blocks(Mask):
         fw = of(block.q)
         rows = fw.xp.floor_divide(block.q, self.size[0])
         cols = fw.xp.floor_divide(block.k, self.size[1])
-        flat = fw.constant(self.layout.reshape(-1), block.q, "bool")
+        flat = fw.xp.reshape(fw.cached_constant(self.layout, block.q, "bool"), (-1,))
         high, wide = self.layout.shape[-2:]
         at = rows * wide + cols
         if self.layout.ndim > 2:  # one layout a head

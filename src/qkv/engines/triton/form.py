@@ -132,8 +132,8 @@ def form_of(call: Call, score: Score) -> Form:
             return expanded_form(call, score.bandwidth)
         if any(x.dtype != call.query.dtype for x in tree.leaves(call.fw, score)):
             form = score.form(call.query.float(), call.key.float())  # rounded once
-            rows = (x.to(call.query.dtype) for x in (form.query, form.key))
-            return form._replace(**dict(zip(("query", "key"), rows, strict=True)))
+            dtype = call.query.dtype
+            return form._replace(query=form.query.to(dtype), key=form.key.to(dtype))
     return score.form(call.query, call.key)
 
 

@@ -281,8 +281,8 @@ def start(
     odd = tuple([x if x is None else x % 16 for x in at])
     device = flat[0].device
     if any(x is not None and x.device != device for x in flat):  # the kernel would read host memory
-        places = sorted({str(x.device) for x in flat if x is not None})
-        raise EngineError(f"the arrays of a kernel are on {' and '.join(places)}: move all to one")
+        devices = sorted({str(x.device) for x in flat if x is not None})
+        raise EngineError(f"the arrays of a kernel are on {' and '.join(devices)}: move all to one")
     records = [x for x in whole if isinstance(x, tuple)]
     sizes = whole[len(records) :]
     told = [*chain(*records), *sizes]

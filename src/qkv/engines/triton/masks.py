@@ -58,8 +58,9 @@ def _bounds(call: Call, rule: Mask) -> Bounds:
     if isinstance(rule, Blocks) and rule.layout.ndim == 2 and not searched:
         size = rule.size[0]
         if size == rule.size[1]:
-            layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
-            return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
+            layout: Any = call.fw.cached_constant(rule.layout, call.query, "bool")
+            layout = layout[: -(-call.n // size), : -(-call.m // size)].contiguous()
+            return Bounds(layout=layout, layout_size=size)
     return Bounds(rules=(rule,))
 
 
