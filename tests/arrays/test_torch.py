@@ -197,3 +197,54 @@ def test_a_constant_is_copied_to_a_device_once_and_forgotten_with_its_array():
     assert first.shape == (2, 3) and len(adapter._DEVICE_COPIES) == before + 1
     del host
     assert len(adapter._DEVICE_COPIES) == before
+
+
+class DataDependent(torch.nn.Module):
+    """Attention over as many keys as the data say, under a mask of that size."""
+
+    def __init__(self, how, by_item, floats):
+        super().__init__()
+        self.how, self.by_item, self.floats = how, by_item, floats
+
+    def forward(self, query, key, live):
+        if self.by_item:
+            size = live.sum().item()
+            torch._check(size >= 2)
+            torch._check(size <= key.shape[-2])
+            key = key.narrow(2, 0, size)
+        else:
+            at = live.nonzero()[:, 0]
+            size = at.shape[0]
+            torch._check(size >= 2)
+            key = key[:, :, at]
+        mask = (torch.arange(size)[None] != 1).expand(query.shape[-2], size)
+        mask = torch.where(mask, 0.0, -torch.inf) if self.floats else mask
+        return qkv.attend(query, key, key, mask=mask, **self.how)
+
+
+@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("by_item", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"weighting": "entmax15"}, {"weighting": "sigmoid"}, {"score": "gaussian"}],
+    ids=str,
+)
+def test_a_mask_whose_size_the_data_decide_is_exported(how, by_item, floats):
+    model = DataDependent(how, by_item, floats)
+    query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4)
+    made = torch.export.export(model, (query, key, torch.tensor([1, 1, 1, 1, 1, 0, 0]))).module()
+    for live in ([1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]):
+        given = query, key, torch.tensor(live)
+        torch.testing.assert_close(made(*given), model(*given))
+
+
+def test_a_batch_whose_size_the_data_decide_is_exported():
+    class Model(torch.nn.Module):
+        def forward(self, x, live):
+            x = x[live.nonzero()[:, 0]]
+            return qkv.scaled_dot_product_attention(x, x, x)
+
+    x, model = torch.randn(4, 2, 5, 3), Model()
+    made = torch.export.export(model, (x, torch.tensor([1, 0, 1, 1]))).module()
+    for live in ([1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 1, 1]):
+        torch.testing.assert_close(made(x, torch.tensor(live)), model(x, torch.tensor(live)))

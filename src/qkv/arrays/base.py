@@ -99,6 +99,14 @@ class Framework:
         """x on the device of `like`."""
         return x
 
+    def surely(self, condition: Any) -> bool:
+        """Whether a comparison of sizes holds; False where only a run of the graph will tell."""
+        return bool(condition)
+
+    def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
+        """Whether one of the sizes is surely 0."""
+        return 0 in tuple(sizes)
+
     def shares_device(self, x: Array, like: Array) -> bool:
         """Whether operations take x together with `like`, as far as devices decide that."""
         return True

@@ -14,6 +14,7 @@ import torch
 from torch import compiler
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
 from qkv.arrays import pinned
@@ -150,6 +151,16 @@ class Torch(Framework):
 
     def beside(self, x: Array, like: Array) -> Array:
         return x if x.device == like.device else x.to(like.device)
+
+    def surely(self, condition: Any) -> bool:
+        # Of a size that the data decide, such as that of a nonzero, no graph may ask.
+        return bool(guard_or_false(condition) if _tracing() else condition)
+
+    def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
+        sizes = tuple(sizes)
+        if not _tracing():
+            return 0 in sizes
+        return any(guard_or_false(size == 0) for size in sizes)
 
     def shares_device(self, x: Array, like: Array) -> bool:
         # A number on the host goes with tensors on any device.

@@ -56,7 +56,7 @@ def cannot(call: Call) -> str | None:
         return "the score is a dot product as it stands"
     if isinstance(call.score, Gated):
         return "a gate multiplies each pair's score: it is no dot product of vectors"
-    if call.score.ranged and 0 in (*call.lead, call.n, call.m):
+    if call.score.ranged and call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "there is nothing to compute"
     return call.lowering if isinstance(call.lowering, str) else None
 

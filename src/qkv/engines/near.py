@@ -70,7 +70,7 @@ def cannot(call: Call) -> str | None:
         return "a mask would change the mass of a box"
     if call.dropout or call.wants_weights:
         return "it keeps no weights, to return or to drop"
-    if 0 in (*call.lead, call.n, call.m, fw.shape(call.key)[-1]):
+    if fw.has_empty_axis((*call.lead, call.n, call.m, fw.shape(call.key)[-1])):
         return "there is nothing to compute"
     widths = (call.score.bandwidth, call.weighting.temperature)
     learned = [x for x in widths if is_array(x)]

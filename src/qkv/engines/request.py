@@ -77,7 +77,7 @@ def request(
     score.check(fw.shape(query), fw.shape(key))
     weighting.fits(lead, n)
     parts = query, key, value, score, weighting, bias_of(fw, bias, query)
-    if 0 in (*lead, n, m):
+    if fw.has_empty_axis((*lead, n, m)):
         parts = map_arrays(fw, fw.inert, parts)
     query, key, value, score, weighting, bias = parts
     drawn = seed_of(fw, seed, query) if p else None

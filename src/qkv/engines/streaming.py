@@ -100,7 +100,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     call = calls.seeded(call.precise())
     fewer = call.weighting if call.m is None else call.weighting.among(call.m)
     call = call if fewer is call.weighting else replace(call, weighting=fewer)
-    if 0 in (*call.lead, call.n, call.m):
+    if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return *dense.run(whole(call))[:2], None
     fw = call.fw
     tiling = tiling_of(call, *(size or block_size(call)))

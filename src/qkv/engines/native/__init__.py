@@ -35,7 +35,7 @@ def cannot(call: Call) -> str | None:
         return "fused kernels return neither the weights nor their log-sum-exp"
     if call.dropout and call.seed is not None:
         return "fused kernels draw their own random numbers, so a seed would mean something else"
-    if 0 in (*call.lead, call.n, call.m):
+    if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "there is nothing to compute"
     return _kernels(call).cannot(call)  # type: ignore[no-any-return]
 

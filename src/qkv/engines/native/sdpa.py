@@ -53,13 +53,17 @@ def cannot(call: Call) -> str | None:
 
 def declines(call: Call) -> str | None:
     parts = (call.query, call.key, call.value)
-    short = call.n == call.m <= SHORT and math.prod(call.lead) * call.n <= 32 * SHORT
-    rows = call.bias is not None and call.bias.shape[-1] == 1 < call.m
-    if rows and on_device(call) and call.fw.needs_gradient((call.bias,)):
+    if not on_device(call):
+        return None
+    surely = call.fw.surely
+    short = surely(call.n == call.m) and surely(call.n <= SHORT)
+    short = short and surely(math.prod(call.lead) * call.n <= 32 * SHORT)
+    rows = call.bias is not None and surely(call.bias.shape[-1] == 1) and surely(call.m > 1)
+    if rows and call.fw.needs_gradient((call.bias,)):
         return "what is added to whole rows moves no weight, and its gradient here is rounding"
-    if on_device(call) and _tiled(call) and triton().cannot(call) is None:
+    if _tiled(call) and triton().cannot(call) is None:
         return "our kernels go over a large mask by tiles, in a fraction of the time"
-    if not (short and is_causal(call.rule) and on_device(call) and call.query.dtype in HALF):
+    if not (short and is_causal(call.rule) and call.query.dtype in HALF):
         return None
     if call.fw.needs_gradient(parts) or not _heals(call) or triton().cannot(call):
         return None

@@ -74,7 +74,7 @@ def cannot(call: Call) -> str | None:
         return "the kernels give 0 to a row without weights"
     if getattr(call.weighting, "straight_through", False):
         return cannot(replace(call, weighting=Hard())) or cannot(replace(call, weighting=Softmax()))
-    if 0 in (*call.lead, call.n, call.m):
+    if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "there is nothing to compute"
     reason = _unread(call, bounds_of(call))
     if reason:
