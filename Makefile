@@ -28,7 +28,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
-MXNET_TESTS ?= tests/arrays/test_mxnet.py tests/engines/test_battery.py tests/test_edges.py tests/docs/test_tabs.py
+MXNET_TESTS ?= tests/frameworks/test_mxnet.py tests/engines/test_battery.py tests/test_edges.py tests/docs/test_tabs.py
 BENCH ?=
 RESULTS := build/test-results
 
@@ -59,7 +59,7 @@ tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); }
 apt = $(tried) || { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
-.PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench docs gallery screenshots clean
+.PHONY: check help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench docs gallery screenshots clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -137,23 +137,30 @@ test: env $(if $(MXNET),env-mxnet) browser ## Run every check below and count
 	$(if $(MXNET),,echo "--- mxnet is left out: it has no wheel for $(MACHINE)";) \
 	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
 
-lint: env ## Lint and formatting
+check: env ## Lint, types, contract, and the tests of what changed since origin/main or the last commit
+	@$(MAKE) --no-print-directory lint contract
+	@$(BIN)/mypy
+	@changed=$$($(BIN)/python -m tools.changed_tests); \
+	if [ -n "$$changed" ]; then $(BIN)/python $(PYTEST) $(XDIST) $$changed; else echo "no tests changed"; fi
+
+lint: env ## Lint, formatting and names
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m tools.names
 
 types: env ## Type check, and a page of a user's code by mypy and by pyright
 	@$(BIN)/mypy
 	@$(BIN)/mypy --config-file tests/types/pyproject.toml
 	@$(BIN)/basedpyright --project tests/types --pythonpath $(BIN)/python
 
-contract: env ## Floors: who may import whom
+contract: env ## Layers: which module may import which
 	@$(BIN)/lint-imports
 
 unit: env browser ## Unit, property and conformance tests, and README's code
 	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
 
 doctest: env ## Examples in the docstrings
-	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/arrays/mxnet.py $(addprefix --ignore ,$(APART)) \
+	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/frameworks/mxnet.py $(addprefix --ignore ,$(APART)) \
 		--ignore src/qkv/engines/triton --junitxml=$(RESULTS)/$@.xml
 
 layers: env ## Examples of the layers: Triton, which they load, and TensorFlow clash in one process

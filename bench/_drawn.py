@@ -11,7 +11,7 @@ import torch
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import of
+from qkv.frameworks import get_framework
 
 SCORES = (
     *("scaled_dot", "dot", "cosine", "gaussian", "laplace", "softcap", "constant", "modified"),
@@ -55,8 +55,8 @@ class Drawn(NamedTuple):
             return qkv.attend(query, key, value, **how)
         how |= {"return_lse" if self.returns == "lse" else "return_weights": True}
         out, beside = qkv.attend(query, key, value, **how)
-        fw = of(out)
-        beside = fw.astype(beside, fw.dtype(out))
+        fw = get_framework(out)
+        beside = fw.astype(beside, fw.dtype_name(out))
         beside = beside[..., None] if self.returns == "lse" else beside
         return fw.xp.concat([out, beside], axis=-1)
 
@@ -152,12 +152,14 @@ def _ruled(rule: str, random: Random, make: Any, lead: Any, n: int, m: int) -> d
 
 
 def _nearer(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    fw = of(s)
-    return s * 0.5 + fw.astype(i - j + h - b, fw.dtype(s)) * 0.125
+    fw = get_framework(s)
+    return s * 0.5 + fw.astype(i - j + h - b, fw.dtype_name(s)) * 0.125
 
 
 def _as(x: Any, like: Any) -> Any:
-    return of(like).astype(x, of(like).dtype(like))  # 16 bits are widened before a score is asked
+    return get_framework(like).astype(
+        x, get_framework(like).dtype_name(like)
+    )  # 16 bits are widened before a score is asked
 
 
 def _score(name: str, given: dict[str, Any]) -> Any:

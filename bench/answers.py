@@ -26,10 +26,10 @@ import numpy as np
 
 from bench._results import RESULTS, commit, machine
 from bench._side_by_side import peer
-from qkv.arrays.ragged import Wide
 from qkv.database.encoders import Characters, Encoder, Heads, Sentences, Text, Words
-from qkv.database.encoders.characters import plain
-from qkv.database.encoders.text import slip
+from qkv.database.encoders.characters import normalize_text
+from qkv.database.encoders.text import make_typo
+from qkv.frameworks.ragged import DenseAndSparse
 from qkv.weightings import Softmax
 
 TECHNICAL = ("scipy", "sklearn", "numpy", "networkx", "pandas")
@@ -74,16 +74,16 @@ def texts() -> list[tuple[str, str, str]]:
 def slipped(text: str, rng: np.random.Generator) -> str:
     letters = list(text)
     for _ in range(4):
-        slip(letters, rng)
+        make_typo(letters, rng)
     return "".join(letters)
 
 
 def tasks(rows: list[tuple[str, str, str]], at: np.ndarray) -> dict[str, list[str]]:
     rng = np.random.default_rng(1)
-    common = Counter(word for text, _, _ in rows for word in set(plain(text).split()))
+    common = Counter(word for text, _, _ in rows for word in set(normalize_text(text).split()))
 
     def key_words(text: str) -> str:
-        words = list(dict.fromkeys(plain(text).split()))
+        words = list(dict.fromkeys(normalize_text(text).split()))
         rare = sorted(words, key=lambda word: common[word])[:3]
         return " ".join(word for word in words if word in rare)
 
@@ -120,13 +120,13 @@ def calibration(s: np.ndarray, right: np.ndarray) -> float:
 
 
 def scored(made: Encoder, keys: list[str]) -> Callable[[list[str]], np.ndarray]:
-    key, beside, score = made.encode(keys), made.sparse(keys), made.score(len(keys))
+    key, beside, score = made.encode(keys), made.encode_sparse(keys), made.default_score(len(keys))
 
     def scores(queries: list[str]) -> np.ndarray:
         found = []
         for start in range(0, len(queries), AT_ONCE):
-            query, asked = made.asked(queries[start : start + AT_ONCE])
-            whole = key if asked is None else np.asarray(Wide(key, beside, asked))
+            query, asked = made.encode_full_query(queries[start : start + AT_ONCE])
+            whole = key if asked is None else np.asarray(DenseAndSparse(key, beside, asked))
             found.append(np.asarray(score(query, whole), np.float64))
         return np.concatenate(found)
 
@@ -138,10 +138,10 @@ def bm25(keys: list[str]) -> Callable[[list[str]], np.ndarray] | None:
     if not bm25s:
         return None
     index = bm25s.BM25()
-    index.index([plain(key).split() for key in keys], show_progress=False)
+    index.index([normalize_text(key).split() for key in keys], show_progress=False)
 
     def scores(queries: list[str]) -> np.ndarray:
-        known = [[w for w in plain(q).split() if w in index.vocab_dict] for q in queries]
+        known = [[w for w in normalize_text(q).split() if w in index.vocab_dict] for q in queries]
         nothing = np.zeros(len(keys))
         return np.array([index.get_scores(words) if words else nothing for words in known])
 

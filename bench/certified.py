@@ -18,10 +18,10 @@ import qkv
 from bench._results import show
 from bench._side_by_side import compare, keep, peer, size
 from qkv import attention
-from qkv.arrays.rows import Rows, Stored
-from qkv.database import codes
 from qkv.database.encoders import resolve
-from qkv.database.encoders.base import sharpness
+from qkv.database.encoders.base import sharpness_for_rows
+from qkv.database.table import quantization
+from qkv.frameworks.stored_rows import RowChunk, StoredRows
 
 M, D = size(int(os.environ.get("QKV_BENCH_ROWS", 1_000_000)), 20_000), 256
 PHRASES = size(100_000, 5_000)
@@ -59,9 +59,10 @@ def over(keys, near, value=None):
 
     def read():
         for at in parts:
-            yield Stored(keys[at], None if value is None else value[at], near=near.some(at))
+            some = None if value is None else value[at]
+            yield RowChunk(keys[at], some, quantized=near.slice_rows(at))
 
-    return Rows(read, keys.shape, 0 if value is None else value.shape[1])
+    return StoredRows(read, keys.shape, 0 if value is None else value.shape[1])
 
 
 def row(work, goal, found, met, **more):
@@ -76,7 +77,7 @@ def row(work, goal, found, met, **more):
 
 def speeds(rng, keys, near):
     value = rng.standard_normal((len(keys), 256), np.float32)
-    score = qkv.scores.ScaledDot(sharpness(len(keys)))
+    score = qkv.scores.ScaledDot(sharpness_for_rows(len(keys)))
     faiss, index = peer("faiss"), None
     if faiss is not None:
         faiss.omp_set_num_threads(2)
@@ -86,7 +87,7 @@ def speeds(rng, keys, near):
     how = {"score": score, "weighting": "softmax"}
 
     def near_to(rows, query):
-        return attention.weigh(rows, query, **how, tolerance=TOLERANCE)
+        return attention.weigh_rows(rows, query, **how, tolerance=TOLERANCE)
 
     for n, alone, pooled in ((1, 1.7, 3.0), (16, 2.0, 3.0)):
         query = asked(rng, keys, n)
@@ -97,8 +98,8 @@ def speeds(rng, keys, near):
             told = compare(
                 f"{n} queries, {len(keys):,} × {D}, {what}, load {load:.0f}",
                 {
-                    "qkv": lambda rows, query: near_to(rows, query).out,
-                    "exact": lambda rows, query: attention.weigh(rows, query, **how).out,
+                    "qkv": lambda rows, query: near_to(rows, query).output,
+                    "exact": lambda rows, query: attention.weigh_rows(rows, query, **how).output,
                     "faiss": index and (lambda _, query: index.search(query, 10)[0]),
                 },
                 [(rows, query)],
@@ -106,16 +107,23 @@ def speeds(rng, keys, near):
                 repeats=7,
             )
             found = near_to(rows, query)
-            told["sides"]["qkv"] |= {"rows read": found.read, "bound": float(found.error.max())}
+            told["sides"]["qkv"] |= {
+                "rows read": found.rows_read,
+                "bound": float(found.weight_error.max()),
+            }
             yield told
 
     rows, even = over(keys, near, value), {"score": "scaled_dot", "weighting": "softmax"}
-    attention.over(rows, asked(rng, keys, D // 8), **even, tolerance=TOLERANCE)  # pays for the sums
+    attention.attend_rows(
+        rows, asked(rng, keys, D // 8), **even, tolerance=TOLERANCE
+    )  # pays for the sums
     yield compare(
         f"a flat query, {len(keys):,} × {D}, 256-wide values pooled, load {load:.0f}",
         {
-            "qkv": lambda rows, query: attention.over(rows, query, **even, tolerance=TOLERANCE),
-            "exact": lambda rows, query: attention.over(rows, query, **even),
+            "qkv": lambda rows, query: attention.attend_rows(
+                rows, query, **even, tolerance=TOLERANCE
+            ),
+            "exact": lambda rows, query: attention.attend_rows(rows, query, **even),
         },
         [(rows, asked(rng, keys, 1))],
         goals={"exact": 3.0},
@@ -126,20 +134,23 @@ def speeds(rng, keys, near):
 def errors(rng):
     """The true error of many queries, and their bounds."""
     keys = embeddings(rng, CHECKED)
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows, above, worst, ratio = over(keys, near), 0, 0.0, 0.0
     wide = torch.from_numpy(keys).double()
-    for scale in (sharpness(CHECKED), 4.0):
+    for scale in (sharpness_for_rows(CHECKED), 4.0):
         score = qkv.scores.ScaledDot(scale)
         for _ in range(0, QUERIES // 2, 50):
             query = asked(rng, keys, 50)
-            found = attention.weigh(
+            found = attention.weigh_rows(
                 rows, query, score=score, weighting="softmax", tolerance=TOLERANCE
             )
             true = torch.softmax(torch.from_numpy(query).double() @ wide.T * scale, dim=-1)
             error = 0.5 * np.abs(found.weights - true.numpy()).sum(axis=1)
-            above += int((error > found.error).sum())
-            worst, ratio = max(worst, found.error.max()), max(ratio, (error / found.error).max())
+            above += int((error > found.weight_error).sum())
+            worst, ratio = (
+                max(worst, found.weight_error.max()),
+                max(ratio, (error / found.weight_error).max()),
+            )
     work = f"true error of {QUERIES:,} queries on {CHECKED:,} rows"
     yield row(
         work,
@@ -174,7 +185,7 @@ def rows():
     keys = embeddings(rng, M)
     yield from disk(rng, keys[: M // 10])
     yield from errors(rng)
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     yield from speeds(rng, keys, near)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import qkv
 from bench._results import show, show_goals
 from bench._side_by_side import SMALL, Row, keep, size
-from qkv.arrays import threads
+from qkv.frameworks import threads
 
 M, D, WIDTH, BATCH = size(200_000, 4_000), 256, 16, 64
 TURNS = 3 if SMALL else 15
@@ -63,9 +63,9 @@ def busiest(cluster, turns: int, side) -> float:
     """The least seconds that the busiest shard worked for it."""
     found = []
     for _ in range(turns):
-        before = cluster.worked()
+        before = cluster.busy_seconds()
         side()
-        found.append(max(b - a for a, b in zip(before, cluster.worked(), strict=True)))
+        found.append(max(b - a for a, b in zip(before, cluster.busy_seconds(), strict=True)))
     return min(found)
 
 
@@ -82,8 +82,8 @@ def rows():
         path = made(Path(folder))
         clusters = {n: qkv.cluster.Cluster(path, shards=n, options=FREE) for n in reversed(SHARDS)}
         try:
-            threads.CORES = 1  # in this process too
-            with qkv.open(path) as database, threads.one_for_blas():
+            threads.CORE_COUNT = 1  # in this process too
+            with qkv.open(path) as database, threads.single_threaded_blas():
                 yield from scaling(clusters)
                 yield from overhead(database, clusters)
                 yield from death(database, clusters[2])
@@ -142,7 +142,7 @@ def death(database, cluster):
     thread.start()
     while len(outs) < 3:
         time.sleep(0.01)
-    for process in cluster.processes()[1:]:
+    for process in cluster.process_ids()[1:]:
         os.kill(process, signal.SIGKILL)
     killed = time.perf_counter()
     while not any(at > killed + 0.5 for at, _ in list(outs)):

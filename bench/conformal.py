@@ -21,9 +21,9 @@ import numpy as np
 
 import qkv
 from bench._results import show_goals, write
-from bench.answers import slip, texts
-from qkv.database.conformal import Promise
+from bench.answers import make_typo, texts
 from qkv.database.encoders import Words
+from qkv.database.query.calibration import Calibration
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -65,7 +65,7 @@ def books() -> tuple[qkv.Database, Pairs, Pairs]:
     for title in list(D) * 16:
         letters = list(title)
         for _ in range(int(rng.integers(1, 5))):
-            slip(letters, rng)
+            make_typo(letters, rng)
         pairs.append(("".join(letters), title))
     order = rng.permutation(len(pairs))
     halves = np.array_split(order, 2)
@@ -131,7 +131,7 @@ def measured(
 
 
 def asked(
-    D: qkv.Database, promise: Promise, pairs: Pairs, place: dict[str, int]
+    D: qkv.Database, promise: Calibration, pairs: Pairs, place: dict[str, int]
 ) -> Iterator[tuple[qkv.Answer, int, bool, np.ndarray]]:
     """Each answer, the right row, whether any fits, and all weights; a set of thousands of rows is
     not built but for the first, which must be what the weights say."""
@@ -143,7 +143,7 @@ def asked(
             fits = bool(answer.lse + np.log(alpha.max()) >= promise.best)
             if start + i < LOOKED:
                 rows = np.flatnonzero(alpha >= promise.weight) if fits else []
-                assert {row.index for row in answer.set} == set(map(int, rows))
+                assert {row.index for row in answer.prediction_set} == set(map(int, rows))
             yield answer, place[key], fits, alpha
 
 

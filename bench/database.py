@@ -59,7 +59,7 @@ D = qkv.open(sys.argv[1], create=False)
 rows = len(D)
 opened = time.perf_counter() - start
 ids = np.random.default_rng(0).integers(0, rows, 500)
-keys = D._view.snapshot.tensor("code", ids)
+keys = D._view.snapshot.read_tensor("code", ids)
 times = []
 for key in keys:
     start = time.perf_counter()
@@ -158,7 +158,7 @@ def rows():
 
 def soft(path):
     with qkv.open(path, create=False) as database:
-        parts = [part.tensors for part in database._view.snapshot.parts()]
+        parts = [part.tensors for part in database._view.snapshot.iterate_segments()]
         arrays = [x for part in parts for x in (part["code"], part["value"])]
 
         def reading(query):
@@ -208,7 +208,7 @@ def otherwise(path):
 def learned(path):
     """Σ αᵢ vᵢ and the gradient of the query, beside torch on arrays in memory."""
     with qkv.open(path, create=False) as database:
-        parts = [part.tensors for part in database._view.snapshot.parts()]
+        parts = [part.tensors for part in database._view.snapshot.iterate_segments()]
         key, value = (
             torch.from_numpy(np.concatenate([x[n] for x in parts])) for n in ("code", "value")
         )

@@ -259,7 +259,7 @@ def eagerly(drawn: Drawn) -> dict[str, Tensor]:
             return wide(self, scores, *rest)
         return wide(self, scores.to(dtype).float(), *rest).to(dtype)
 
-    with patch.object(Call, "precise", lambda call: call), patch.object(kind, "weights", weights):
+    with patch.object(Call, "upcast", lambda call: call), patch.object(kind, "weights", weights):
         return results(drawn, None, "dense")
 
 

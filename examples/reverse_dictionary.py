@@ -158,7 +158,7 @@ class Exam:
     def scores(self, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
         """Vectors of the definitions and of the distinct keys: scores are their dot products."""
         queries = [synset.definition for synset in self.test]
-        return encoder.head(queries, query=True), encoder.head(self.distinct)
+        return encoder.encode_head(queries, query=True), encoder.encode_head(self.distinct)
 
     def ask(self, name: str, method: Callable[[], Any], report: Report | None = None) -> None:
         began = time.perf_counter()
@@ -208,8 +208,8 @@ class Exam:
         return (best >= own) @ self.count - self.count[right]
 
     def show(self, encoder: Encoder, synset: Synset) -> None:
-        query, key = encoder.query([synset.definition]), encoder.encode(self.distinct)
-        s = np.asarray(encoder.score(len(key))(query, key))[0].astype(np.float64)
+        query, key = encoder.encode_query([synset.definition]), encoder.encode(self.distinct)
+        s = np.asarray(encoder.default_score(len(key))(query, key))[0].astype(np.float64)
         alpha = np.exp(s - s.max())
         alpha /= alpha.sum()
         print(f"“{synset.definition}”: {synset.key}")

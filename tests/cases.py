@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qkv import masks, scores, weightings
-from qkv.arrays import framework, of, tree
+from qkv.frameworks import get_framework, load_framework, tree
 from qkv.testing import Case
 
 LEAD, N, M, D, DV, HIDDEN = (2, 4), 7, 9, 3, 5, 6
@@ -46,8 +46,8 @@ def _closure(arrays: Arrays) -> Callable[..., Any]:
 
 
 def _nearer(s, b, h, i, j):
-    fw = of(s)  # some frameworks add no whole numbers to floats
-    return s * 0.5 + fw.astype(i - j + h - b, fw.dtype(s)) * 0.25
+    fw = get_framework(s)  # some frameworks add no whole numbers to floats
+    return s * 0.5 + fw.astype(i - j + h - b, fw.dtype_name(s)) * 0.25
 
 
 SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
@@ -136,8 +136,8 @@ def case(score: str, weighting: str, mask: str) -> Case:
     """The call of these three: the arrays inside of them are among its own."""
     inside = {f"score.{k}": x for k, x in SCORES[score][0].items()}
     inside |= {f"mask.{k}": x for k, x in MASKS[mask][0].items()}
-    weigh, host = {**WEIGHTINGS, **LEARNED}[weighting], framework("numpy")
-    held = tree.leaves(host, weigh)
+    weigh, host = {**WEIGHTINGS, **LEARNED}[weighting], load_framework("numpy")
+    held = tree.array_leaves(host, weigh)
     inside |= {f"weighting.{i}": x for i, x in enumerate(held)}
 
     def how(arrays: Arrays) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def case(score: str, weighting: str, mask: str) -> Case:
 
         return {
             "score": SCORES[score][1](part("score.")),
-            "weighting": tree.rebuild(host, weigh, part("weighting.").values()),
+            "weighting": tree.replace_arrays(host, weigh, part("weighting.").values()),
             "mask": MASKS[mask][1](part("mask.")),
         }
 
@@ -159,9 +159,9 @@ def sensible(score: str, weighting: str, mask: str) -> bool:
     """Whether the three go together; the refusals have tests of their own."""
     built = scores.resolve(SCORES[score][1](SCORES[score][0]))
     how = {**WEIGHTINGS, **LEARNED}[weighting]
-    if how.needs_nonnegative and (not built.nonnegative or mask.startswith("float")):
+    if how.needs_nonnegative and (not built.is_nonnegative or mask.startswith("float")):
         return False
-    return weighting != "nearest_if_empty" or built.closeness is not None
+    return weighting != "nearest_if_empty" or built.ranking_score is not None
 
 
 def product() -> list[tuple[str, str, str]]:

@@ -43,7 +43,7 @@ SCORES = {
     "Boxcar": lambda q, k, width: float(apart(q, k) <= width),
     "Triangular": lambda q, k, width: max(0.0, 1 - apart(q, k) / width),
     "Epanechnikov": lambda q, k, width: max(0.0, 1 - (apart(q, k) / width) ** 2),
-    "Closeness": lambda q, k, window: (
+    "RankingWindow": lambda q, k, window: (
         SCORES[type(window).__name__](q, k, window.width) or -((apart(q, k) / window.width) ** 2)
     ),
     "Constant": lambda q, k: 1.0,

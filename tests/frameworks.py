@@ -6,6 +6,7 @@ import os
 
 from qkv.testing import frameworks
 
-NAMES = os.environ.get("QKV_TEST_FRAMEWORKS", "numpy,strict,torch,jax,tensorflow").split(",")
+DEFAULT = "numpy,array_api_strict,torch,jax,tensorflow"
+NAMES = os.environ.get("QKV_TEST_FRAMEWORKS", DEFAULT).split(",")
 FRAMEWORKS = [frameworks.FRAMEWORKS[name] for name in NAMES]
-WITH_GRADIENTS = [fw for fw in FRAMEWORKS if fw.gradients]
+WITH_GRADIENTS = [fw for fw in FRAMEWORKS if fw.has_gradients]

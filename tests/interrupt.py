@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import qkv.database
-from qkv.arrays import threads
+from qkv.frameworks import threads
 
 STORE = qkv.database.__path__[0]
 
@@ -18,10 +18,10 @@ STORE = qkv.database.__path__[0]
 @contextmanager
 def cores(count: int) -> Iterator[None]:
     """So many threads of ours, however many cores there are."""
-    with patch.object(threads, "CORES", count):
-        threads._jobs.cache_clear()
+    with patch.object(threads, "CORE_COUNT", count):
+        threads._job_queue.cache_clear()
         yield
-        threads._jobs.cache_clear()
+        threads._job_queue.cache_clear()
 
 
 def stopped(call: Callable[[], object], after: int, under: str | tuple[str, ...] = "") -> bool:

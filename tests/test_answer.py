@@ -18,9 +18,9 @@ import pytest
 
 from qkv import Database, weightings
 from qkv.answer import Answer
-from qkv.behind import Nobody, Row, Share
+from qkv.answer_backend import DetachedBackend, Row, ValueWeight
 from qkv.errors import CombinationError
-from qkv.told import bar, jsonable, short
+from qkv.util.formatting import format_bar, format_one_line, to_jsonable
 
 
 def answer(weights, *, keys=None, values=None, total=None, query="q"):
@@ -36,13 +36,13 @@ def answer(weights, *, keys=None, values=None, total=None, query="q"):
         query=query,
         value=values[0] if weights else None,
         rows=rows,
-        values=[Share(v, w) for v, w in zip(values, weights, strict=True)],
+        values=[ValueWeight(v, w) for v, w in zip(values, weights, strict=True)],
         lse=0.0,
         total=len(weights) if total is None else total,
         engine="scan",
         score="Dot",
         weighting="Softmax",
-        _behind=Nobody(rows, np.array(weights), entropy, None),
+        _backend=DetachedBackend(rows, np.array(weights), entropy, None),
     )
 
 
@@ -94,14 +94,14 @@ def test_no_row_decides_where_the_value_is_a_blend():
     books = Database({"The Alchemist": 1988, "The Odyssey": -700, "Emma": 1815, "Dune": 1965})
     for query in ("the alchmist", "The Alchemist", "The Odyssy", "Emma", "dun"):
         found = books.ask(query)
-        if short(found.value) != short(float(found.rows[0].value)):
-            for text in (found.sureness, found.explain(), str(found)):
+        if format_one_line(found.value) != format_one_line(float(found.rows[0].value)):
+            for text in (found.confidence_text, found.explain(), str(found)):
                 assert not any(claim in text for claim in CLAIMS), (query, text)
     blend = books.ask("the alchmist")
-    assert 0.9 < blend.rows[0].weight < 1 and short(blend.value) != "1988"
-    assert re.fullmatch(r"a mean; one row has \d\d(\.\d)? % of the weight", blend.sureness)
+    assert 0.9 < blend.rows[0].weight < 1 and format_one_line(blend.value) != "1988"
+    assert re.fullmatch(r"a mean; one row has \d\d(\.\d)? % of the weight", blend.confidence_text)
     hard = books.ask("The Alchemist", weighting="hard")
-    assert hard.sureness == "one row decides" and "itself, which decides" in str(hard)
+    assert hard.confidence_text == "one row decides" and "itself, which decides" in str(hard)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_no_row_decides_where_the_value_is_a_blend():
 )
 def test_a_row_decides_where_the_value_is_its_own(value, row, decides):
     found = replace(answer([0.97, 0.03], values=[row, row]), value=value, values=[])
-    assert (found.sureness == "one row decides") is decides
+    assert (found.confidence_text == "one row decides") is decides
 
 
 def test_a_sum_of_raw_weights_is_no_value_of_a_row():
@@ -127,32 +127,32 @@ def test_a_sum_of_raw_weights_is_no_value_of_a_row():
 
 def test_rows_that_share_a_key_or_a_value_are_one_answer():
     D = Database([("tea pot", "tea")] * 8 + [("knife", "tools")])
-    assert D.ask("tea pott").sureness == "sure"
+    assert D.ask("tea pott").confidence_text == "sure"
     names = Database(
         [("tea pot", "tea"), ("teapot", "tea"), ("tea-pot", "tea"), ("knife", "tools")]
     )
     assert names.ask("tea pot").values[0].weight > 0.9
-    assert names.ask("tea pot").sureness == "sure"
+    assert names.ask("tea pot").confidence_text == "sure"
     prices = Database([("tea pot", 5.0)] * 8 + [("knife", 9.0)])
-    assert prices.ask("tea pot", weighting="hard").sureness == "one row decides"
+    assert prices.ask("tea pot", weighting="hard").confidence_text == "one row decides"
     found = prices.ask("tea pot", weighting=weightings.TopK(8))
-    assert found.value == pytest.approx(5) and found.sureness == "one key decides"
+    assert found.value == pytest.approx(5) and found.confidence_text == "one key decides"
     alike = Database([(float(i), 7.0) for i in range(8)])
-    assert alike.ask(4.0, weighting="average").sureness == "rows with the same value decide"
+    assert alike.ask(4.0, weighting="average").confidence_text == "rows with the same value decide"
     two = Database([("tea pot", 4.0), ("tea pot", 6.0), ("knife", 9.0)])
-    assert two.ask("tea pot", weighting=weightings.TopK(2)).sureness == "one key decides"
+    assert two.ask("tea pot", weighting=weightings.TopK(2)).confidence_text == "one key decides"
 
 
 def test_one_key_with_many_values_says_so():
     D = Database([("tea pot", f"kind {i}") for i in range(8)] + [("knife", "tools")])
-    assert D.ask("tea pot").sureness == "one key, whose rows have different values"
+    assert D.ask("tea pot").confidence_text == "one key, whose rows have different values"
 
 
 def test_sureness_counts_rows_beyond_those_that_are_named():
     D = Database([("tea pot", 5.0)] * 40 + [("knife", 9.0)] * 2)
     few = D.ask("tea pot", weighting=weightings.TopK(40), top=2)
-    assert len(few.rows) == 2 and few.sureness == "one key decides"
-    assert pickle.loads(pickle.dumps(few)).sureness == few.sureness
+    assert len(few.rows) == 2 and few.confidence_text == "one key decides"
+    assert pickle.loads(pickle.dumps(few)).confidence_text == few.confidence_text
 
 
 def test_the_hint_is_in_the_dictionary():
@@ -187,7 +187,7 @@ def test_weights_that_are_no_shares_are_told_as_they_are():
     assert "%" not in told and "many rows" in told and "around" not in told
     assert len(all_count.plot().axes[0].patches) == 5  # the others' share of 1 means nothing
     near = D.ask(4.2, score="epanechnikov", weighting="raw")
-    assert "more row" not in str(near) and near.sureness == "a sum of a few rows"
+    assert "more row" not in str(near) and near.confidence_text == "a sum of a few rows"
     named = Database({"a": "x", "b": "y", "ab": "x"}).ask("a", score="dot", weighting="raw")
     assert not named.exact and "%" not in named.explain()
     assert Database({"a": "x", "b": "y"}).ask("a", score="exact", weighting="raw").exact
@@ -208,8 +208,8 @@ def test_wide_and_combining_letters_line_up():
 
 def test_joiners_of_words_and_pictures_are_no_control_characters():
     joined = ["می\u200cخواهم", "👩\u200d👧", "❤\ufe0f\u200d🔥"]
-    assert [short(x) for x in joined] == joined
-    assert short("a\u200db\u200c") == r"a\u200db\u200c"  # nobody could see them
+    assert [format_one_line(x) for x in joined] == joined
+    assert format_one_line("a\u200db\u200c") == r"a\u200db\u200c"  # nobody could see them
 
 
 def test_rows_that_three_digits_cannot_show_join_the_rest():
@@ -318,12 +318,12 @@ def test_an_answer_of_nothing():
     ],
 )
 def test_short(x, text):
-    assert short(x) == text
+    assert format_one_line(x) == text
 
 
 def test_bars_and_json_of_anything():
-    assert [bar(w, 2) for w in (0, 1 / 16, 0.5, 1, 2, -1)] == ["", "▏", "█", "██", "██", ""]
-    assert jsonable({"a": (np.float32(1), np.arange(2), b"\xff", math.inf)}) == {
+    assert [format_bar(w, 2) for w in (0, 1 / 16, 0.5, 1, 2, -1)] == ["", "▏", "█", "██", "██", ""]
+    assert to_jsonable({"a": (np.float32(1), np.arange(2), b"\xff", math.inf)}) == {
         "a": [1.0, [0, 1], "ff", "inf"]
     }
 
@@ -343,12 +343,12 @@ def test_the_weights_of_one_answer_do_not_wait_for_those_of_another():
     # As where a client asks a server of its own process, whose answer must be made meanwhile.
     both = threading.Barrier(2)
 
-    class Met(Nobody):
-        def weights(self):
+    class Met(DetachedBackend):
+        def compute_weights(self):
             both.wait(timeout=300)
-            return super().weights()
+            return super().compute_weights()
 
     behind = Met([], np.ones(1), 0.0, None)
-    found = [replace(answer([1.0]), _behind=behind) for _ in range(2)]
+    found = [replace(answer([1.0]), _backend=behind) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         assert [list(x) for x in pool.map(lambda one: one.weights, found)] == [[1.0], [1.0]]

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import qkv
-from qkv import bar
+from qkv.util import progress
 
 
 @pytest.fixture
@@ -27,20 +27,20 @@ def notebook(monkeypatch):
     display.display = lambda thing, display_id: shown.append(thing) or Place()
     monkeypatch.setitem(sys.modules, "IPython", python)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    monkeypatch.setattr(bar, "MOMENT", -1.0)
-    monkeypatch.setattr(bar, "OFTEN", 0.0)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "NOTEBOOK_INTERVAL_SECONDS", 0.0)
     return shown
 
 
 def test_a_notebook_shows_how_far_it_is_and_then_nothing(notebook):
-    with bar.bar("learning", 4) as moved:
+    with progress.progress_bar("learning", 4) as moved:
         moved(1, 4)
         moved(4, 4)
     first, quarter, whole, nothing = notebook
     assert first == "learning" and nothing == ""
     assert quarter.endswith(" 25%") and whole.endswith(" 100%")
     assert quarter.count("█") * 4 == whole.count("█") and len(quarter) == len(whole)
-    with pytest.raises(KeyboardInterrupt), bar.bar("reading") as moved:
+    with pytest.raises(KeyboardInterrupt), progress.progress_bar("reading") as moved:
         moved(1200, None)
         raise KeyboardInterrupt
     assert notebook[-2:] == ["reading 1,200", ""]
@@ -53,10 +53,10 @@ def test_a_database_that_learns_in_a_notebook_shows_it(notebook):
 
 
 def test_nobody_else_is_shown_one(notebook, monkeypatch, capfd):
-    thread = threading.Thread(target=lambda: bar.bar("learning").__enter__()(1, 2))
+    thread = threading.Thread(target=lambda: progress.progress_bar("learning").__enter__()(1, 2))
     thread.start()
     thread.join()
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)  # no shell, or no cell
-    with bar.bar("learning", 2) as moved:
+    with progress.progress_bar("learning", 2) as moved:
         moved(1, 2)
     assert notebook == [] and capfd.readouterr().err == ""

@@ -15,7 +15,7 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.engines import plan
+from qkv.engines import plan_cache
 from tests.frameworks import FRAMEWORKS
 
 torch = pytest.importorskip("torch")
@@ -60,8 +60,8 @@ def run(function: Callable[[Any], Any], x: Any) -> tuple[Any, ...]:
 def check(function: Callable[[Any], Any], x: Any, use_reentrant: bool = False, **how: Any) -> None:
     """The same with and without a checkpoint, in the first call of its kind and in later ones."""
     how = {"use_reentrant": use_reentrant, **how}
-    plan.SEEN.clear()
-    plan._KINDS.clear()
+    plan_cache.PLANS_BY_SIGNATURE.clear()
+    plan_cache._PLANS_BY_SIZE_CLASS.clear()
     found = [
         run(lambda a: checkpointing.checkpoint(function, a, **how), x) for _ in ("first", "later")
     ]

@@ -19,10 +19,10 @@ import pytest
 
 import qkv
 from qkv import nn, onnx, scores, weightings
-from qkv.arrays import of
 from qkv.engines import streaming
 from qkv.errors import CombinationError, QkvError
-from qkv.weightings.base import pool, row_max
+from qkv.frameworks import get_framework
+from qkv.weightings.base import live_row_max, pool_by_weights
 from tests import formulas
 
 torch = pytest.importorskip("torch")
@@ -64,7 +64,7 @@ class Near(scores.Score):
     nonnegative: ClassVar[bool] = True
 
     def __call__(self, query, key):
-        xp = of(query).xp
+        xp = get_framework(query).xp
         apart = xp.abs(query[..., :, None, :] - key[..., None, :, :])
         return xp.exp(-xp.sum(apart * self.w, axis=-1))
 
@@ -79,78 +79,82 @@ class Softplus(weightings.Weighting):
     """αᵢ = log(1 + e^sᵢ)ᵖ / Σⱼ log(1 + e^sⱼ)ᵖ, a weighting of one's own"""
 
     p: float
-    convex: ClassVar[bool] = True
-    centred: ClassVar[bool] = True
+    is_convex: ClassVar[bool] = True
+    needs_centre: ClassVar[bool] = True
 
     def bent(self, scores, live):
-        fw = of(scores)
-        scores = fw.keep(scores, live)
+        fw = get_framework(scores)
+        scores = fw.fill_unless(scores, live)
         top = fw.xp.maximum(scores, scores * 0.0)
         plus = top + fw.xp.log1p(fw.xp.exp(-fw.xp.abs(scores)))
-        return plus, fw.keep(plus**self.p, live)
+        return plus, fw.fill_unless(plus**self.p, live)
 
     def weights(self, scores, live, k):
         _, bent = self.bent(scores, live)
-        fw = of(bent)
-        return bent / fw.nonzero(fw.row_sum(bent))
+        fw = get_framework(bent)
+        return bent / fw.safe_divisor(fw.row_sum(bent))
 
     def init(self, rows, width):
-        return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
+        return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def lift(self, scores, live, k, found, value, keep):
+    def partial_state(self, scores, live, k, found, value, keep):
         _, bent = self.bent(scores, live)
-        return of(bent).row_sum(bent), pool(bent, value, live, keep)
+        return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, keep)
 
     def merge(self, one, two):
         return one[0] + two[0], one[1] + two[1]
 
     def finish(self, state, found):
         total, pooled = state
-        out = pooled / of(total).nonzero(total)
+        out = pooled / get_framework(total).safe_divisor(total)
         return out, (total,), out
 
-    def weight(self, scores, live, k, found):
+    def block_weights(self, scores, live, k, found):
         _, bent = self.bent(scores, live)
-        return bent / of(bent).nonzero(found[0])
+        return bent / get_framework(bent).safe_divisor(found[0])
 
-    def slope(self, scores, weight, along, centre, found):
-        fw = of(weight)
-        plus, _ = self.bent(fw.keep(scores, weight > 0), None)
+    def score_gradient(self, scores, weight, along, centre, found):
+        fw = get_framework(weight)
+        plus, _ = self.bent(fw.fill_unless(scores, weight > 0), None)
         steep = self.p * plus ** (self.p - 1) * -fw.xp.expm1(-plus)
-        return fw.keep(steep, weight > 0) * (along - centre) / fw.nonzero(found[0])
+        return fw.fill_unless(steep, weight > 0) * (along - centre) / fw.safe_divisor(found[0])
 
 
 @dataclass(frozen=True)
 class Clipped(weightings.Softmax):
     """The softmax of 2 tanh(s/2): a subclass that scales in another way."""
 
-    def scale(self, scores):
-        return 2.0 * of(scores).xp.tanh(scores * 0.5)
+    def scale_scores(self, scores):
+        return 2.0 * get_framework(scores).xp.tanh(scores * 0.5)
 
 
 @dataclass(frozen=True)
 class Sunk(weightings.Softmax):
     """eˢ / (1 + Σ eˢ): a subclass whose row has one more key, of score and value 0."""
 
-    convex: ClassVar[bool] = False
+    is_convex: ClassVar[bool] = False
     has_lse: ClassVar[bool] = False
 
     def weights(self, scores, live, k):
-        top, total = self.whole(row_max(scores, live), 0.0)
-        e = of(scores).keep(of(scores).xp.exp(scores - top), live)
-        return e / (total + of(e).row_sum(e))
+        top, total = self.with_zero_score(live_row_max(scores, live), 0.0)
+        e = get_framework(scores).fill_unless(get_framework(scores).xp.exp(scores - top), live)
+        return e / (total + get_framework(e).row_sum(e))
 
-    def whole(self, top, total):
+    def with_zero_score(self, top, total):
         """The largest score and the sum relative to it, with one more score of 0."""
-        xp = of(top).xp
+        xp = get_framework(top).xp
         new = xp.maximum(top, top * 0.0)
-        new = of(top).keep(new, top > -math.inf)
-        return new, total * xp.exp(of(top).finite(top) - new) + xp.exp(-new)
+        new = get_framework(top).fill_unless(new, top > -math.inf)
+        return new, total * xp.exp(get_framework(top).replace_nonfinite(top) - new) + xp.exp(-new)
 
     def finish(self, state, found):
         top, total, pooled = state
-        new, total = self.whole(top, total)
-        out = pooled * of(top).xp.exp(of(top).finite(top) - new) / total
+        new, total = self.with_zero_score(top, total)
+        out = (
+            pooled
+            * get_framework(top).xp.exp(get_framework(top).replace_nonfinite(top) - new)
+            / total
+        )
         return out, (new, total), out
 
 
@@ -475,7 +479,7 @@ def test_the_weighting_of_scores(score, weighting):
     value, live = arrays.pop("value").detach(), torch.tensor(LIVE[rows])
     options = how(arrays, score, weighting)
     weigh = weightings.resolve(options["weighting"])
-    compare = weigh.reads(scores.resolve(options["score"]))
+    compare = weigh.adapt_score(scores.resolve(options["score"]))
     given = compare(arrays["query"][rows], arrays["key"])
     found = weigh(torch.where(live, given, math.nan), live)
     close(found, truth(score, weighting)[1][rows])

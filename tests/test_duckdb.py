@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.faults import SkippedRows
+from qkv.database.errors import SkippedRowsWarning
 from qkv.errors import DtypeError
 from tests.formulas import softmax
 
@@ -360,7 +360,7 @@ def test_what_duckdb_reads_is_a_table(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"item,price,sold\n{name},2.50,2024-01-02\n,1,\n")
     with duckdb.connect() as con:
         read = con.sql(f"FROM '{tmp_path}/*.csv' ORDER BY item")
-        with pytest.warns(SkippedRows, match="2 of 4"):
+        with pytest.warns(SkippedRowsWarning, match="2 of 4"):
             D = qkv.Database.from_frame(read, key="item", value="price")
         vectors = con.sql("SELECT i AS k, [i, i + 0.5]::FLOAT[2] AS v FROM range(3) t(i)")
         V = qkv.Database.from_frame(vectors, key="v", value="k")

@@ -17,9 +17,9 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import of, to_numpy
-from qkv.attention import request
+from qkv.attention import build_call
 from qkv.engines import streaming
+from qkv.frameworks import get_framework, to_numpy
 
 FRAMEWORKS = os.environ.get("QKV_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(",")
 FULL = bool(os.environ.get("QKV_FULL"))
@@ -67,13 +67,19 @@ class Kit:
         def both(*arrays: Any) -> tuple[list[Any], list[Any]]:
             outputs, found = run(arrays)
             pairs = zip(arrays, found, strict=bool(found))
-            filled = [np.zeros(of(x).shape(x)) if g is None else to_numpy(g) for x, g in pairs]
+            filled = [
+                np.zeros(get_framework(x).static_shape(x)) if g is None else to_numpy(g)
+                for x, g in pairs
+            ]
             return [to_numpy(y) for y in outputs], filled
 
         return both
 
     def slopes(self, outputs: Any) -> list[Any]:
-        return [self(slope(of(y).shape(y)), of(y).dtype(y)) for y in outputs]
+        return [
+            self(slope(get_framework(y).static_shape(y)), get_framework(y).dtype_name(y))
+            for y in outputs
+        ]
 
     def _numpy(self, function: Any) -> Any:
         return lambda arrays: (function(*arrays), [])
@@ -197,8 +203,8 @@ def everything(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> li
     alpha = qkv.weights(q, k, **given)
     lse = given["weighting"].has_lse and engine != "native"
     if engine == "blocks":
-        call = replace(request(q, k, v, *given.values(), 0.0, None, None), wants_lse=lse)
-        with call.fw.quiet():
+        call = replace(build_call(q, k, v, *given.values(), 0.0, None, None), wants_lse=lse)
+        with call.fw.compute_context():
             out, found, _ = streaming.run(call, (2, 3))
         return [out, alpha, found[..., 0]] if lse else [out, alpha]
     if lse:
@@ -644,9 +650,9 @@ def test_float16_does_not_overflow(kit: Kit, engine: str, weighting: str, scale:
     out = attend(engine, q, k, v, score=scores.ScaledDot(scale))
     close(out, want, 2e-3)
     whole = qkv.attend(q, k, v, score=scores.ScaledDot(scale))
-    assert of(whole).dtype(whole) == "float16"
+    assert get_framework(whole).dtype_name(whole) == "float16"
     alpha = qkv.weights(q, k, score=scores.ScaledDot(scale))
-    assert of(alpha).dtype(alpha) == "float16"
+    assert get_framework(alpha).dtype_name(alpha) == "float16"
     close(alpha, qkv.weights(*exact[:2], score=scores.ScaledDot(scale)), 2e-3)
 
 
@@ -667,7 +673,7 @@ def test_sixteen_bits(kit: Kit, engine: str, weighting: str, dtype: str) -> None
     close(outputs[0], want, tolerance)
     finite(outputs[:2] + gradients)
     whole = qkv.attend(*arrays, **options | {"weighting": WEIGHTINGS[weighting]})
-    assert of(whole).dtype(whole) == dtype
+    assert get_framework(whole).dtype_name(whole) == dtype
 
 
 @each_framework
@@ -676,7 +682,7 @@ def test_sixteen_bits(kit: Kit, engine: str, weighting: str, dtype: str) -> None
 def test_integers_are_refused(kit: Kit, which: int, dtype: str) -> None:
     arrays = [kit(x) for x in data()]
     arrays[which] = kit(np.ones(arrays[which].shape, dtype))
-    came = of(arrays[which]).dtype(arrays[which])
+    came = get_framework(arrays[which]).dtype_name(arrays[which])
     with pytest.raises(TypeError, match=f"{('query', 'key', 'value')[which]} .*{came}.*float") as e:
         qkv.attend(*arrays)
     assert isinstance(e.value, qkv.QkvError)

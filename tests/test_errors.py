@@ -19,8 +19,8 @@ from qkv.errors import (
     FrameworkError,
     QkvError,
     ShapeError,
-    printable,
-    unknown,
+    escape_control_characters,
+    unknown_name_error,
 )
 
 Q, K, V = np.ones((4, 3)), np.ones((6, 3)), np.ones((6, 2))
@@ -790,7 +790,7 @@ def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
 
 
 def test_line_ends_of_windows_are_line_ends() -> None:
-    assert printable("one\r\ntwo\rthree") == "one\ntwo\\rthree"
+    assert escape_control_characters("one\r\ntwo\rthree") == "one\ntwo\\rthree"
 
 
 @pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**31, 10**30])
@@ -833,7 +833,7 @@ def test_one_thing_in_the_place_of_another_is_named(call, says) -> None:
 
 def test_known_names_with_blanks_are_shown_with_them() -> None:
     told = "unknown column 'name': did you mean 'name '? Known: ' age', 'name ', town."
-    assert str(unknown("column", "name", ["name ", " age", "town"])) == told
+    assert str(unknown_name_error("column", "name", ["name ", " age", "town"])) == told
 
 
 def test_a_mistake_inside_a_function_is_its_own():

@@ -193,7 +193,11 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("text of vectors", lambda: POINTS.ask("a"), "a vector of numbers, as the keys are"),
     ("a key that is not there", lambda: NAMES["Lee"], "the nearest are 'Li', 'Zhang'"),
     ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows of at least 1"),
-    ("a number of sources", lambda: NAMES.ask("Li").source(-1), "most must be a whole number"),
+    (
+        "a number of sources",
+        lambda: NAMES.ask("Li")._collect_source(-1),
+        "most must be a whole number",
+    ),
     ("a condition's column", lambda: books().ask("x", where="yaer < 1900"), "mean 'year'"),
     ("a condition's sign", lambda: books().ask("x", where="year => 1815"), "write <= and >="),
     ("SQL's range", lambda: books().ask("x", where="year between 1 and 2"), "1900 <= year <= 1950"),

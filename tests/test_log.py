@@ -42,7 +42,8 @@ def test_it_tells_what_is_read(caplog, tmp_path):
 def test_it_is_silent_and_not_even_loaded_by_itself(caplog):
     qkv.attend(np.eye(4), np.eye(4), np.eye(4), score=lambda q, k: q @ k.T)
     assert not caplog.messages
-    code = "import sys, qkv.log; qkv.log.listener(); print('logging' in sys.modules)"
+    code = "import sys; from qkv.util.logging import debug_logger; debug_logger(); "
+    code += "print('logging' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=HERE, capture_output=True, text=True)
     assert done.stdout == "False\n"
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import masks, names, scores, weightings
-from qkv.arrays import of, to_numpy
+from qkv import masks, scores, weightings
 from qkv.database import encoders
-from qkv.engines import choose
+from qkv.engines import choice
 from qkv.errors import ArgumentError, DtypeError
-from qkv.types import Array
+from qkv.frameworks import get_framework, to_numpy
+from qkv.util import registry
+from qkv.util.types import Array
 
 RNG = np.random.default_rng(5)
 QUERY, KEY, VALUE = (RNG.normal(size=shape) for shape in ((4, 3), (6, 3), (6, 2)))
@@ -41,13 +42,15 @@ class Exponential(weightings.Weighting):
     rate: float = 0.1
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
-        return self.weight(scores, live, k, ())
+        return self.block_weights(scores, live, k, ())
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: Any) -> Array:
-        fw = of(scores)
-        return fw.keep(fw.xp.exp(self.rate * scores), live)
+    def block_weights(self, scores: Array, live: Array | None, k: Array, found: Any) -> Array:
+        fw = get_framework(scores)
+        return fw.fill_unless(fw.xp.exp(self.rate * scores), live)
 
-    def slope(self, scores: Array, weight: Array, along: Array, centre: Array, found: Any) -> Array:
+    def score_gradient(
+        self, scores: Array, weight: Array, along: Array, centre: Array, found: Any
+    ) -> Array:
         return self.rate * weight * along
 
 
@@ -66,7 +69,7 @@ class Lengths(encoders.Encoder):
         found = np.array([[len(key), 1] for key in keys], np.float32).reshape(-1, 2)
         return found * (1 if self.factor is None else self.factor)
 
-    def score(self, rows: int) -> scores.Score:
+    def default_score(self, rows: int) -> scores.Score:
         return scores.Gaussian(0.05)
 
     def settings(self) -> dict[str, Any]:
@@ -247,11 +250,11 @@ class TestDoors:
 class TestEntryPoints:
     @pytest.fixture
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-        monkeypatch.setattr(names, "_failed", None)
+        monkeypatch.setattr(registry, "_failed_plugins", None)
 
         def install(**modules: Callable[[], None]) -> None:
             points = [types.SimpleNamespace(value=n, load=load) for n, load in modules.items()]
-            asked = {"group": names.GROUP}
+            asked = {"group": registry.PLUGIN_GROUP}
             monkeypatch.setattr(
                 metadata, "entry_points", lambda **how: points if how == asked else []
             )
@@ -292,17 +295,25 @@ class TestEntryPoints:
 class TestTypeCheckers:
     """What a checker is told of the names is what the tables hold."""
 
-    @pytest.mark.parametrize("room", [scores, weightings, encoders])
-    def test_names_that_are_enough(self, room: Any) -> None:
-        table = TABLES[(scores, weightings, encoders).index(room)]
-        assert set(get_args(room.Name)) == {name for name in table if not table.needs(name)}
+    @pytest.mark.parametrize(
+        ("names", "table"),
+        [
+            pytest.param(scores.Name, scores.NAMES, id="scores"),
+            pytest.param(weightings.Name, weightings.NAMES, id="weightings"),
+            pytest.param(encoders.EncoderName, encoders.ENCODERS, id="encoders"),
+        ],
+    )
+    def test_names_that_are_enough(self, names: Any, table: Any) -> None:
+        assert set(get_args(names)) == {
+            name for name in table if not table.required_parameters(name)
+        }
 
     def test_scores_that_layers_make(self) -> None:
-        from qkv.nn.scores import LEARNED
+        from qkv.nn.scores import LEARNED_SCORES
 
-        assert set(get_args(scores.LearnedName)) == set(LEARNED)
+        assert set(get_args(scores.LearnedName)) == set(LEARNED_SCORES)
 
     def test_masks_and_engines(self) -> None:
         given = {name for name, mask in masks.NAMES.items() if isinstance(mask, masks.Mask)}
         assert set(get_args(masks.Name)) == given
-        assert get_args(choose.EngineName) == tuple(choose.NAMES)
+        assert get_args(choice.EngineName) == tuple(choice.ENGINES_BY_NAME)

@@ -371,7 +371,7 @@ x = np.ones((1, 1, 2, 2))
 assert (qkv.onnx.attention(x, x, x)[0] == 1).all()
 try:
     qkv.onnx.Attention
-except qkv.errors.MissingExtra as error:
+except qkv.errors.MissingExtraError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -9,8 +9,8 @@ import pytest
 
 import qkv
 from qkv import scores, weightings
-from qkv.arrays import of, to_numpy, tree
 from qkv.errors import DtypeError
+from qkv.frameworks import get_framework, to_numpy, tree
 from tests.frameworks import FRAMEWORKS
 
 D, HIDDEN = 4, 3
@@ -49,21 +49,21 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 def made(fw: Any, name: str, dtype: str) -> dict[str, Any]:
     """The score and the weighting with their arrays in this framework and precision."""
-    host = of(np.ones(1))
+    host = get_framework(np.ones(1))
     return {
-        what: tree.map_arrays(host, lambda x: fw.make(x, dtype), record)
+        what: tree.map_arrays(host, lambda x: fw.make_array(x, dtype), record)
         for what, record in PARAMETERS[name].items()
     }
 
 
 def expected(fw: Any, half: str, name: str) -> np.ndarray:
     """The same in float64, of the numbers as 16 and as 32 bits hold them."""
-    host = of(np.ones(1))
+    host = get_framework(np.ones(1))
     rounded = {
         what: tree.map_arrays(host, lambda x: x.astype(np.float32).astype(float), record)
         for what, record in PARAMETERS[name].items()
     }
-    arrays = [np.asarray(to_numpy(fw.make(x, half)), float) for x in (QUERY, KEY, VALUE)]
+    arrays = [np.asarray(to_numpy(fw.make_array(x, half)), float) for x in (QUERY, KEY, VALUE)]
     return qkv.attend(*arrays, **rounded, engine="dense")
 
 
@@ -73,13 +73,13 @@ def expected(fw: Any, half: str, name: str) -> np.ndarray:
 def test_they_are_computed_with_in_float32(fw: Any, half: str, name: str, engine: Any) -> None:
     if engine is not None and fw.name not in ("numpy", "torch"):
         pytest.skip("the engines are the same for every framework, and compiling them takes long")
-    arrays = [fw.make(x, half) for x in (QUERY, KEY, VALUE)]
+    arrays = [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)]
     how = made(fw, name, "float32")
     try:
         out = qkv.attend(*arrays, **how, engine=engine)
     except qkv.errors.EngineError:
         pytest.skip("the engine does not serve this call")
-    assert of(out).dtype(out) == half
+    assert get_framework(out).dtype_name(out) == half
     # One rounding to 16 bits, at the end.
     rounding = 2.0**-11 if half == "float16" else 2.0**-8
     want = expected(fw, half, name)
@@ -92,11 +92,11 @@ def test_they_are_computed_with_in_float32(fw: Any, half: str, name: str, engine
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize(("fw", "half"), HALVES)
 def test_every_entry_point_takes_them(fw: Any, half: str, name: str) -> None:
-    arrays, how = [fw.make(x, half) for x in (QUERY, KEY, VALUE)], made(fw, name, "float32")
+    arrays, how = [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)], made(fw, name, "float32")
     alpha = qkv.weights(*arrays[:2], **how)
-    assert of(alpha).dtype(alpha) == half
+    assert get_framework(alpha).dtype_name(alpha) == half
     out, beside = qkv.attend(*arrays, **how, return_weights=True)
-    assert of(out).dtype(out) == of(beside).dtype(beside) == half
+    assert get_framework(out).dtype_name(out) == get_framework(beside).dtype_name(beside) == half
     np.testing.assert_allclose(
         np.asarray(to_numpy(beside), float), np.asarray(to_numpy(alpha), float), atol=2e-3
     )
@@ -111,9 +111,11 @@ def test_their_gradients_are_float32(half: str, name: str, engine: Any) -> None:
     if "torch" not in [fw.name for fw in FRAMEWORKS]:
         pytest.skip("torch is not among the frameworks of this run")
     fw = next(fw for fw in FRAMEWORKS if fw.name == "torch")
-    given = [fw.make(x, half).requires_grad_() for x in (QUERY, KEY, VALUE)]
+    given = [fw.make_array(x, half).requires_grad_() for x in (QUERY, KEY, VALUE)]
     how = made(fw, name, "float32")
-    held = [x.requires_grad_() for x in tree.leaves(of(given[0]), tuple(how.values()))]
+    held = [
+        x.requires_grad_() for x in tree.array_leaves(get_framework(given[0]), tuple(how.values()))
+    ]
     slopes = torch.autograd.grad(
         qkv.attend(*given, **how, engine=engine).float().square().sum(), [*held, *given]
     )
@@ -121,7 +123,10 @@ def test_their_gradients_are_float32(half: str, name: str, engine: Any) -> None:
     assert {x.dtype for x in slopes[len(held) :]} == {getattr(torch, half)}
     wide = [x.detach().double().requires_grad_() for x in given]
     exact = made(fw, name, "float64")
-    own = [x.requires_grad_() for x in tree.leaves(of(given[0]), tuple(exact.values()))]
+    own = [
+        x.requires_grad_()
+        for x in tree.array_leaves(get_framework(given[0]), tuple(exact.values()))
+    ]
     out = qkv.attend(*wide, **exact, engine="dense").square().sum()
     want = torch.autograd.grad(out, [*own, *wide])
     for found, right in zip(slopes, want, strict=True):
@@ -135,17 +140,20 @@ def test_their_gradients_are_float32_elsewhere(framework: str, name: str) -> Non
     fw = next((fw for fw in FRAMEWORKS if fw.name == framework), None)
     if fw is None:
         pytest.skip(f"{framework} is not among the frameworks of this run")
-    arrays, how = [fw.make(x, "bfloat16") for x in (QUERY, KEY, VALUE)], made(fw, name, "float32")
-    own = of(arrays[0])
-    held = tree.leaves(own, tuple(how.values()))
+    arrays, how = (
+        [fw.make_array(x, "bfloat16") for x in (QUERY, KEY, VALUE)],
+        made(fw, name, "float32"),
+    )
+    own = get_framework(arrays[0])
+    held = tree.array_leaves(own, tuple(how.values()))
 
     def loss(*parameters: Any) -> Any:
-        fresh = tree.rebuild(own, tuple(how.values()), parameters)
+        fresh = tree.replace_arrays(own, tuple(how.values()), parameters)
         out = qkv.attend(*arrays, **dict(zip(how, fresh, strict=True)))
         return own.xp.sum(own.astype(out, "float32") ** 2)
 
-    slopes = fw.slopes(loss, held)
-    assert [own.dtype(x) for x in slopes] == ["float32"] * len(held)
+    slopes = fw.gradients_of_floats(loss, held)
+    assert [own.dtype_name(x) for x in slopes] == ["float32"] * len(held)
     assert all(np.isfinite(to_numpy(x)).all() and np.any(to_numpy(x)) for x in slopes)
 
 
@@ -154,10 +162,10 @@ def test_a_float64_parameter_beside_narrower_queries_is_an_error(fw: Any) -> Non
     for half in fw.dtypes:
         if half == "float64":
             continue
-        arrays = [fw.make(x, half) for x in (QUERY, KEY, VALUE)]
+        arrays = [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)]
         with pytest.raises(DtypeError, match=rf"query is {half} but .* is float64: cast one"):
-            qkv.attend(*arrays, score=scores.Gaussian(fw.make(np.array(0.5), "float64")))
+            qkv.attend(*arrays, score=scores.Gaussian(fw.make_array(np.array(0.5), "float64")))
     if "float16" in fw.dtypes:  # and a parameter that is narrower than the query
-        arrays = [fw.make(x, "float32") for x in (QUERY, KEY, VALUE)]
+        arrays = [fw.make_array(x, "float32") for x in (QUERY, KEY, VALUE)]
         with pytest.raises(DtypeError, match=r"query is float32 but .* is float16: cast one"):
-            qkv.attend(*arrays, score=scores.Gaussian(fw.make(np.array(0.5), "float16")))
+            qkv.attend(*arrays, score=scores.Gaussian(fw.make_array(np.array(0.5), "float16")))

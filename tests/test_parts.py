@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 
-from qkv import parts, scores
-from qkv.arrays.rows import Rows, Stored
+from qkv import partial_attention, scores
+from qkv.frameworks.stored_rows import RowChunk, StoredRows
 
 
 def test_states_meet_in_one_tree_for_one_number_of_them() -> None:
-    assert parts.merged(["a", "b", "c"], lambda one, two: f"({one}{two})") == "((ab)c)"
-    assert parts.merged(["a"], lambda one, two: "") == "a"
+    assert (
+        partial_attention.merge_pairwise(["a", "b", "c"], lambda one, two: f"({one}{two})")
+        == "((ab)c)"
+    )
+    assert partial_attention.merge_pairwise(["a"], lambda one, two: "") == "a"
 
 
 @pytest.mark.parametrize(
@@ -31,9 +34,11 @@ def test_no_key_of_a_ball_scores_above_its_most(score: scores.Score) -> None:
     rng = np.random.default_rng(0)
     key = rng.normal(size=(400, 2))
     query = np.concatenate([rng.normal(size=(40, 2)) * 5, key[:5]])
-    ball = parts.Ball.around(Rows(lambda: iter([Stored(key)]), key.shape))
-    most = ball.most(query, score)
+    ball = partial_attention.KeyBall.enclose_rows(
+        StoredRows(lambda: iter([RowChunk(key)]), key.shape)
+    )
+    most = ball.max_score(query, score)
     assert (score(query, key).max(axis=1) <= most).all()
-    assert ball.rows == 400
-    if score.linear or score.radial:
+    assert ball.row_count == 400
+    if score.is_linear or score.is_radial:
         assert np.isfinite(most).all()

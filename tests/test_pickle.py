@@ -13,9 +13,9 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import tree
-from qkv.cluster import LostShard
-from qkv.database.faults import DuplicateKey
+from qkv.cluster import LostShardError
+from qkv.database.errors import DuplicateKeyError
+from qkv.frameworks import tree
 from tests.cases import LEARNED, MASKS, SCORES, WEIGHTINGS
 
 UNNAMED = ("modified", "own_class", "own_function", "custom")
@@ -85,7 +85,7 @@ def test_what_differs_is_not_equal():
     assert weightings.Softmax() == weightings.Softmax(1) and weightings.Softmax() != scores.Dot()
     assert masks.lengths([3, 4]) == masks.lengths([3, 4]) != masks.lengths([3, 5])
     assert masks.causal & masks.window(2) != masks.causal | masks.window(2)
-    assert tree.same([1, (2.0,)], [1, (2.0,)]) and not tree.same([1], [1, 2])
+    assert tree.records_equal([1, (2.0,)], [1, (2.0,)]) and not tree.records_equal([1], [1, 2])
     assert hash(masks.window(2)) == hash(masks.window(2))
 
 
@@ -141,7 +141,7 @@ def test_an_answer_says_the_same_elsewhere():
         there = pickle.loads(pickle.dumps(asked))
         assert repr(there) == repr(asked) and there == asked and there.explain() == asked.explain()
         assert there.weights.tolist() == asked.weights.tolist() and there.spread == asked.spread
-        assert there.coverage is None or there.set == asked.set
+        assert there.coverage is None or there.prediction_set == asked.prediction_set
         assert there.above(0.99) == asked.above(0.99)
         for what in (there.influence, lambda there=there: there.without(0)):
             with pytest.raises(qkv.QkvError, match="ask the database"):
@@ -160,7 +160,7 @@ def test_what_is_raised_comes_out_of_a_pool():
         D["Zang"]
     error = found.value
     for made in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
-        assert str(made) == str(error) and made.key == "Zang" and made.nearest[0] == "Zhang"
-    for error in (DuplicateKey("told", 3), LostShard("told", 1)):
+        assert str(made) == str(error) and made.key == "Zang" and made.nearest_keys[0] == "Zhang"
+    for error in (DuplicateKeyError("told", 3), LostShardError("told", 1)):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == "told" and vars(again) == vars(error)

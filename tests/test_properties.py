@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import to_numpy
-from qkv.attention import request
+from qkv.attention import build_call
 from qkv.engines import streaming
-from qkv.engines.call import place
-from qkv.types import Span
+from qkv.engines.call import make_block
+from qkv.frameworks import to_numpy
+from qkv.util.types import Span
 
 SEEDS = st.integers(0, 2**32 - 1)
 LENGTHS = st.integers(1, 9)
@@ -85,7 +85,7 @@ WEIGHTINGS: dict[str, Any] = {
     "entmax 1.5": weightings.Entmax(1.5),
     "entmax 1.2": weightings.Entmax(1.2),
 }
-CONVEX = [name for name, weighting in WEIGHTINGS.items() if weighting.convex]
+CONVEX = [name for name, weighting in WEIGHTINGS.items() if weighting.is_convex]
 SIMPLEX = ["softmax", "softmax at 0.4", "hard", "top 1", "top 3", "sparsemax", "entmax 1.5"]
 """Those that see differences of scores alone."""
 
@@ -122,8 +122,8 @@ def in_blocks(
     """The streaming engine with a block of this size: the output and the log-sum-exp."""
     given = {"score": "scaled_dot", "weighting": "softmax", "mask": None, "dropout_p": 0.0}
     given |= {"seed": None, "tolerance": None} | options
-    call = replace(request(q, k, v, *given.values()), wants_lse=lse)
-    with call.fw.quiet():
+    call = replace(build_call(q, k, v, *given.values()), wants_lse=lse)
+    with call.fw.compute_context():
         return streaming.run(call, size)[:2]
 
 
@@ -342,7 +342,7 @@ def monoid_case(name: str, seed: int, ties: bool) -> tuple[Any, ...]:
     live = None if rng.random() < 0.3 else rng.random((n, m)) < 0.7
     keep = None if rng.random() < 0.5 else rng.choice([0.0, 2.0], (n, m))
     k = np.arange(m, dtype=np.int32)[None]
-    return rng, weighting, weighting.scale(s), live, k, rows(rng, m, DV), keep
+    return rng, weighting, weighting.scale_scores(s), live, k, rows(rng, m, DV), keep
 
 
 def cut(x: Any, part: slice) -> Any:
@@ -369,9 +369,9 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
             states = [lift(s[:, part], cut(live, part), k[:, part]) for part in parts]
             return random_tree(rng, states, merge)
 
-        found = weighting.search(fold)
+        found = weighting.find_threshold(fold)
         states = [
-            weighting.lift(
+            weighting.partial_state(
                 s[:, part].copy(), cut(live, part), k[:, part], found, v[part], cut(keep, part)
             )
             for part in parts
@@ -382,10 +382,10 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
         found, state = along_a_tree([slice(0, s.shape[-1])])
         out, known, centre = weighting.finish(state, found)
         alpha = weighting.weights(s, live, k)
-        close(weighting.weight(s, live, k, known), alpha)
+        close(weighting.block_weights(s, live, k, known), alpha)
         close(out, (alpha if keep is None else alpha * keep) @ v)
         if weighting.has_lse:
-            close(weighting.lse(known), weighting.lse_of(s, live, k))
+            close(weighting.lse_from_state(known), weighting.compute_lse(s, live, k))
         for shuffled in (False, True):
             other_found, other = along_a_tree(blocks_of(shuffled))
             other_out, other_known, other_centre = weighting.finish(other, other_found)
@@ -408,8 +408,8 @@ def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
         return state
 
     with np.errstate(all="ignore"):
-        found = weighting.search(fold)
-        state = weighting.lift(s.copy(), live, k, found, v, keep)
+        found = weighting.find_threshold(fold)
+        state = weighting.partial_state(s.copy(), live, k, found, v, keep)
         laws.append((weighting.merge, weighting.init(s[:, :1], DV), state))
         for merge, empty, full in laws:
             for got in (merge(empty, full), merge(full, empty)):
@@ -543,8 +543,8 @@ def test_engines_agree_over_many_blocks(name: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = rows(rng, 300, D), rows(rng, 280, D), rows(rng, 280, DV)
     s = np.broadcast_to(q @ k.T, (300, 280))
-    call = request(q, k, v, "dot", "softmax", LONG[name], 0.0, None, None)
-    live = call.rule.allowed(place(call, Span(0, 300), Span(0, 280)))
+    call = build_call(q, k, v, "dot", "softmax", LONG[name], 0.0, None, None)
+    live = call.rule.allowed_pairs(make_block(call, Span(0, 300), Span(0, 280)))
     s = np.where(live, s + (0 if call.bias is None else call.bias), -np.inf)
     top = s.max(-1, keepdims=True)
     e = np.exp(s - np.where(np.isfinite(top), top, 0))
@@ -868,7 +868,7 @@ def check_mask(mask: Any, want: np.ndarray, rng: np.random.Generator, looks: int
     """allowed() of random blocks is that part of `want`, verdict() never contradicts it."""
     *lead, n, m = want.shape
     q, k = np.zeros((*lead, n, 1)), np.zeros((m, 1))
-    call = request(q, k, k, "dot", "softmax", mask, 0.0, None, None)
+    call = build_call(q, k, k, "dot", "softmax", mask, 0.0, None, None)
     spans = [(Span(0, n), Span(0, m))]
     for _ in range(looks):
         (top, bottom), (left, right) = (
@@ -879,10 +879,10 @@ def check_mask(mask: Any, want: np.ndarray, rng: np.random.Generator, looks: int
         part = want[
             ..., across.start : across.start + across.size, down.start : down.start + down.size
         ]
-        allowed = call.rule.allowed(place(call, across, down))
+        allowed = call.rule.allowed_pairs(make_block(call, across, down))
         got = np.broadcast_to(True if allowed is None else allowed, part.shape)
         assert np.array_equal(got, part), mask
-        verdict = call.rule.verdict(across, down, n, m)
+        verdict = call.rule.block_verdict(across, down, n, m)
         assert verdict in (True, False, None)
         assert verdict is not True or part.all(), mask
         assert verdict is not False or not part.any(), mask

@@ -14,7 +14,7 @@ import pytest
 import qkv
 from qkv import scores, weightings
 from qkv.errors import CombinationError, DtypeError
-from qkv.retrievers.found import found
+from qkv.retrievers.documents import retrieve_documents
 
 BOOKS = {
     "title": ["Moby-Dick", "Emma", "Dune", "Ulysses"],
@@ -107,16 +107,16 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_calibrated_database_says_when_nothing_fits() -> None:
     D = qkv.Database({"Moby-Dick": "Melville", "Emma": "Austen"})
     D.calibrate([(key, key) for key in D] * 10)
-    assert found(D, "Emma", 1)[0].about["abstains"] is False
-    told = found(D, "zzz", 1)[0].about
+    assert retrieve_documents(D, "Emma", 1)[0].metadata["abstains"] is False
+    told = retrieve_documents(D, "zzz", 1)[0].metadata
     assert told["abstains"] is True and told["coverage"] == 0.9
 
 
 def test_values_of_all_kinds_are_text() -> None:
     D = qkv.Database.from_columns({"name": ["Li"], "age": [34], "born": [None]}, key="name")
-    assert found(D, "Li", 1)[0].text == "age: 34"
+    assert retrieve_documents(D, "Li", 1)[0].text == "age: 34"
     vectors = qkv.Database.from_columns({"x": ["Li"], "v": [[0.5, 1.0]]}, key="x", value="v")
-    assert found(vectors, "Li", 1)[0].text == "[0.5, 1.0]"
+    assert retrieve_documents(vectors, "Li", 1)[0].text == "[0.5, 1.0]"
 
 
 def test_what_is_refused(books: qkv.Database) -> None:
@@ -129,7 +129,7 @@ def test_what_is_refused(books: qkv.Database) -> None:
     with pytest.raises(qkv.QkvError, match=r"option of a retriever 'wher'.*'where'"):
         LangChainRetriever(books, wher="year > 1900")
     with pytest.raises(qkv.QkvError, match=r"column 'titel'.*'title'"):
-        found(books, "Emma", 1, "titel")
+        retrieve_documents(books, "Emma", 1, "titel")
 
 
 @pytest.mark.parametrize(

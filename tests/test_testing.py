@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from qkv import scores, weightings
-from qkv.arrays import of
 from qkv.errors import ArgumentError, DtypeError
+from qkv.frameworks import get_framework
 from qkv.testing import battery, check_encoder, check_score, check_weighting
-from qkv.types import Array
+from qkv.util.types import Array
 from tests.frameworks import NAMES
 from tests.test_names import Cubic, Exponential, Lengths
 
@@ -26,10 +26,10 @@ class Bilinear(scores.Score):
     w: Any
 
     def __call__(self, query: Array, key: Array) -> Array:
-        xp = of(query).xp
+        xp = get_framework(query).xp
         return xp.matmul(xp.matmul(query, self.w), xp.matrix_transpose(key))
 
-    def check(self, query: Any, key: Any) -> None:
+    def check_shapes(self, query: Any, key: Any) -> None:
         assert (query[-1], key[-1]) == tuple(self.w.shape)
 
 
@@ -52,7 +52,7 @@ def test_an_encoder() -> None:
 
 def test_an_encoder_whose_score_is_no_product_and_so_no_head() -> None:
     class Apart(Lengths):
-        def score(self, rows: int) -> scores.Score:
+        def default_score(self, rows: int) -> scores.Score:
             return scores.Laplace()
 
     check_encoder(Apart(), ["Li", "Hu", "Zhang"])
@@ -64,7 +64,7 @@ class TestWhatIsWrongIsNoticed:
         class Centred(scores.Score):
             def __call__(self, query: Array, key: Array) -> Array:
                 s = scores.Dot()(query, key)
-                return s - of(s).xp.max(s, axis=-1, keepdims=True)
+                return s - get_framework(s).xp.max(s, axis=-1, keepdims=True)
 
         with pytest.raises(AssertionError, match=r"values-Centred.*streaming"):
             check_score(Centred(), **QUICK)
@@ -74,7 +74,7 @@ class TestWhatIsWrongIsNoticed:
 
         @dataclass(frozen=True)
         class Steep(Exponential):
-            def slope(self, scores: Any, weight: Any, along: Any, *rest: Any) -> Array:
+            def score_gradient(self, scores: Any, weight: Any, along: Any, *rest: Any) -> Array:
                 return 2 * self.rate * weight * along
 
         with pytest.raises(AssertionError, match=r"gradients-Steep.*torch-streaming.*query"):
@@ -92,7 +92,7 @@ class TestWhatIsWrongIsNoticed:
     def test_a_key_left_out_that_the_others_do_not_feel(self) -> None:
         @dataclass(frozen=True)
         class Felt(Exponential):
-            def without(self, rest: Array) -> Array:
+            def divisor_without(self, rest: Array) -> Array:
                 return rest
 
         with pytest.raises(AssertionError, match=r"Felt.*-leaving"):
@@ -101,8 +101,8 @@ class TestWhatIsWrongIsNoticed:
     def test_a_mask_that_is_not_heeded(self) -> None:
         @dataclass(frozen=True)
         class Blind(Exponential):
-            def weight(self, scores: Array, live: Any, k: Array, found: Any) -> Array:
-                return of(scores).xp.exp(self.rate * scores)
+            def block_weights(self, scores: Array, live: Any, k: Array, found: Any) -> Array:
+                return get_framework(scores).xp.exp(self.rate * scores)
 
         with pytest.raises(AssertionError, match="values-Blind"):
             check_weighting(Blind(), **QUICK)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -43,7 +46,7 @@ def test_a_graph_that_knows_only_widths(names):
 
     def function(*x):
         now = dict(zip(given, x, strict=True))
-        how = drawn.how(now)
+        how = drawn.build_options(now)
         return qkv.attend(now["query"], now["key"], now["value"], **how)
 
     def spec(name, x):
@@ -93,3 +96,72 @@ def test_gradients_of_blocks_that_are_mapped_over():
         return tf.vectorized_map(lambda y: call(*y), stacked)[1]
 
     close(slopes(mapped)(*given), slopes(call)(*given))
+
+
+LOADED = """
+import sys
+import numpy as np
+import tensorflow as tf
+
+x = np.load(sys.argv[1] + "/x.npy")
+for name in sys.argv[2:]:
+    model = tf.saved_model.load(f"{sys.argv[1]}/{name}")
+    given = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        out = model.run(given)
+        loss = tf.reduce_sum(out**2)
+    found = [out, *tape.gradient(loss, [given, *model.parameters])]
+    np.savez(f"{sys.argv[1]}/{name}.npz", *[tf.convert_to_tensor(y).numpy() for y in found])
+assert "qkv" not in sys.modules
+"""
+"""What a process that knows nothing of us makes of saved models: outputs and gradients."""
+
+
+def test_saved_models_with_parameters_inside_a_score(tmp_path):
+    """With custom gradients saved and without; the variables are attributes of the module too."""
+    import tensorflow as tf
+
+    from qkv import scores, weightings
+
+    rng = np.random.default_rng(4)
+
+    def drawn(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    def attending(how):
+        return lambda a: qkv.attend(a, a, a, **how)
+
+    kinds = {
+        "additive": lambda new: {"score": scores.Additive(*map(new, (W, W + 1, W[:, 0])))},
+        "gaussian": lambda new: {"score": scores.Gaussian(new(np.float32(0.8)))},
+        "entmax": lambda new: {"weighting": weightings.Entmax(new(np.float32(1.4)))},
+    }
+    W, x, want = drawn(6, 4), drawn(1, 2, 7, 4), {}
+    np.save(tmp_path / "x.npy", x)
+    for kind, build in kinds.items():
+        for new in (tf.Variable, tf.constant):
+            for gradients in (False, True) if new is tf.Variable else (True,):
+                how, module = build(new), tf.Module()
+                held = [y for record in how.values() for y in vars(record).values()]
+                module.parameters = [y for y in held if isinstance(y, tf.Variable)]
+                module.run = tf.function(
+                    attending(how),
+                    input_signature=[tf.TensorSpec((1, 2, None, 4), tf.float32)],
+                )
+                given = tf.constant(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(given)
+                    out = module.run(given)
+                    loss = tf.reduce_sum(out**2)
+                name = f"{kind} {new.__name__} {gradients}"
+                want[name] = [out, *tape.gradient(loss, [given, *module.parameters])]
+                options = tf.saved_model.SaveOptions(experimental_custom_gradients=gradients)
+                tf.saved_model.save(module, str(tmp_path / name), options=options)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "-c", LOADED, str(tmp_path), *want]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    for name, results in want.items():
+        found = np.load(tmp_path / f"{name}.npz")
+        for one, other in zip(results, found.values(), strict=True):
+            np.testing.assert_allclose(tf.convert_to_tensor(one), other, rtol=1e-4, atol=1e-5)

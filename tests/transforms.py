@@ -20,7 +20,7 @@ import numpy as np
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import of
+from qkv.frameworks import get_framework
 
 Function = Callable[..., Any]
 Make = Callable[[int], list[Any]]
@@ -58,7 +58,7 @@ def _distance(w: Any) -> Function:
     """−(w·q − w·k)², as a caller would write it."""
 
     def score(query: Any, key: Any) -> Any:
-        a, b = (of(x).xp.sum(x * w, axis=-1) for x in (query, key))
+        a, b = (get_framework(x).xp.sum(x * w, axis=-1) for x in (query, key))
         return -((a[..., :, None] - b[..., None, :]) ** 2)
 
     return score
@@ -75,14 +75,14 @@ def _returned(**what: Any) -> Function:
     def call(*x: Any, **more: Any) -> Any:
         out, beside = qkv.attend(*x, **what, **more)
         beside = beside[..., None] if len(beside.shape) < len(out.shape) else beside
-        fw = of(out)
-        return fw.xp.concat([out, fw.astype(beside, fw.dtype(out))], axis=-1)
+        fw = get_framework(out)
+        return fw.xp.concat([out, fw.astype(beside, fw.dtype_name(out))], axis=-1)
 
     return call
 
 
 def _bent(query: Any, key: Any, value: Any, bend: Any, **more: Any) -> Any:
-    alpha = 1.5 + of(bend).xp.tanh(bend) / 4
+    alpha = 1.5 + get_framework(bend).xp.tanh(bend) / 4
     return qkv.attend(query, key, value, weighting=weightings.Entmax(alpha), **more)
 
 

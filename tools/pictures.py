@@ -36,9 +36,9 @@ def save(name: str, figure: Any) -> None:
 
 
 def model() -> None:
-    from qkv.cli.sentence import look
+    from qkv.cli.weights import capture_model_weights
 
-    seen, layer, at = look(SENTENCE, (2, 3))
+    seen, layer, at = capture_model_weights(SENTENCE, (2, 3))
     words, alpha = seen.labels, seen.weights
     save("heads", plot.heads(alpha, title="the 72 heads of MiniLM on one sentence"))
     save("entropy", plot.entropy(alpha))

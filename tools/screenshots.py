@@ -14,9 +14,9 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from qkv.cli.sentence import look
+from qkv.cli.weights import capture_model_weights
 from qkv.page import to_html
-from qkv.page.heads import heads
+from qkv.page.heads import heads_view
 from qkv.page.sentence import sentence
 from tests.browser import FLAGS, chromium
 from tests.serve.process import serving
@@ -57,14 +57,14 @@ HANDS: dict[str, Callable[[Any], None]] = {
 
 def written(folder: Path) -> str:
     """The address of one file with every view that needs no server."""
-    seen, *_ = look(SENTENCE, (2, 3))
+    seen, *_ = capture_model_weights(SENTENCE, (2, 3))
     names = [f"layer {i}" for i in range(len(seen.weights))]
     shown: list[Any] = [
         {"view": "database", "data": {"examples": True}},
         sentence(SENTENCE, model=True),
         {"view": "regression"},
         {"view": "scores"},
-        heads(seen.weights, names, labels=seen.labels),
+        heads_view(seen.weights, names, labels=seen.labels),
     ]
     to_html(shown, folder / "page.html", title="qkv")
     return (folder / "page.html").as_uri()

@@ -1,45 +1,23 @@
-"""Write bench/RESULTS.md from bench/results, and its first lines between the marks in README.md."""
+"""Write bench/RESULTS.md from bench/results."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKED = re.compile(r"(?<=<!-- bench -->\n).*?(?=<!-- /bench -->)", re.DOTALL)
 HEAD = "| work | qkv | error | beside it | goal |\n|---|---|---|---|---|\n"
-FIRST = (
-    "dot H8 n2048 d64 f32, forward",
-    "sparsemax n2048 d64 f32, forward",
-    "additive n2048 h64 f32, forward + backward",
-    "Gaussian, 200,000 uniform rows × 2,000 queries d3, σ 0.0505, f32",
-    "heads d512 h8 n1024 f32, forward + backward",
-    "ask, softmax over 1,000,000 × 256 f32 on disk",
-    "dot B4 H16 n4096 d128, forward",
-    "additive B8 n4096 h64, forward",
-    "entmax15 B4 H16 n4096 d64, forward",
-    "look-up, 16 queries in 8,000,000 × 128",
-)
-"""The rows that README shows."""
 
 
 def main() -> None:
     found = [json.loads(path.read_text()) for path in results()]
     kinds = dict.fromkeys(map(kind, sorted(found, key=lambda x: "gpu" in x["machine"])))
     files = [[x for x in found if kind(x) == each] for each in kinds]
-    page, all_of_it = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
-    chosen = [table([only(file, FIRST) for file in some]) for some in files]
-    page.write_text(MARKED.sub(lambda _: "\n".join(filter(None, chosen)), page.read_text()))
     goals = [goal["met"] for file in found for row in file["rows"] for goal in row.get("goals", ())]
     told = f"{goals.count(True)} of {len(goals)} goals are met."
     parts = [f"# What was measured\n\n{told}\n", *filter(None, map(table, files))]
-    all_of_it.write_text("\n".join(parts))
-
-
-def only(file: dict[str, Any], works: tuple[str, ...]) -> dict[str, Any]:
-    return file | {"rows": [row for row in file["rows"] if row.get("work") in works]}
+    (ROOT / "bench" / "RESULTS.md").write_text("\n".join(parts))
 
 
 def kind(file: dict[str, Any]) -> str:

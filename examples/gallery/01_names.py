@@ -62,7 +62,7 @@ except KeyError as error:
 
 people = majors.swap()
 assert people["psychology"] == "John Doe"
-assert people.all("law") == ["Jane Roe", "Sam Ortiz"]
+assert people.get_all("law") == ["Jane Roe", "Sam Ortiz"]
 
 # %%
 # A picture of the six names

@@ -79,13 +79,15 @@ errors = [error(width) for width in tried]
 best = tried[int(np.argmin(errors))]
 assert 0.05 <= best <= 0.2
 assert errors[0] > 1.15 * min(errors) and errors[-1] > 1.5 * min(errors)
-figure = style.blank((5.6, 2.5), "constrained")
+figure = style.new_figure((5.6, 2.5), "constrained")
 panel = figure.subplots()
 panel.plot(tried, errors, "o-", color=style.RED, lw=1.6, ms=5)
 panel.set_xscale("log", subs=[])
 panel.xaxis.set_major_formatter("{x:g}")
 panel.plot(best, min(errors), "o", color="white", mec=style.RED, ms=10, mew=1.5, zorder=3)
-style.frame(panel, "σ, the width of the bell", "error, thousands", "each student from all others")
+style.style_axes(
+    panel, "σ, the width of the bell", "error, thousands", "each student from all others"
+)
 panel.set_ylim(0)
 figure
 

@@ -60,14 +60,14 @@ turned = np.arctan2(free[:, 1], free[:, 0])
 assert angle.min() <= turned.min() and turned.max() <= angle.max()
 assert np.linalg.norm(free, axis=1).max() > np.linalg.norm(value, axis=1).max()
 
-figure = style.blank((10.4, 2.9), "constrained")
+figure = style.new_figure((10.4, 2.9), "constrained")
 rays = 20 * np.c_[np.cos(angle), np.sin(angle)][[angle.argmin(), angle.argmax()]]
 for panel, (name, points) in zip(figure.subplots(1, 4, sharey=True), out.items(), strict=True):
     panel.fill([0, *rays[:, 0]], [0, *rays[:, 1]], color="#f3f3f3", lw=0)
     panel.fill(*value.T, color="#fddbc7", lw=0)
     panel.plot(*value.T, "o", ms=8, color="white", mec=style.INK, mew=1)
     panel.plot(*points.T, "o", ms=3.2, mew=0, color=style.RED, alpha=0.4)
-    style.frame(panel, "", "", name)
+    style.style_axes(panel, "", "", name)
     panel.set(xlim=(0, 8), ylim=(0, 8), aspect="equal")
 figure
 

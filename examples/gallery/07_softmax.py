@@ -49,7 +49,7 @@ assert alpha[0] / alpha[1] > s[0, 0] / s[0, 1]
 temperature = np.geomspace(0.05, 20, 200)
 paths = np.stack([weightings.Softmax(t)(s)[0] for t in temperature])
 assert paths[0, 0] > 0.999 and np.ptp(paths[-1]) < 0.05
-figure = style.blank((6.2, 2.8), "constrained")
+figure = style.new_figure((6.2, 2.8), "constrained")
 panel = figure.subplots()
 shades = ["#67000d", "#cb181d", "#fb6a4a", "#bbbbbb"]
 for path, score, shade in zip(paths.T, s[0], shades, strict=True):
@@ -57,7 +57,7 @@ for path, score, shade in zip(paths.T, s[0], shades, strict=True):
 panel.axhline(0.25, color=style.FRAME, lw=0.8, ls=":")
 panel.set_xscale("log", subs=[])
 panel.xaxis.set_major_formatter("{x:g}")
-style.frame(panel, "temperature T", "weight", "softmax(s / T): from the maximum to the mean")
+style.style_axes(panel, "temperature T", "weight", "softmax(s / T): from the maximum to the mean")
 panel.legend(frameon=False, fontsize=8, labelcolor=style.INK, loc="upper right")
 figure
 

@@ -53,7 +53,7 @@ answer.plot()
 #
 # You need not know the title. Use another column of the same table as the key: the summaries.
 
-about = shop.by(key="summary", value="title")
+about = shop.reindex(key="summary", value="title")
 found = about.ask("a boy seeks treasure near the pyramids")
 assert found.value == "The Alchemist" and found.rows[0].weight > 0.9
 vague = about.ask("a child grows up during a war", top=6)

@@ -107,7 +107,7 @@ assert (A.argmax(1) == np.arange(9)).all()
 order = np.random.default_rng(0).permutation(9)
 assert np.allclose(qkv.attend(X[order], X[order], X[order]), Z[order], atol=1e-5)
 
-figure = style.blank((6.6, 1.9), "constrained")
+figure = style.new_figure((6.6, 1.9), "constrained")
 panel = figure.subplots()
 shapes = {"q": (1, 5), "Kᵀ": (5, 9), "s": (1, 9), "α": (1, 9), "V": (9, 5), "new": (1, 5)}
 x = 0.0

@@ -99,14 +99,14 @@ a = torch.softmax(s, 1)
 norm = ((a**2).sum() - 2 * (a**3).sum() + (a**2).sum() ** 2).sqrt()
 assert torch.isclose(jacobian.norm(), norm, atol=1e-6)
 
-figure = style.blank((8.6, 2.9), "constrained")
+figure = style.new_figure((8.6, 2.9), "constrained")
 left, right = figure.subplots(1, 2)
 for name, colour in (("dot", style.RED), ("scaled_dot", style.BLUE)):
     label = "qᵀk" if name == "dot" else "qᵀk / √d"
     left.plot(widths, slopes[name], "o-", color=colour, lw=1.8, ms=5, label=label)
     right.plot(widths, tops[name], "o-", color=colour, lw=1.8, ms=5)
-style.frame(left, "width d", "‖∂α/∂s‖, median", "the gradient that is left")
-style.frame(right, "width d", "largest weight, mean", "how sure the row is, of 32 keys")
+style.style_axes(left, "width d", "‖∂α/∂s‖, median", "the gradient that is left")
+style.style_axes(right, "width d", "largest weight, mean", "how sure the row is, of 32 keys")
 for panel in (left, right):
     panel.set_xscale("log", base=2, subs=[])
     panel.set_xticks(widths, [str(width) for width in widths])

@@ -22,7 +22,7 @@ from qkv.transformers import capture
 
 logging.disable_progress_bar()
 sentence = "When he saw his owner, the dog was happy, so he wagged his tail"
-model = Sentences().loaded()
+model = Sentences().load_model()
 with capture(model[0].auto_model) as seen:
     model[0].auto_model(**model.tokenizer(sentence, return_tensors="pt"))
 found = seen.words(model.tokenizer, sentence)

@@ -54,7 +54,7 @@ held = {
 }
 assert held["additive, all at once"][-1] / 2**30 == 64  # GiB, for 16,384 words
 assert held["product"][-1] / 2**30 == 1
-figure = style.blank((6.4, 3.0), "constrained")
+figure = style.new_figure((6.4, 3.0), "constrained")
 panel = figure.subplots()
 for (name, bytes_), colour in zip(held.items(), (style.RED, style.BLUE, style.INK), strict=True):
     panel.plot(lengths, bytes_ / 2**20, "o-", color=colour, lw=1.8, ms=4)
@@ -72,7 +72,7 @@ panel.set_yscale("log", base=10, subs=[])
 panel.set_xticks(lengths[::2], [f"{x:,}" for x in lengths[::2]])
 panel.set_yticks([1, 2**10, 64 * 2**10], ["1 MiB", "1 GiB", "64 GiB"])
 panel.minorticks_off()
-style.frame(panel, "words on each side", "", "memory for the scores, in 32 bits")
+style.style_axes(panel, "words on each side", "", "memory for the scores, in 32 bits")
 figure
 
 # %%
@@ -107,10 +107,10 @@ singular = np.linalg.svd(np.tanh(grid[:, None] + grid), compute_uv=False)
 terms = int(np.argmax(singular < 1e-6 * singular[0]))
 assert terms < 40
 print(f"{terms} products give tanh(a + b) to 1e-6, for a and b from −3 to 3")
-figure = style.blank((6.0, 2.5), "constrained")
+figure = style.new_figure((6.0, 2.5), "constrained")
 panel = figure.subplots()
 panel.semilogy(np.arange(1, 41), singular[:40] / singular[0], "o-", color=style.RED, ms=4, lw=1.4)
-style.frame(panel, "term", "singular value", "tanh(a + b) as a sum of products")
+style.style_axes(panel, "term", "singular value", "tanh(a + b) as a sum of products")
 panel.axhline(1e-6, color=style.FRAME, lw=0.8, ls=":")
 figure
 

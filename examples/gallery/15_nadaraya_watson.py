@@ -75,14 +75,14 @@ errors = [
     for w in tried
 ]
 assert error < 1.02 * min(errors)
-figure = style.blank((6.2, 2.8), "constrained")
+figure = style.new_figure((6.2, 2.8), "constrained")
 panel = figure.subplots()
 panel.plot(tried, errors, color=style.FRAME, lw=2.5)
 panel.plot(*zip(*path, strict=True), "o-", color=style.RED, ms=3.5, lw=1)
 panel.set_xscale("log", subs=[])
 panel.set_xticks([0.05, 0.1, 0.2, 0.5, 1, 2], ["0.05", "0.1", "0.2", "0.5", "1", "2"])
 panel.set_ylim(0)
-style.frame(panel, "σ", "squared error", "down the gradient, from σ = 2")
+style.style_axes(panel, "σ", "squared error", "down the gradient, from σ = 2")
 figure
 
 # %%

@@ -85,7 +85,7 @@ rng = np.random.default_rng(8)
 points = rng.normal(size=(30, 2))
 way = np.array([0.8, 0.6])
 turn = np.linspace(0, 2 * np.pi, 100)
-figure = style.blank((10.0, 2.9), "constrained")
+figure = style.new_figure((10.0, 2.9), "constrained")
 sizes = []
 for panel, length in zip(figure.subplots(1, 4, sharey=True), (0.0, 1.0, 3.0, 12.0), strict=True):
     q = length * way[None]
@@ -98,7 +98,7 @@ for panel, length in zip(figure.subplots(1, 4, sharey=True), (0.0, 1.0, 3.0, 12.
     panel.fill(*(mean[:, None] + root @ [np.cos(turn), np.sin(turn)]), color=style.BLUE, alpha=0.15)
     panel.plot(*(mean[:, None] + root @ [np.cos(turn), np.sin(turn)]), color=style.BLUE, lw=1.4)
     panel.plot(*mean, "o", color=style.BLUE, ms=5)
-    style.frame(panel, "", "", f"‖q‖ = {length:g}")
+    style.style_axes(panel, "", "", f"‖q‖ = {length:g}")
     panel.set(xlim=(-3, 3), ylim=(-3, 3), aspect="equal")
 assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.1 * sizes[0]
 figure

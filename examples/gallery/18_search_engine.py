@@ -25,7 +25,7 @@ from qkv import plot, scores
 from qkv.database.encoders import Words
 from qkv.plot import style
 
-figure = style.blank((8.4, 2.0), "constrained")
+figure = style.new_figure((8.4, 2.0), "constrained")
 panel = figure.subplots()
 boxes = {
     "typed text": (0, 1.4),
@@ -105,17 +105,17 @@ after = measure(scores.Multiplicative(W.detach()))
 print(f"first {before[0]:.0%} → {after[0]:.0%}, among ten {before[1]:.0%} → {after[1]:.0%}")
 assert before[0] < 0.1 and after[0] > 0.75 and after[1] > 0.9
 
-figure = style.blank((8.0, 2.6), "constrained")
+figure = style.new_figure((8.0, 2.6), "constrained")
 left, right = figure.subplots(1, 2)
 left.plot(losses, color=style.RED, lw=1.8)
-style.frame(left, "step", "−log α(clicked)", "training")
+style.style_axes(left, "step", "−log α(clicked)", "training")
 left.set_ylim(0)
 for x, (was, now) in enumerate(zip(before, after, strict=True)):
     right.bar(x - 0.18, was, 0.34, color=style.FRAME)
     right.bar(x + 0.18, now, 0.34, color=style.RED)
     for dx, share in ((-0.18, was), (0.18, now)):
         right.text(x + dx, share + 0.02, f"{share:.0%}", ha="center", fontsize=9, color=style.INK)
-style.frame(right, "", "share of 300 test queries", "grey before, red after")
+style.style_axes(right, "", "share of 300 test queries", "grey before, red after")
 right.set_xticks([0, 1], ["first", "among ten"])
 right.set_ylim(0, 1)
 figure

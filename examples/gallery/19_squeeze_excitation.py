@@ -117,7 +117,7 @@ plot.heatmaps(
 with torch.no_grad():
     mixed = (fixed.sigmoid()[:, None, None] * x)[:, :3].sum(1)
     seen = [*x[1, :3], mixed[1], gate(x)[1, :3].sum(0)]
-figure = style.blank((9.2, 2.1), "constrained")
+figure = style.new_figure((9.2, 2.1), "constrained")
 names = ["channel 0", "channel 1", "channel 2", "fixed weights", "through the gate"]
 for panel, picture, name in zip(figure.subplots(1, 5), seen, names, strict=True):
     panel.imshow(np.asarray(picture), cmap="Greys", vmin=-1, vmax=1.5)

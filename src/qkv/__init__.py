@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.attention import attend, explain, warm, weights
     from qkv.database import Database, open
-    from qkv.database.faults import MixedColumn, NoHeader, SkippedRows
+    from qkv.database.errors import MixedColumnWarning, NoHeaderWarning, SkippedRowsWarning
     from qkv.errors import QkvError
     from qkv.page import show
     from qkv.sdpa import scaled_dot_product_attention
@@ -27,10 +27,10 @@ __all__ = [
     "Answer",
     "Client",
     "Database",
-    "MixedColumn",
-    "NoHeader",
+    "MixedColumnWarning",
+    "NoHeaderWarning",
     "QkvError",
-    "SkippedRows",
+    "SkippedRowsWarning",
     "attend",
     "cluster",
     "database",
@@ -48,14 +48,14 @@ __all__ = [
     "weights",
 ]
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "Answer": "answer",
     "Client": "serve.client",
     "Database": "database",
     "QkvError": "errors",
-    "MixedColumn": "database.faults",
-    "NoHeader": "database.faults",
-    "SkippedRows": "database.faults",
+    "MixedColumnWarning": "database.errors",
+    "NoHeaderWarning": "database.errors",
+    "SkippedRowsWarning": "database.errors",
     "open": "database",
     "attend": "attention",
     "explain": "attention",
@@ -65,26 +65,25 @@ _HOMES = {
     "weights": "attention",
 }
 
-_ROOMS = (
+_SUBMODULES = (
     "answer",
-    "arrays",
     "attention",
     "cli",
     "duckdb",
     "engines",
     "errors",
+    "frameworks",
     "keras",
-    "names",
     "nn",
     "retrievers",
     "sklearn",
     "testing",
     "transformers",
-    "types",
+    "util",
 )
 
 
-_INSIDE = {
+_NESTED_NAMES = {
     "Attention": "nn",
     "MultiHeadAttention": "nn",
     "TransformerBlock": "nn",
@@ -97,28 +96,28 @@ _INSIDE = {
     "from_source": "Database",
     "from_frame": "Database",
 }
-"""What is looked for here and stands in a room."""
+"""Names that users look for here, and the module that has each."""
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
+    if name in _MODULE_BY_NAME:
+        value = getattr(importlib.import_module(f"qkv.{_MODULE_BY_NAME[name]}"), name)
         globals()[name] = value
         return value
-    if name in __all__ or name in _ROOMS:
+    if name in __all__ or name in _SUBMODULES:
         return importlib.import_module(f"qkv.{name}")
     import difflib
 
     here = difflib.get_close_matches(name, __all__, n=1)
-    there = difflib.get_close_matches(name, _INSIDE, n=1, cutoff=0.85)
-    near = [*(f"qkv.{_INSIDE[x]}.{x}" for x in there), *map(repr, here)]
+    there = difflib.get_close_matches(name, _NESTED_NAMES, n=1, cutoff=0.85)
+    near = [*(f"qkv.{_NESTED_NAMES[x]}.{x}" for x in there), *map(repr, here)]
     hint = f": did you mean {near[0]}?" if near else ""
     # With the module, Python would say what it finds nearest as well.
     raise AttributeError(f"module 'qkv' has no attribute {name!r}{hint}", name=name)
 
 
 def __dir__() -> list[str]:
-    # Less the rooms of frameworks: who looks at every name, as help() does, would load them all.
+    # Without the modules of frameworks: help\(\) looks at every name and would load them all.
     return [*__all__, "__version__"]

@@ -3,13 +3,13 @@
 import gc
 import sys
 
-NEW = 50_000
+GC_THRESHOLD = 50_000
 """Objects made between two searches for garbage: to load makes many, and none of it."""
 
 
 def main() -> None:
     """Run the command; one that is stopped while it still loads says so as any other."""
-    gc.set_threshold(NEW)
+    gc.set_threshold(GC_THRESHOLD)
     try:
         from qkv.cli import main as run
     except KeyboardInterrupt:

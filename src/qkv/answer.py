@@ -12,41 +12,53 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.behind import Behind, Nobody, Row, Share, Source
+from qkv.answer_backend import AnswerBackend, DetachedBackend, Row, SourceRows, ValueWeight
 from qkv.errors import (
     ArgumentError,
     CombinationError,
     DtypeError,
     QkvError,
-    counted,
-    few,
-    fraction,
-    sizes,
+    format_plural,
+    join_alternatives,
+    validate_fraction,
+    validate_sizes,
 )
-from qkv.frames import frame
-from qkv.shown import Shown
-from qkv.told import BAR, bar, columns, figure, jsonable, lengths, number, padded, short
-from qkv.types import derived
+from qkv.util.data_frames import build_frame
+from qkv.util.display import Displayable
+from qkv.util.formatting import (
+    BAR_WIDTH,
+    bar_lengths,
+    display_width,
+    format_bar,
+    format_number,
+    format_one_line,
+    format_weight,
+    pad_to_width,
+    to_jsonable,
+)
+from qkv.util.types import lazy_property
 
-EXACT = "The query is a key itself, which decides"
+EXACT_MATCH_TEXT = "The query is a key itself, which decides"
 BLENDED = "The query is a key itself; the value is a mean of more rows"
-DECIDES = 0.9
+MIN_DECISIVE_WEIGHT = 0.9
 """The weight above which a row, a key or a value may decide."""
 
-TOLD = (
+SERIALIZED_FIELDS = (
     *("query", "value", "rows", "entropy", "effective_rows", "total", "missing", "exact"),
-    *("error_bound", "rows_read", "statistical", "engine", "hint"),
+    *("error_bound", "rows_read", "bound_is_probabilistic", "engine", "hint"),
 )
-"""What an answer says of itself wherever it is written."""
+"""The attributes that an answer has wherever it is written."""
+SERIALIZED_NAMES = {"bound_is_probabilistic": "statistical"}
+"""Attributes whose field in JSON has another name."""
 
-SMALL = 100
+MAX_SERIALIZED_SET_ROWS = 100
 """Rows of a set that travel with the answer."""
-LEAST = 0.0005
+MIN_SHOWN_WEIGHT = 0.0005
 """The smallest weight that three digits can show."""
 
 
 @dataclass(frozen=True)
-class Answer(Shown):
+class Answer(Displayable):
     """What a database says to one query.
 
     `value` is Σᵢ αᵢ vᵢ where values are numbers or vectors, else the heaviest value, whose
@@ -62,64 +74,66 @@ class Answer(Shown):
     query: Any
     value: Any
     rows: list[Row]
-    values: list[Share]
+    values: list[ValueWeight]
     lse: float | None
     total: int
     """Rows that were asked, after `where`."""
     missing: int = field(kw_only=True, default=0)
     """Rows that passed `where` and were left out, because their value is missing."""
-    shares: bool = field(kw_only=True, default=True)
+    is_normalized: bool = field(kw_only=True, default=True)
     """Whether the weights share out one whole, Σᵢ αᵢ = 1; those of `raw` and `sigmoid` do not."""
     version: int = field(kw_only=True, default=0)
     """The version of the database that answered."""
     coverage: float | None = field(kw_only=True, default=None)
-    """With which probability `set` holds the right row; None where nothing is promised."""
+    """With which probability `prediction_set` holds the right row; None where nothing is
+    promised."""
     error_bound: float = field(kw_only=True, default=0.0)
     """½ Σ |αᵢ − exact αᵢ| is at most this; 0 where it is as exact as the dtype."""
     rows_read: int = field(kw_only=True, default=0)
     """Rows whose keys were read in full."""
-    statistical: bool = field(kw_only=True, default=False)
+    bound_is_probabilistic: bool = field(kw_only=True, default=False)
     """Whether the bound holds with the confidence that was asked for, and is not proven."""
     engine: str
     score: str
     weighting: str
-    _behind: Behind = field(repr=False, compare=False)
+    _backend: AnswerBackend = field(repr=False, compare=False)
     _library: str | None = field(repr=False, compare=False, default=None)
 
-    @derived
+    @lazy_property
     def weights(self) -> np.ndarray:
         """α of every row, (m,), in the database's order."""
-        return self._behind.weights()
+        return self._backend.compute_weights()
 
-    @derived
+    @lazy_property
     def entropy(self) -> float:
         """−Σᵢ αᵢ ln αᵢ of all rows."""
-        return self._behind.entropy()
+        return self._backend.compute_entropy()
 
-    @derived
+    @lazy_property
     def hint(self) -> str:
         """What to ask by instead, where the default score may not be what was meant; that the query
         is the key of a row without a value; else empty."""
-        return self._behind.hint(self.rows)
+        return self._backend.compute_hint(self.rows)
 
-    @derived
+    @lazy_property
     def spread(self) -> Any:
         """√(Σᵢ αᵢ (vᵢ − value)²): how far the values that were pooled lie from each other.
 
         None where values are not numbers.
         """
-        return self._behind.spread()
+        return self._backend.compute_spread()
 
-    @derived
-    def set(self) -> list[Row]:
+    @lazy_property
+    def prediction_set(self) -> list[Row]:
         """The rows of which one is the right one with the probability `coverage`, heaviest first;
         the database must have been calibrated (`Database.calibrate`)."""
-        return self._behind.set()
+        return self._backend.prediction_set()
 
     @property
     def abstains(self) -> bool:
-        """Whether no row fits well enough, as to a question from another field: `set` is empty."""
-        return not self.set
+        """Whether no row fits well enough, as to a question from another field: `prediction_set`
+        is empty."""
+        return not self.prediction_set
 
     def without(self, row: Row | int) -> Answer:
         """The answer had this row (or that of this index) not been there, scored as it was.
@@ -135,7 +149,7 @@ class Answer(Shown):
                 "without: row must be one of answer.rows, or the index of one, such as "
                 f"answer.rows[0].index, not {place!r}"
             )
-        found: Answer = self._behind.without(int(place))
+        found: Answer = self._backend.answer_without(int(place))
         return found
 
     def influence(self) -> Any:
@@ -147,15 +161,15 @@ class Answer(Shown):
         >>> Database([(1.0, 10.0), (2.0, 40.0)]).ask(1.5).influence().tolist()
         [-15.0, 15.0]
         """
-        return self._behind.influence()
+        return self._backend.compute_influence()
 
     def __getstate__(self) -> dict[str, Any]:
         """What it said, with the weight of every row; the database stays behind."""
-        found = vars(self) | {"hint": self.hint, "sureness": self.sureness}
+        found = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
         if self.coverage is not None:
-            found["set"] = self.set
+            found["prediction_set"] = self.prediction_set
         told = (self.rows, self.weights, self.entropy, self.spread)
-        return found | {"_behind": Nobody(*told)}
+        return found | {"_backend": DetachedBackend(*told)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
         own = ("query", "value", "rows", "values")
@@ -167,20 +181,24 @@ class Answer(Shown):
         if not isinstance(self.query, str):
             return False
         found = sum(row.weight for row in self.rows if row.key == self.query)
-        return found > DECIDES if self.shares else found > 0 and self._first > DECIDES
+        return (
+            found > MIN_DECISIVE_WEIGHT
+            if self.is_normalized
+            else found > 0 and self._top_share > MIN_DECISIVE_WEIGHT
+        )
 
     @property
     def _exactness(self) -> str:
         """That the query is a key, and whether the value is its own."""
         if self.values or isinstance(self.value, str):
-            return EXACT
+            return EXACT_MATCH_TEXT
         own = [row for row in self.rows if row.key == self.query]
-        return EXACT if own and _shown_alike(self.value, _mean(own)) else BLENDED
+        return EXACT_MATCH_TEXT if own and _shown_alike(self.value, _mean(own)) else BLENDED
 
     @property
-    def _first(self) -> float:
+    def _top_share(self) -> float:
         """The share that the heaviest row has, or the least it can have where that is not known."""
-        return self.rows[0].weight if self.shares else 1 / self.effective_rows
+        return self.rows[0].weight if self.is_normalized else 1 / self.effective_rows
 
     @property
     def effective_rows(self) -> float:
@@ -194,17 +212,17 @@ class Answer(Shown):
         >>> [row.key for row in answer.above(0.3)]
         [1.0, 2.0]
         """
-        if not fraction("above: weight", weight) > 0:
+        if not validate_fraction("above: weight", weight) > 0:
             raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
-        return self._behind.above(weight)
+        return self._backend.rows_above(weight)
 
-    def source(self, most: int) -> Source | None:
+    def _collect_source(self, most: int) -> SourceRows | None:
         """All rows that were asked, or the `most` heaviest, in the database's order.
 
         None where the answer came from elsewhere, without them.
         """
-        sizes(most=most)
-        return self._behind.source(most)
+        validate_sizes(most=most)
+        return self._backend.collect_source(most)
 
     def explain(self) -> str:
         """One paragraph: which rows, which engine, how concentrated.
@@ -213,70 +231,81 @@ class Answer(Shown):
         >>> Database({"Li": "Mu", "Hu": "Rachel"}).ask("Li").explain()[:26]
         'Of 2 rows, Li counts 100 %'
         """
-        total = counted(self.total, "row")
+        total = format_plural(self.total, "row")
         if not self.total and self.hint:
-            return f"{self.hint}."
+            asked = f"No row answers {_format_in_sentence(self.query)}: " if self.missing else ""
+            return f"{asked}{self.hint}."
         if not self.rows:
             return (
-                f"No row answers {_within(self.query)}: every weight is 0 among {total}"
-                f"{f', {self.left_out} left out' if self.missing else ''} "
+                f"No row answers {_format_in_sentence(self.query)}: every weight is 0 among {total}"
+                f"{f', {self.missing_text} left out' if self.missing else ''} "
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first, *others = self.rows[:2]
-        counts, told = ("counts", _percent) if self.shares else ("weighs", figure)
-        seen = (row for row in others if abs(row.weight) >= LEAST)
-        then = "".join(f", {_within(row.key)} {told(row.weight)}" for row in seen)
-        parts = [f"Of {total}, {_within(first.key)} {counts} {told(first.weight)}{then}."]
+        counts, told = (
+            ("counts", _format_percent) if self.is_normalized else ("weighs", format_weight)
+        )
+        seen = (row for row in others if abs(row.weight) >= MIN_SHOWN_WEIGHT)
+        then = "".join(f", {_format_in_sentence(row.key)} {told(row.weight)}" for row in seen)
+        parts = [
+            f"Of {total}, {_format_in_sentence(first.key)} {counts} {told(first.weight)}{then}."
+        ]
         if self.exact:
             parts.append(f"{self._exactness}.")
         effective = f"{self.effective_rows:,.1f}"
-        parts.append(f"As many rows as {effective} of equal weight took part: {self.sureness}.")
+        parts.append(
+            f"As many rows as {effective} of equal weight took part: {self.confidence_text}."
+        )
         if isinstance(self.value, float | np.ndarray):
-            if self.shares and isinstance(self.spread, float):
+            if self.is_normalized and isinstance(self.spread, float):
                 parts.append(f"Their values lie {self.spread:.4g} around {self.value:.4g}.")
         elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
             best, next_ = self.values[:2]
-            has = f"has {told(best.weight)} of the weight" if self.shares else told(best.weight)
+            has = (
+                f"has {told(best.weight)} of the weight"
+                if self.is_normalized
+                else told(best.weight)
+            )
             parts.append(
-                f"The value {_within(best.value)} {has}, "
-                f"{_within(next_.value)} {told(next_.weight)}."
+                f"The value {_format_in_sentence(best.value)} {has}, "
+                f"{_format_in_sentence(next_.value)} {told(next_.weight)}."
             )
         if self.coverage is not None:
-            parts.append(f"{self.fit[0].upper()}{self.fit[1:]}.")
+            parts.append(f"{self._coverage_text[0].upper()}{self._coverage_text[1:]}.")
         if self.error_bound:
-            parts.append(f"{self.nearness}.")
+            parts.append(f"{self._error_bound_text}.")
         if self.missing:
-            parts.append(f"Left out: {self.left_out}.")
+            parts.append(f"Left out: {self.missing_text}.")
         if self.hint:
             parts.append(f"{self.hint[0].upper()}{self.hint[1:]}.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
 
     @property
-    def fit(self) -> str:
+    def _coverage_text(self) -> str:
         """What the database promises of the set, in a few words."""
         if self.coverage is None:
             return "nothing is promised"
         if self.abstains:
             return "it abstains: no row fits as the right ones did when it was calibrated"
-        rows = counted(len(self.set), "row")
-        return f"the right row is among {rows} with {_percent(self.coverage)} probability"
+        rows = format_plural(len(self.prediction_set), "row")
+        return f"the right row is among {rows} with {_format_percent(self.coverage)} probability"
 
     @property
-    def nearness(self) -> str:
+    def _error_bound_text(self) -> str:
         """How far the weights may lie from the exact ones, in a few words."""
-        how = "with the confidence asked for" if self.statistical else "proven"
+        how = "with the confidence asked for" if self.bound_is_probabilistic else "proven"
         return (
             f"The weights lie within {self.error_bound:.2g} of the exact ones ({how}); "
             f"{self.rows_read:,} of the keys were read in full"
         )
 
     @property
-    def left_out(self) -> str:
+    def missing_text(self) -> str:
         """How many rows have no value, in a few words."""
-        rows = counted(self.missing, "row")
+        rows = format_plural(self.missing, "row")
         if isinstance(self.value, dict) and not self.values:  # several columns, each pooled
-            return f"{rows} that lack{'s' * (self.missing == 1)} {few([*self.value])}"
+            return f"{rows} that lack{'s' * (self.missing == 1)} {join_alternatives([*self.value])}"
         return f"{rows} without a value"
 
     @property
@@ -284,11 +313,11 @@ class Answer(Shown):
         """Why no row answers: none passes `where`, or no key is in reach of the score."""
         if not self.total and self.hint:
             return self.hint
-        left = f"; {self.left_out} left out" if self.missing else ""
-        return f"every weight is 0 among {counted(self.total, 'row')}{left}"
+        left = f"; {self.missing_text} left out" if self.missing else ""
+        return f"every weight is 0 among {format_plural(self.total, 'row')}{left}"
 
-    @derived
-    def sureness(self) -> str:
+    @lazy_property
+    def confidence_text(self) -> str:
         """How far the weights agree on one value, in a few words.
 
         Rows with the same key or the same value count as one. No row or key "decides" where the
@@ -301,11 +330,11 @@ class Answer(Shown):
     def _value_sureness(self) -> str:
         """The same of an answer whose value is the heaviest of several."""
         known = np.abs([share.weight for share in self.values])
-        best = float(known[0] / (1.0 if self.shares else known.sum() or 1.0))
+        best = float(known[0] / (1.0 if self.is_normalized else known.sum() or 1.0))
         if best > 0.5:
-            return "sure" if best > DECIDES else "fairly sure"
+            return "sure" if best > MIN_DECISIVE_WEIGHT else "fairly sure"
         rows = self._heavy_rows()
-        if self.shares and _groups(rows, "key")[0].weight > DECIDES:
+        if self.is_normalized and _groups(rows, "key")[0].weight > MIN_DECISIVE_WEIGHT:
             return "one key, whose rows have different values"
         alike = len(_groups(rows, "value")) < len(rows)
         what = "values" if alike else "rows"
@@ -315,18 +344,22 @@ class Answer(Shown):
 
     def _mean_sureness(self) -> str:
         """The same of an answer whose value is pooled: many rows are no doubt, but a mean."""
-        if not self.shares:
-            if self._first > DECIDES and _shown_alike(self.value, self.rows[0].value):
+        if not self.is_normalized:
+            if self._top_share > MIN_DECISIVE_WEIGHT and _shown_alike(
+                self.value, self.rows[0].value
+            ):
                 return "one row decides"
             return f"a sum of {'a few' if self.effective_rows < 4 else 'many'} rows"
-        rows = self.rows[:1] if self._first > DECIDES else self._heavy_rows()
+        rows = self.rows[:1] if self._top_share > MIN_DECISIVE_WEIGHT else self._heavy_rows()
         keys, values = _groups(rows, "key"), _groups(rows, "value")
         one = "row" if len(keys[0].rows) == 1 else "key"
-        if keys[0].weight > DECIDES:
+        if keys[0].weight > MIN_DECISIVE_WEIGHT:
             if _shown_alike(self.value, _mean(keys[0].rows)):
                 return f"one {one} decides"
-            return f"a mean; one {one} has {_percent(keys[0].weight)} of the weight"
-        if values[0].weight > DECIDES and _shown_alike(self.value, values[0].rows[0].value):
+            return f"a mean; one {one} has {_format_percent(keys[0].weight)} of the weight"
+        if values[0].weight > MIN_DECISIVE_WEIGHT and _shown_alike(
+            self.value, values[0].rows[0].value
+        ):
             return "rows with the same value decide"
         alike = len(keys) < len(rows)
         effective = self._effective([key.weight for key in keys]) if alike else self.effective_rows
@@ -336,39 +369,49 @@ class Answer(Shown):
         """Every row that three digits can show the weight of, where they can be had; else those
         that are named."""
         named = sum(row.weight for row in self.rows)
-        if not self.shares or len(self.rows) >= self.total or named > 1 - LEAST:
+        if not self.is_normalized or len(self.rows) >= self.total or named > 1 - MIN_SHOWN_WEIGHT:
             return self.rows
         try:
-            return self._behind.above(LEAST) or self.rows
+            return self._backend.rows_above(MIN_SHOWN_WEIGHT) or self.rows
         except QkvError:  # of a pickle, or of a server that does not send so many
             return self.rows
 
     def _effective(self, weights: Any) -> float:
         """e^entropy of groups of rows with these weights; the rest counts as single rows."""
         known = np.abs(weights)
-        rest = max(1 - known.sum(), 0) if self.shares else 0.0
-        known = known / (1 if self.shares else known.sum() or 1)
+        rest = max(1 - known.sum(), 0) if self.is_normalized else 0.0
+        known = known / (1 if self.is_normalized else known.sum() or 1)
         entropy = -float((known * np.log(np.where(known > 0, known, 1))).sum())
-        if rest > LEAST:
+        if rest > MIN_SHOWN_WEIGHT:
             entropy -= rest * math.log(rest / max(self.total - len(known), 1))
         return math.exp(entropy)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as JSON has it."""
-        return {name: jsonable(x) for name, x in self.told(_told).items()}
+        return {name: to_jsonable(x) for name, x in self._to_fields(_row_to_dict).items()}
 
-    def told(self, row: Callable[[Row], Any]) -> dict[str, Any]:
+    def _to_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
         """What it says of itself, by name, each row as `row` tells of it."""
-        found = {name: getattr(self, name) for name in TOLD}
-        found |= {"rows": list(map(row, self.rows))} | self._promised(row)
+        found = {
+            SERIALIZED_NAMES.get(name, name): getattr(self, name) for name in SERIALIZED_FIELDS
+        }
+        found |= {"rows": list(map(row, self.rows))} | self._prediction_set_fields(row)
         return found | ({"hint": self.hint} if not self.total and self.hint else {})
 
-    def _promised(self, row: Callable[[Row], Any]) -> dict[str, Any]:
+    def _prediction_set_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
         """What is promised: nothing where nothing is, the set where it is small."""
         if self.coverage is None:
             return {}
-        found = {"coverage": self.coverage, "abstains": self.abstains, "set_rows": len(self.set)}
-        return found | ({"set": list(map(row, self.set))} if len(self.set) <= SMALL else {})
+        found = {
+            "coverage": self.coverage,
+            "abstains": self.abstains,
+            "set_rows": len(self.prediction_set),
+        }
+        return found | (
+            {"set": list(map(row, self.prediction_set))}
+            if len(self.prediction_set) <= MAX_SERIALIZED_SET_ROWS
+            else {}
+        )
 
     def to_frame(self) -> Any:
         """The rows as a data frame, of the library of the frame that the database came from, or of
@@ -381,7 +424,7 @@ class Answer(Shown):
             for name in row.record:
                 if name not in columns:
                     columns[name] = [r.record.get(name) for r in self.rows]
-        return frame(columns, self._library)
+        return build_frame(columns, self._library)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The weights as a figure of matplotlib, also saved where `path` is given."""
@@ -390,42 +433,48 @@ class Answer(Shown):
         if not self.rows:
             raise CombinationError(f"there is nothing to draw: {self.why_nothing}")
         figure = bars(
-            [short(row.key, 44) for row in self.rows],
+            [format_one_line(row.key, 44) for row in self.rows],
             [row.weight for row in self.rows],
-            title=f"{short(self.query, 60)} → {short(self.value, 60)}",
-            others=self.total - len(self.rows) if self.shares else 0,
+            title=f"{format_one_line(self.query, 60)} → {format_one_line(self.value, 60)}",
+            others=self.total - len(self.rows) if self.is_normalized else 0,
         )
-        return style.kept(figure, path)
+        return style.save_figure(figure, path)
 
     def __str__(self) -> str:
-        value = f"{short(self.query)} → {short(self.value, 60)}"
+        value = f"{format_one_line(self.query)} → {format_one_line(self.value, 60)}"
         if not self.rows:
-            return f"{short(self.query)} → nothing: {self.why_nothing}"
-        seen = [row for row in self.rows if abs(row.weight) >= LEAST] or self.rows[:1]
+            return f"{format_one_line(self.query)} → nothing: {self.why_nothing}"
+        seen = [row for row in self.rows if abs(row.weight) >= MIN_SHOWN_WEIGHT] or self.rows[:1]
         rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
-        names = [short(row.key, 32) for row in seen]
-        told, longs = [figure(row.weight) for row in seen], lengths(row.weight for row in seen)
-        wide, high = max(map(len, told)), max(map(columns, names))
+        names = [format_one_line(row.key, 32) for row in seen]
+        told, longs = (
+            [format_weight(row.weight) for row in seen],
+            bar_lengths(row.weight for row in seen),
+        )
+        wide, high = max(map(len, told)), max(map(display_width, names))
         lines = [
-            f"  {number:>{wide}} {bar(long):{BAR}} {padded(name, high)}  "
-            f"{short(row.value, 40)}".rstrip()
+            f"  {number:>{wide}} {format_bar(long):{BAR_WIDTH}} {pad_to_width(name, high)}  "
+            f"{format_one_line(row.value, 40)}".rstrip()
             for row, number, name, long in zip(seen, told, names, longs, strict=True)
         ]
-        if more > 0 and not self.shares and self._others_count(seen):
-            lines.append(f"  {'…':>{wide}} {'':{BAR}} {counted(more, 'more row')}")
-        elif more > 0 and rest >= LEAST:
-            lines.append(f"  {figure(rest):>{wide}} {bar(rest):{BAR}} {counted(more, 'more row')}")
+        if more > 0 and not self.is_normalized and self._has_other_weight(seen):
+            lines.append(f"  {'…':>{wide}} {'':{BAR_WIDTH}} {format_plural(more, 'more row')}")
+        elif more > 0 and rest >= MIN_SHOWN_WEIGHT:
+            lines.append(
+                f"  {format_weight(rest):>{wide}} {format_bar(rest):{BAR_WIDTH}} "
+                f"{format_plural(more, 'more row')}"
+            )
         if self.exact:
             lines.append(f"  {self._exactness}")
         if self.coverage is not None:
-            lines.append(f"  {self.fit}")
+            lines.append(f"  {self._coverage_text}")
         if self.hint:
             lines.append(f"  {self.hint}")
-        left = f"; {self.left_out} left out" if self.missing else ""
+        left = f"; {self.missing_text} left out" if self.missing else ""
         lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])
 
-    def _others_count(self, seen: list[Row]) -> bool:
+    def _has_other_weight(self, seen: list[Row]) -> bool:
         """Whether rows beside these have weight: by the entropy, which is of all of them."""
         sizes = np.abs([row.weight for row in seen])
         parts = sizes / (sizes.sum() or 1)
@@ -437,18 +486,18 @@ class Answer(Shown):
     def _repr_html_(self) -> str:
         import html
 
-        longs = lengths(row.weight for row in self.rows)
+        longs = bar_lengths(row.weight for row in self.rows)
         cells = "".join(
-            f"<tr><td class=w>{figure(row.weight)}</td><td class=b><i style='width:"
+            f"<tr><td class=w>{format_weight(row.weight)}</td><td class=b><i style='width:"
             f"{100 * long:.1f}%'></i></td>"
-            f"<td>{html.escape(short(row.key, 200))}</td>"
-            f"<td>{html.escape(short(row.value, 400))}</td></tr>"
+            f"<td>{html.escape(format_one_line(row.key, 200))}</td>"
+            f"<td>{html.escape(format_one_line(row.value, 400))}</td></tr>"
             for row, long in zip(self.rows, longs, strict=True)
         )
-        value = html.escape(short(self.value, 400)) if self.rows else "nothing"
+        value = html.escape(format_one_line(self.value, 400)) if self.rows else "nothing"
         return (
-            f"<style>{_STYLE}</style><div class=qkv-answer>"
-            f"<p class=q>{html.escape(short(self.query, 400))}</p><p class=v>{value}</p>"
+            f"<style>{_CSS}</style><div class=qkv-answer>"
+            f"<p class=q>{html.escape(format_one_line(self.query, 400))}</p><p class=v>{value}</p>"
             f"<table><thead><tr><th>weight</th><th></th><th>key</th><th>value</th></tr></thead>"
             f"<tbody>{cells}</tbody></table>"
             f"<p class=e>{html.escape(self.explain())}</p></div>"
@@ -478,7 +527,7 @@ def _identity(cell: Any) -> Any:
     try:
         hash(cell)
     except TypeError:
-        return json.dumps(jsonable(cell), sort_keys=True)
+        return json.dumps(to_jsonable(cell), sort_keys=True)
     return cell
 
 
@@ -502,24 +551,24 @@ def _shown_alike(value: Any, other: Any) -> bool:
     one, two = np.asarray(value, float), np.asarray(other, float)
     if one.ndim:
         return bool(np.array_equal(one.round(4), two.round(4), equal_nan=True))
-    return number(float(one)) == number(float(two))
+    return format_number(float(one)) == format_number(float(two))
 
 
-def _within(x: Any) -> str:
+def _format_in_sentence(x: Any) -> str:
     """A cell inside a sentence, whose commas are not the sentence's."""
-    return f"({short(x)})" if isinstance(x, tuple) else short(x)
+    return f"({format_one_line(x)})" if isinstance(x, tuple) else format_one_line(x)
 
 
-def _told(row: Row) -> dict[str, Any]:
+def _row_to_dict(row: Row) -> dict[str, Any]:
     return {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
 # Nothing has a colour of its own but the bars: a notebook may be light or dark.
-_STYLE = """
+_CSS = """
 .qkv-answer{font:15px/1.5 system-ui,sans-serif;max-width:52rem}
 .qkv-answer .q{opacity:.7;margin:0}.qkv-answer .v{font-size:1.5rem;margin:.1rem 0 .8rem}
 .qkv-answer table{border-collapse:collapse;width:100%}

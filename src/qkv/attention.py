@@ -9,26 +9,27 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 import numpy as np
 
 from qkv import scores
-from qkv.arrays import KNOWN, framework, of, to_numpy, tree
-from qkv.arrays.rows import Rows, Weighed, taken
-from qkv.arrays.tree import KIND
-from qkv.elsewhere import ELSEWHERE, unscriptable
-from qkv.engines import certified, native, sharded, stored, streaming
-from qkv.engines import plan as plans
-from qkv.engines.call import Call, reached, results
-from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
+from qkv.engines import native, sharded, streaming
+from qkv.engines import plan_cache as plans
+from qkv.engines.call import Call, check_best_scores_finite, pack_results
+from qkv.engines.choice import EngineChoice, EngineName, Explanation, WarmupReport, choose_engine
 from qkv.engines.dropout import draw_seed
-from qkv.engines.native import Projected
-from qkv.engines.request import one_framework, request, resolved
-from qkv.errors import DtypeError, FrameworkError, keywords
+from qkv.engines.native import ProjectedAttention
+from qkv.engines.out_of_core import certified, forward
+from qkv.engines.validation import build_call, require_one_framework, resolve_score_and_weighting
+from qkv.errors import DtypeError, FrameworkError, validate_keywords
+from qkv.frameworks import FRAMEWORK_BY_TYPE, get_framework, load_framework, to_numpy, tree
+from qkv.frameworks.stored_rows import StoredRows, WeighedRows, to_framework_array
+from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
 from qkv.masks import MaskLike
-from qkv.names import EDITION
 from qkv.scores import ScoreLike
-from qkv.types import A, Array, At, Nested
+from qkv.util.keyword_hints import FOREIGN_KEYWORDS, forbid_torchscript
+from qkv.util.registry import REGISTRY_VERSION
+from qkv.util.types import A, Array, NestedLists, ShardPosition
 from qkv.weightings import WeightingLike
 
 
-class Meaning(TypedDict, total=False):
+class FormulaOptions(TypedDict, total=False):
     """The arguments of `attend` that say what is computed."""
 
     score: ScoreLike
@@ -39,13 +40,13 @@ class Meaning(TypedDict, total=False):
     tolerance: float | None
 
 
-class Options(Meaning, total=False):
+class AttendOptions(FormulaOptions, total=False):
     """The arguments of `attend` that do not change what it returns."""
 
     engine: EngineName | None
 
 
-class Returning(Options, total=False):
+class ReturnOptions(AttendOptions, total=False):
     """Those, and what `attend` returns beside its output."""
 
     return_lse: bool
@@ -54,49 +55,52 @@ class Returning(Options, total=False):
 
 @overload
 def attend(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
     *,
     return_lse: Literal[False] = False,
     return_weights: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[AttendOptions],
 ) -> A: ...
 @overload
 def attend(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
     *,
     return_lse: Literal[True],
     return_weights: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[AttendOptions],
 ) -> tuple[A, A]: ...
 @overload
 def attend(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
     *,
     return_lse: Literal[False] = False,
     return_weights: Literal[True, "mean"],
-    **options: Unpack[Options],
+    **options: Unpack[AttendOptions],
 ) -> tuple[A, A]: ...
 @overload
 def attend(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
     *,
     return_lse: Literal[True],
     return_weights: Literal[True, "mean"],
-    **options: Unpack[Options],
+    **options: Unpack[AttendOptions],
 ) -> tuple[A, A, A]: ...
 @overload
 def attend(
-    query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
+    **options: Unpack[ReturnOptions],
 ) -> A | tuple[A, ...]: ...
-@unscriptable
+@forbid_torchscript
 def attend(
     query: Array,
     key: Array,
@@ -139,44 +143,59 @@ def attend(
     array([[15.]])
     """
     if others:
-        keywords("attend()", others, Returning.__optional_keys__, elsewhere=ELSEWHERE)
+        validate_keywords(
+            "attend()", others, ReturnOptions.__optional_keys__, elsewhere=FOREIGN_KEYWORDS
+        )
     if dropout_p and seed is not None:
         seed = draw_seed(seed, query)
-    flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
+    flags: plans.Signature = (dropout_p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
-        flags = _told(flags, return_lse, return_weights)
-    fw, kind, plan = KNOWN.get(type(query)), None, None
-    sign = None if fw is None else fw.signature(query, key, value)
+        flags = _extend_flags(flags, return_lse, return_weights)
+    fw, kind, plan = FRAMEWORK_BY_TYPE.get(type(query)), None, None
+    sign = None if fw is None else fw.array_signature(query, key, value)
     if sign is not None:  # as most calls are: what `find` does, without it
-        alike = score if type(score) is str else getattr(score, KIND, None)
-        turned = weighting if type(weighting) is str else getattr(weighting, KIND, None)
-        rule: Any = mask if mask is None or type(mask) is str else getattr(mask, KIND, None)
+        alike = score if type(score) is str else getattr(score, SIGNATURE_ATTRIBUTE, None)
+        turned = (
+            weighting if type(weighting) is str else getattr(weighting, SIGNATURE_ATTRIBUTE, None)
+        )
+        rule: Any = (
+            mask if mask is None or type(mask) is str else getattr(mask, SIGNATURE_ATTRIBUTE, None)
+        )
         if alike is not None and turned is not None and (rule is not None or mask is None):
             try:
-                plan = plans.SEEN.get((sign, alike, turned, rule, flags, EDITION[0]))
+                plan = plans.PLANS_BY_SIGNATURE.get(
+                    (sign, alike, turned, rule, flags, REGISTRY_VERSION[0])
+                )
             except TypeError:  # a flag that is none: the check of the arguments says so
                 sign = None
     if plan is None:
-        kind, plan = plans.find(query, key, value, score, weighting, mask, flags, sign)
+        kind, plan = plans.find_plan(query, key, value, score, weighting, mask, flags, sign)
     if plan is not None:
-        if plan.bare is not None:
-            found = plan.bare(query, key, value)
+        if plan.run_arrays is not None:
+            found = plan.run_arrays(query, key, value)
         else:
             found = plan.run(query, key, value, score, weighting, mask, seed)
         if found is not None:
             return found
     how = (mask, dropout_p, seed, tolerance)
-    call = request(
-        query, key, _valued(value), score, weighting, *how, lse=return_lse, weights=return_weights
+    call = build_call(
+        query,
+        key,
+        _require_value(value),
+        score,
+        weighting,
+        *how,
+        lse=return_lse,
+        weights=return_weights,
     )
     given = (query, key, value, score, weighting, mask, seed)
-    return plans.first(call, choose(call, engine), None if plan else kind, given)
+    return plans.run_first_call(call, choose_engine(call, engine), None if plan else kind, given)
 
 
-@unscriptable
+@forbid_torchscript
 def weights(
-    query: A | Nested,
-    key: A | Nested,
+    query: A | NestedLists,
+    key: A | NestedLists,
     *,
     score: ScoreLike = "scaled_dot",
     weighting: WeightingLike = "softmax",
@@ -192,22 +211,27 @@ def weights(
     array([[0.989, 0.011]])
     """
     if others:
-        keywords("weights()", others, weights.__kwdefaults__ or {}, elsewhere=ELSEWHERE)
+        validate_keywords(
+            "weights()", others, weights.__kwdefaults__ or {}, elsewhere=FOREIGN_KEYWORDS
+        )
     if dropout_p and seed is not None:
         seed = draw_seed(seed, query)
     flags = (dropout_p, seed is None)
-    kind, plan = plans.find(query, key, None, score, weighting, mask, flags)
+    kind, plan = plans.find_plan(query, key, None, score, weighting, mask, flags)
     given = (query, key, None, score, weighting, mask, seed)
     found: A | None = None if plan is None else plan.run(*given)
     if found is not None:
         return found
-    call = request(query, key, None, score, weighting, mask, dropout_p, seed, weights=True)
-    alpha: A = plans.first(call, choose(call), None if plan else kind, given)
+    call = build_call(query, key, None, score, weighting, mask, dropout_p, seed, weights=True)
+    alpha: A = plans.run_first_call(call, choose_engine(call), None if plan else kind, given)
     return alpha
 
 
 def explain(
-    query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
+    **options: Unpack[ReturnOptions],
 ) -> Explanation:
     """Which engine `attend` would run with these arguments, why not the others, and whether that
     was chosen before, for an earlier call of the same kind.
@@ -225,16 +249,23 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    _, plan, call, choice = _looked("explain", query, key, value, options)
+    _, plan, call, choice = _plan_call("explain", query, key, value, options)
     detail = choice.engine.describe(call)
     known = plan is not None and plan.choice.engine is choice.engine
-    waits = choice.engine.waits(call) if hasattr(choice.engine, "waits") else None
+    waits = (
+        choice.engine.describe_pending_compilation(call)
+        if hasattr(choice.engine, "describe_pending_compilation")
+        else None
+    )
     return Explanation(choice.engine.NAME, choice.refusals, call, detail, known, waits)
 
 
 def warm(
-    query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
-) -> Warmed:
+    query: A | NestedLists,
+    key: A | NestedLists,
+    value: A | NestedLists,
+    **options: Unpack[ReturnOptions],
+) -> WarmupReport:
     """Do ahead what the first `attend` of this kind would wait for; numbers do not matter.
 
     On CUDA the kernels are compiled, in threads and with a progress bar, for arrays of these
@@ -249,14 +280,14 @@ def warm(
     nothing was left to compile ahead
     """
     started = perf_counter()
-    kind, plan, call, choice = _looked("warm", query, key, value, options)
+    kind, plan, call, choice = _plan_call("warm", query, key, value, options)
     if plan is None and kind is not None:
-        plan = plans.keep(kind, call, choice)
+        plan = plans.cache_plan(kind, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
-    return Warmed(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
+    return WarmupReport(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
 
 
-def projected(name: str) -> Projected:
+def projected_attention(name: str) -> ProjectedAttention:
     """[S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = softmax(QKᵀ/√d) V, with Q, K and V projected from one x, all at
     once: a framework's function of (x, heads, parameters, mask, padding, weights).
 
@@ -265,35 +296,37 @@ def projected(name: str) -> Projected:
     W_O with its own; `mask` (n, n), or (N, n) where it is a `padding`, is True where a pair does
     *not* count; `weights` are wanted of the "heads", of their "mean", or None.
     """
-    return native.projected(name)
+    return native.projected_attention(name)
 
 
-def _looked(
-    door: str, query: Array, key: Array, value: Array, options: Returning
-) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
+def _plan_call(
+    door: str, query: Array, key: Array, value: Array, options: ReturnOptions
+) -> tuple[plans.Signature | None, plans.Plan | None, Call, EngineChoice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
-    keywords(f"{door}()", options, Returning.__optional_keys__, elsewhere=ELSEWHERE)
+    validate_keywords(
+        f"{door}()", options, ReturnOptions.__optional_keys__, elsewhere=FOREIGN_KEYWORDS
+    )
     filled = {**(attend.__kwdefaults__ or {}), **options}
     score, weighting, mask = map(filled.pop, ("score", "weighting", "mask"))
     p, seed, tolerance, engine = map(filled.pop, ("dropout_p", "seed", "tolerance", "engine"))
     lse, alpha = map(filled.pop, ("return_lse", "return_weights"))
-    flags: plans.Kind = (p, seed is None, tolerance, engine)
+    flags: plans.Signature = (p, seed is None, tolerance, engine)
     if not lse is alpha is False:
-        flags = _told(flags, lse, alpha)
-    kind, plan = plans.find(query, key, _valued(value), score, weighting, mask, flags)
+        flags = _extend_flags(flags, lse, alpha)
+    kind, plan = plans.find_plan(query, key, _require_value(value), score, weighting, mask, flags)
     # Looking must not advance a caller's generator.
     how = (mask, p, None if seed is None else 0, tolerance)
-    call = request(query, key, value, score, weighting, *how, lse=lse, weights=alpha)
-    return kind, plan, call, choose(call, engine)
+    call = build_call(query, key, value, score, weighting, *how, lse=lse, weights=alpha)
+    return kind, plan, call, choose_engine(call, engine)
 
 
-def _valued(value: A | None) -> A:
+def _require_value(value: A | None) -> A:
     if value is None:
         raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
     return value
 
 
-def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
+def _extend_flags(flags: plans.Signature, lse: Any, weights: Any) -> plans.Signature:
     """The flags with what is to be returned: `return_lse=1` is refused, so it is not True here."""
     return *flags, lse, weights, type(lse), type(weights)
 
@@ -304,8 +337,8 @@ for _function in (attend, weights, explain, warm):
     setattr(_function, "autograph_info__", None)  # noqa: B010
 
 
-def over(
-    rows: Rows,
+def attend_rows(
+    rows: StoredRows,
     query: Array,
     *,
     score: ScoreLike,
@@ -316,78 +349,89 @@ def over(
     """`attend` over rows that are read, not held: query (n, d) → (n, d_v), in its framework.
 
     Gradients reach the query and every array of the score and the weighting; the rows are read
-    again on the way back. `tolerance` and `confidence` are as in `weigh`, where nothing wants a
-    gradient; with one, the answer is exact.
+    again on the way back. `tolerance` and `confidence` are as in `weigh_rows`, where nothing wants
+    a gradient; with one, the answer is exact.
 
     >>> import numpy as np
-    >>> from qkv.arrays.rows import Stored
-    >>> stored = [Stored(np.eye(2), np.array([[10.0], [20.0]]))]
-    >>> over(Rows(lambda: stored, (2, 2), 1), np.zeros((1, 2)), score="dot", weighting="softmax")
+    >>> from qkv.frameworks.stored_rows import RowChunk
+    >>> stored = [RowChunk(np.eye(2), np.array([[10.0], [20.0]]))]
+    >>> attend_rows(
+    ...     StoredRows(lambda: stored, (2, 2), 1),
+    ...     np.zeros((1, 2)),
+    ...     score="dot",
+    ...     weighting="softmax",
+    ... )
     array([[15.]])
     """
-    fw = of(query)
-    if fw.unknown(query):
+    fw = get_framework(query)
+    if fw.is_abstract(query):
         raise FrameworkError(
             "attend reads a stored database while it runs, so it cannot be traced: call it outside "
             "of jit, compile or tf.function"
         )
-    score, weighting = resolved(score, weighting, None)
-    one_framework({"query": query}, score=score, weighting=weighting)
-    weighting = weighting.among(rows.key.shape[0])
-    score.check(tuple(query.shape), rows.key.shape)
-    with fw.quiet():
-        leaves = tree.leaves(fw, (score, weighting))
+    score, weighting = resolve_score_and_weighting(score, weighting, None)
+    require_one_framework({"query": query}, score=score, weighting=weighting)
+    weighting = weighting.limit_to_keys(rows.key.shape[0])
+    score.check_shapes(tuple(query.shape), rows.key.shape)
+    with fw.compute_context():
+        leaves = tree.array_leaves(fw, (score, weighting))
         if tolerance is not None and not fw.needs_gradient([query, *leaves]):
             given = np.ascontiguousarray(to_numpy(query))
             given = given.astype(np.result_type(given, np.float32), copy=False)
-            found = certified.pooled(rows, given, score, weighting, tolerance, confidence)
+            found = certified.attend_rows(rows, given, score, weighting, tolerance, confidence)
             if not isinstance(found, str):
-                return taken(fw, found, query)
+                return to_framework_array(fw, found, query)
         call = Call(query, rows.key, rows.value, score, weighting)
-        if call.beyond and (rows.shape[0] if rows.allowed is None else rows.allowed.any()):
-            best, _ = stored.nearest(rows, query, score, 1)
-            reached(score, weighting, *map(to_numpy, (fw.detach(query), best[:, 0])))
+        if call.may_exceed_float64 and (
+            rows.shape[0] if rows.allowed is None else rows.allowed.any()
+        ):
+            best, _ = forward.find_nearest(rows, query, score, 1)
+            check_best_scores_finite(
+                score, weighting, *map(to_numpy, (fw.detach(query), best[:, 0]))
+            )
         out = streaming.run(call)[0]
-        return fw.astype(out, fw.dtype(query))
+        return fw.astype(out, fw.dtype_name(query))
 
 
-def nearest(rows: Rows, query: Array, k: int, *, score: ScoreLike) -> tuple[Array, Array]:
+def find_nearest_rows(
+    rows: StoredRows, query: Array, k: int, *, score: ScoreLike
+) -> tuple[Array, Array]:
     """The scores of the k rows that match a query best, (n, k), and where they stand among all, for
     queries (n, d) of any framework; −∞ where there are fewer. Ties go to the first row.
 
     >>> import numpy as np
-    >>> from qkv.arrays.rows import Stored
-    >>> rows = Rows(lambda: [Stored(np.array([[1.0], [3.0], [2.0]]))], (3, 1))
-    >>> nearest(rows, np.array([[2.0]]), 2, score="dot")
+    >>> from qkv.frameworks.stored_rows import RowChunk
+    >>> rows = StoredRows(lambda: [RowChunk(np.array([[1.0], [3.0], [2.0]]))], (3, 1))
+    >>> find_nearest_rows(rows, np.array([[2.0]]), 2, score="dot")
     (array([[6., 4.]]), array([[1, 2]], dtype=int32))
     """
-    fw = of(query)
+    fw = get_framework(query)
     score = scores.resolve(score)
-    score.check(tuple(query.shape), rows.key.shape)
-    with fw.quiet():
-        return stored.nearest(rows, query, score, k)
+    score.check_shapes(tuple(query.shape), rows.key.shape)
+    with fw.compute_context():
+        return forward.find_nearest(rows, query, score, k)
 
 
-def among(
-    across: sharded.Across,
-    at: At,
+def attend_sharded(
+    across: sharded.ProcessGroup,
+    at: ShardPosition,
     query: Array,
     key: Array,
     value: Array,
     *,
     return_lse: bool = False,
-    **meaning: Unpack[Meaning],
+    **meaning: Unpack[FormulaOptions],
 ) -> Any:
     """`attend` to the keys of all processes `across` which they are shared out; what is here lies
     `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""
-    keywords("attend()", meaning, Meaning.__optional_keys__)
-    call = request(query, key, value, **meaning, at=at, lse=return_lse)
-    with call.fw.quiet():
-        return results(call, (*sharded.run(call, across), None))
+    validate_keywords("attend()", meaning, FormulaOptions.__optional_keys__)
+    call = build_call(query, key, value, **meaning, at=at, lse=return_lse)
+    with call.fw.compute_context():
+        return pack_results(call, (*sharded.run(call, across), None))
 
 
-def weigh(
-    rows: Rows,
+def weigh_rows(
+    rows: StoredRows,
     query: Array | None,
     *,
     score: ScoreLike,
@@ -396,7 +440,7 @@ def weigh(
     confidence: float | None = None,
     matches: Array | None = None,
     part: bool = False,
-) -> Weighed:
+) -> WeighedRows:
     """The same with the weight of every row beside, on NumPy; `matches` (n, m) are the scores where
     no vectors were compared. Rows that are a `part` of more may all be out of a query's reach.
 
@@ -405,22 +449,22 @@ def weigh(
     cannot prove it, they are exact.
 
     >>> import numpy as np
-    >>> from qkv.arrays.rows import Stored
-    >>> rows = Rows(lambda: [Stored(np.eye(2))], (2, 2))
-    >>> weigh(rows, np.eye(2)[:1], score="dot", weighting="hard").weights
+    >>> from qkv.frameworks.stored_rows import RowChunk
+    >>> rows = StoredRows(lambda: [RowChunk(np.eye(2))], (2, 2))
+    >>> weigh_rows(rows, np.eye(2)[:1], score="dot", weighting="hard").weights
     array([[1., 0.]])
     """
-    score, weighting = resolved(score, weighting, None)
-    weighting = weighting.among(rows.shape[0])
-    with framework("numpy").quiet():
+    score, weighting = resolve_score_and_weighting(score, weighting, None)
+    weighting = weighting.limit_to_keys(rows.shape[0])
+    with load_framework("numpy").compute_context():
         if matches is None:
             assert query is not None
-            score.check(tuple(query.shape), rows.shape)
+            score.check_shapes(tuple(query.shape), rows.shape)
             if tolerance is not None:
-                found = certified.run(rows, query, score, weighting, tolerance, confidence)
-                if isinstance(found, Weighed):
+                found = certified.weigh_rows(rows, query, score, weighting, tolerance, confidence)
+                if isinstance(found, WeighedRows):
                     return found
-                exact = stored.weighed(rows, query, score, weighting, part)
-                return exact._replace(refused=found)
-            return stored.weighed(rows, query, score, weighting, part)
-        return stored.run(rows, matches, weighting, part)
+                exact = forward.weigh_rows(rows, query, score, weighting, part)
+                return exact._replace(refusal=found)
+            return forward.weigh_rows(rows, query, score, weighting, part)
+        return forward.weigh_scores(rows, matches, weighting, part)

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.attention import attend
-from qkv.database import Database, encoders, open, spelled
-from qkv.database.cells import is_missing
-from qkv.database.query_input import Batch
-from qkv.database.sources.sql import literal, quoted
-from qkv.errors import ArgumentError, DtypeError, ShapeError, extra, unknown
-from qkv.told import jsonable
+from qkv.database import Database, encoders, open, parsing
+from qkv.database.query.inputs import Batch
+from qkv.database.sources.sql import quote_identifier, quote_literal
+from qkv.database.table.cells import is_missing
+from qkv.errors import ArgumentError, DtypeError, ShapeError, require_extra, unknown_name_error
+from qkv.util.formatting import to_jsonable
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 __all__ = ["register"]
 
-_FOUND = 'STRUCT(cells VARCHAR[], weight DOUBLE, "rank" BIGINT)[]'
-_PAIRS = 'STRUCT(l BIGINT, r BIGINT, weight DOUBLE, "rank" BIGINT)[]'
+_ANSWER_ROWS_TYPE = 'STRUCT(cells VARCHAR[], weight DOUBLE, "rank" BIGINT)[]'
+_PAIRS_TYPE = 'STRUCT(l BIGINT, r BIGINT, weight DOUBLE, "rank" BIGINT)[]'
 
 # Of numbers, lambdas make the vectors of one number each that qkv_attend takes.
 _MACROS = """
@@ -72,7 +72,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
     >>> con.sql("SELECT attend(2.1, [1, 2, 3], [10, 20, 30], score := 'gaussian:0.2')").fetchall()
     [(20.0004...,)]
     """
-    with extra("duckdb", "SQL needs duckdb and pyarrow"):
+    with require_extra("duckdb", "SQL needs duckdb and pyarrow"):
         import duckdb
         import pyarrow  # noqa: F401, what goes to and fro
     if not isinstance(con, duckdb.DuckDBPyConnection):
@@ -82,13 +82,13 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
         )
     text, list_, lists = "VARCHAR", "DOUBLE[]", "DOUBLE[][]"
     for name, function, takes, gives, kind in (
-        ("qkv_columns", _columns, [text], text, "native"),
-        ("qkv_rows", _rows, [text] * 3, _FOUND, "arrow"),
-        ("qkv_joined", _joined, [text] * 5, text, "native"),
-        ("qkv_matched", _matched, [f"{text}[]"] * 2 + [text], _PAIRS, "arrow"),
-        ("qkv_attend", _attended, [list_, lists, lists, text, text], list_, "arrow"),
+        ("qkv_columns", _answer_columns_sql, [text], text, "native"),
+        ("qkv_rows", _answer_rows, [text] * 3, _ANSWER_ROWS_TYPE, "arrow"),
+        ("qkv_joined", _join_sql, [text] * 5, text, "native"),
+        ("qkv_matched", _match_keys, [f"{text}[]"] * 2 + [text], _PAIRS_TYPE, "arrow"),
+        ("qkv_attend", _attend_columns, [list_, lists, lists, text, text], list_, "arrow"),
     ):
-        nulls = "default" if function in (_rows, _matched) else "special"
+        nulls = "default" if function in (_answer_rows, _match_keys) else "special"
         try:
             con.create_function(name, function, takes, gives, type=kind, null_handling=nulls)
         # Another cursor has brought it, or this connection: it serves all.
@@ -101,34 +101,36 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
 # qkv_ask
 
 
-def _columns(path: str) -> str:
+def _answer_columns_sql(path: str) -> str:
     """The answer's rows as the columns of the database, each of its type."""
     if path is None:
         raise ArgumentError("qkv_ask: the path is NULL: give that of a database, 'books.qkv'")
     with open(path, create=False) as database:
-        types = _types(database)
+        types = _column_types(database)
     cells = [
-        f"r.cells[{at}]::{kind} AS {quoted(name)}"
+        f"r.cells[{at}]::{kind} AS {quote_identifier(name)}"
         for at, (name, kind) in enumerate(types.items(), start=1)
     ]
     told = ", ".join([*cells, "r.weight AS weight", 'r."rank" AS "rank"'])
     return f"SELECT {told} FROM (SELECT unnest(qkv_found) AS r)"
 
 
-def _types(database: Database) -> dict[str, str]:
+def _column_types(database: Database) -> dict[str, str]:
     known = {"bool": "BOOLEAN", "vector": "DOUBLE[]"}
     known |= dict.fromkeys(("text", "date", "empty"), "VARCHAR")
     found = {}
     for name, about in database.describe().items():
         if about["type"] == "number":
             bits = {"BIGINT": 64, "HUGEINT": 127}
-            found[name] = next((x for x in bits if database.whole(name, bits[x])), "DOUBLE")
+            found[name] = next(
+                (x for x in bits if database._is_integer_column(name, bits[x])), "DOUBLE"
+            )
         else:
             found[name] = known.get(about["type"], "JSON")
     return found
 
 
-def _rows(paths: Any, queries: Any, options: Any) -> Any:
+def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
     """The heaviest rows for each query; those of one database and one wish are asked together."""
     import pyarrow
 
@@ -137,12 +139,14 @@ def _rows(paths: Any, queries: Any, options: Any) -> Any:
     for path, wish in dict.fromkeys(given):
         places = [i for i, one in enumerate(given) if one == (path, wish)]
         with open(path, create=False) as database:
-            types = _types(database)
-            asked = Batch(_query(database, json.loads(texts[i])) for i in places)
-            for i, answer in zip(places, database.ask(asked, **_how(wish)), strict=True):
+            types = _column_types(database)
+            asked = Batch(_parse_query(database, json.loads(texts[i])) for i in places)
+            for i, answer in zip(places, database.ask(asked, **_parse_options(wish)), strict=True):
                 found[i] = [
                     {
-                        "cells": [_spell(row.record.get(n), kind) for n, kind in types.items()],
+                        "cells": [
+                            _cell_to_text(row.record.get(n), kind) for n, kind in types.items()
+                        ],
                         "weight": row.weight,
                         "rank": rank,
                     }
@@ -153,22 +157,22 @@ def _rows(paths: Any, queries: Any, options: Any) -> Any:
     return pyarrow.array(map(found.get, range(len(given))), pyarrow.list_(pyarrow.struct(fields)))
 
 
-def _query(database: Database, given: Any) -> Any:
+def _parse_query(database: Database, given: Any) -> Any:
     """What SQL asks as a key; one of several columns is a struct that names them."""
     if isinstance(given, dict) and len(key := database.info()["key"]) > 1:
         for name in given:
             if name not in key:
-                raise unknown("column", name, key)
+                raise unknown_name_error("column", name, key)
         given = [given.get(name) for name in key]
-    return spelled.cell(given, next(iter(database), None))
+    return parsing.cell_from_json(given, next(iter(database), None))
 
 
-def _how(wish: str) -> dict[str, Any]:
+def _parse_options(wish: str) -> dict[str, Any]:
     """The options of `ask`, from the JSON that a macro makes of its arguments."""
-    return spelled.options(json.loads(wish))
+    return parsing.parse_options(json.loads(wish))
 
 
-def _spell(cell: Any, kind: str) -> str | None:
+def _cell_to_text(cell: Any, kind: str) -> str | None:
     """A cell as text from which DuckDB's cast makes it again."""
     if is_missing(cell):
         return None
@@ -176,13 +180,13 @@ def _spell(cell: Any, kind: str) -> str | None:
         return cell if isinstance(cell, str) else cell.isoformat()
     if kind in ("BIGINT", "HUGEINT"):
         return str(int(cell))
-    return repr(float(cell)) if kind == "DOUBLE" else json.dumps(jsonable(cell))
+    return repr(float(cell)) if kind == "DOUBLE" else json.dumps(to_jsonable(cell))
 
 
 # qkv_join
 
 
-def _joined(left: str, right: str, on_left: str, on_right: str, options: str) -> str:
+def _join_sql(left: str, right: str, on_left: str, on_right: str, options: str) -> str:
     """The soft join as SQL: every row on the left beside its heaviest on the right."""
     if None in (left, right, on_left, on_right):
         raise ArgumentError(
@@ -190,20 +194,25 @@ def _joined(left: str, right: str, on_left: str, on_right: str, options: str) ->
             "'products', on_left := 'item', on_right := 'name')"
         )
 
-    def rows(table: str, column: str) -> str:
+    def numbered_rows(table: str, column: str) -> str:
         return (
             "(SELECT row_number() OVER () AS qkv_row, * "
-            f"FROM query_table({literal(table)}) WHERE {quoted(column)} IS NOT NULL)"
+            f"FROM query_table({quote_literal(table)}) WHERE {quote_identifier(column)} IS NOT "
+            "NULL)"
         )
 
-    def keys(side: str, column: str) -> str:
-        return f"(SELECT list(to_json({quoted(column)})::VARCHAR ORDER BY qkv_row) FROM {side})"
+    def key_list(side: str, column: str) -> str:
+        return (
+            f"(SELECT list(to_json({quote_identifier(column)})::VARCHAR ORDER BY qkv_row) FROM "
+            f"{side})"
+        )
 
     return f"""
-        WITH qkv_l AS MATERIALIZED {rows(left, on_left)},
-             qkv_r AS MATERIALIZED {rows(right, on_right)},
+        WITH qkv_l AS MATERIALIZED {numbered_rows(left, on_left)},
+             qkv_r AS MATERIALIZED {numbered_rows(right, on_right)},
              qkv_pairs AS (SELECT unnest(qkv_matched(
-                 {keys("qkv_l", on_left)}, {keys("qkv_r", on_right)}, {literal(options)}
+                 {key_list("qkv_l", on_left)}, {key_list("qkv_r", on_right)},
+                 {quote_literal(options)}
              )) AS p)
         SELECT qkv_l.* EXCLUDE (qkv_row), qkv_r.* EXCLUDE (qkv_row),
                p.weight AS weight, p."rank" AS "rank"
@@ -212,19 +221,19 @@ def _joined(left: str, right: str, on_left: str, on_right: str, options: str) ->
     """
 
 
-def _matched(left: Any, right: Any, options: Any) -> Any:
+def _match_keys(left: Any, right: Any, options: Any) -> Any:
     """For the keys on the left the places of the heaviest on the right, and their weights."""
     import pyarrow
 
     found = []
     for given in zip(left.to_pylist(), right.to_pylist(), options.to_pylist(), strict=True):
         asked, keys = ([json.loads(text) for text in side] for side in given[:2])
-        how = _how(given[2])
+        how = _parse_options(given[2])
         encoder = how.pop("encoder", None)
-        encoder = None if encoder is None else encoders.named(encoder)
+        encoder = None if encoder is None else encoders.resolve_name(encoder)
         database = Database(keys, range(len(keys)), encoder=encoder)
         # What is blank asks for nothing, as NULL does, but where a key is just that.
-        places = [i for i, key in enumerate(asked) if not _blank(key) or key in database]
+        places = [i for i, key in enumerate(asked) if not _is_blank(key) or key in database]
         answers = database.ask(Batch(asked[i] for i in places), **how)
         found.append(
             [
@@ -238,26 +247,28 @@ def _matched(left: Any, right: Any, options: Any) -> Any:
     return pyarrow.array(found, pyarrow.list_(pyarrow.struct(fields)))
 
 
-def _blank(key: Any) -> bool:
+def _is_blank(key: Any) -> bool:
     return isinstance(key, str) and not key.strip()
 
 
 # attend
 
 
-def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) -> Any:
+def _attend_columns(query: Any, keys: Any, values: Any, score: Any, weighting: Any) -> Any:
     """Σᵢ α(q, kᵢ) vᵢ of each row of DuckDB's; rows of the same shapes are one call of `attend`."""
     import pyarrow
 
     given = {"query": query, "keys": keys, "values": values}
-    q, k, v = sides = [_Vectors(column, name) for name, column in given.items()]
+    q, k, v = sides = [_VectorColumn(column, name) for name, column in given.items()]
     # Of nothing the sum is NULL, as SQL's is.
-    live = ~(q.null | k.null | v.null) & (k.count > 0)
-    for i in np.flatnonzero(live & (k.count != v.count))[:1]:
-        told = f"{k.count[i]} keys and {v.count[i]} values"
+    live = ~(q.is_null | k.is_null | v.is_null) & (k.vector_count > 0)
+    for i in np.flatnonzero(live & (k.vector_count != v.vector_count))[:1]:
+        told = f"{k.vector_count[i]} keys and {v.vector_count[i]} values"
         raise ShapeError(f"attend: {told}: one for each key")
     ways = zip(score.to_pylist(), weighting.to_pylist(), strict=True)
-    shapes = zip(ways, k.count.tolist(), *(side.widths(live) for side in sides), strict=True)
+    shapes = zip(
+        ways, k.vector_count.tolist(), *(side.vector_widths(live) for side in sides), strict=True
+    )
     groups: dict[Any, list[int]] = {}
     for i, (shape, there) in enumerate(zip(shapes, live.tolist(), strict=True)):
         if there:
@@ -265,23 +276,23 @@ def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) ->
     found: list[Any] = [None] * len(query)
     for ((name, weights), *_), at in groups.items():
         out = attend(
-            *(side.stacked(at) for side in sides),
-            score=spelled.score(name or "scaled_dot"),
-            weighting=spelled.weighting(weights or "softmax"),
+            *(side.stack_rows(at) for side in sides),
+            score=parsing.parse_score(name or "scaled_dot"),
+            weighting=parsing.parse_weighting(weights or "softmax"),
         )
         for i, row in zip(at, out[:, 0].tolist(), strict=True):
             found[i] = row
     return pyarrow.array(found, pyarrow.list_(pyarrow.float64()))
 
 
-class _Vectors:
+class _VectorColumn:
     """A column of Arrow whose rows are lists of vectors, or one vector each, as flat numbers."""
 
     def __init__(self, column: Any, name: str):
         from pyarrow import types
 
         array, offsets = column.combine_chunks(), []
-        self.name, self.null = name, array.is_null().to_numpy(zero_copy_only=False)
+        self.name, self.is_null = name, array.is_null().to_numpy(zero_copy_only=False)
         while types.is_list(array.type):
             offsets.append(array.offsets.to_numpy())
             array = array.values
@@ -293,14 +304,14 @@ class _Vectors:
         if len(offsets) < 2:
             offsets.insert(0, np.arange(len(column) + 1))
         self._rows, self._ends = offsets
-        self._flat, self.count = array.to_numpy(zero_copy_only=False), np.diff(self._rows)
+        self._flat, self.vector_count = array.to_numpy(zero_copy_only=False), np.diff(self._rows)
 
-    def widths(self, live: np.ndarray) -> list[int]:
+    def vector_widths(self, live: np.ndarray) -> list[int]:
         """How many numbers each vector of a row has, for the rows that are looked at."""
-        found, sizes = np.zeros(len(self.count), int), np.diff(self._ends)[: self._rows[-1]]
-        some = live & (self.count > 0)
+        found, sizes = np.zeros(len(self.vector_count), int), np.diff(self._ends)[: self._rows[-1]]
+        some = live & (self.vector_count > 0)
         found[some] = sizes[self._rows[:-1][some]]
-        row = np.repeat(np.arange(len(found)), self.count)
+        row = np.repeat(np.arange(len(found)), self.vector_count)
         for i in np.flatnonzero((sizes[self._rows[0] :] != found[row]) & some[row])[:1]:
             two = sorted((sizes[self._rows[0] + i], found[row[i]]))
             raise ShapeError(
@@ -309,10 +320,13 @@ class _Vectors:
             )
         return found.tolist()
 
-    def stacked(self, rows: list[int]) -> np.ndarray:
+    def stack_rows(self, rows: list[int]) -> np.ndarray:
         """The vectors of rows of one shape, (rows, count, width)."""
         first = self._rows[rows[0]]
-        count, width = int(self.count[rows[0]]), int(self._ends[first + 1] - self._ends[first])
+        count, width = (
+            int(self.vector_count[rows[0]]),
+            int(self._ends[first + 1] - self._ends[first]),
+        )
         starts = self._ends[self._rows[rows]]
         flat: np.ndarray = self._flat[starts[:, None] + np.arange(count * width)]
         return flat.reshape(len(rows), count, width)

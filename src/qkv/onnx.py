@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv import arrays, masks
+from qkv import frameworks, masks
 from qkv.attention import attend, weights
-from qkv.errors import NO_DOUBLES, ArgumentError, DtypeError, ShapeError, extra
+from qkv.errors import FLOAT64_HINT, ArgumentError, DtypeError, ShapeError, require_extra
 from qkv.scores import ScaledDot
 
 if TYPE_CHECKING:
-    from qkv.arrays.base import Framework
-    from qkv.types import Array
+    from qkv.frameworks.base import Framework
+    from qkv.util.types import Array
 
     Attention: Any
 
 __all__ = ["Attention", "attention"]
 
-PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}
-DOUBLE = 11
+ONNX_FLOAT_DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}
+ONNX_DOUBLE = 11
 
 
 def attention(
@@ -79,13 +79,13 @@ def attention(
     given = {"Q": Q, "K": K, "V": V, "attn_mask": attn_mask, "past_key": past_key}
     given |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen}
     for name, x in given.items():
-        if not arrays.is_array(x) and (x is not None or name in ("Q", "K", "V")):
+        if not frameworks.is_array(x) and (x is not None or name in ("Q", "K", "V")):
             raise DtypeError(f"{name} must be an array, not {type(x).__name__}")
-    fw = arrays.common(**{name: x for name, x in given.items() if x is not None})
-    if softmax_precision == DOUBLE and not fw.doubles(Q):
-        raise ArgumentError(f"softmax_precision is 11 (float64), and {NO_DOUBLES}")
+    fw = frameworks.common_framework(**{name: x for name, x in given.items() if x is not None})
+    if softmax_precision == ONNX_DOUBLE and not fw.supports_float64(Q):
+        raise ArgumentError(f"softmax_precision is 11 (float64), and {FLOAT64_HINT}")
     windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
-    _check(qk_matmul_output_mode, windows, softmax_precision)
+    _check_attributes(qk_matmul_output_mode, windows, softmax_precision)
     if (past_key is None) != (past_value is None):
         lone = "past_key" if past_value is None else "past_value"
         raise ArgumentError(f"{lone} came alone; past_key and past_value go together")
@@ -95,20 +95,20 @@ def attention(
             "K and V, the other that it is K and V"
         )
 
-    query = _split(fw, "Q", Q, "q_num_heads", q_num_heads)
-    key = _split(fw, "K", K, "kv_num_heads", kv_num_heads)
-    value = _split(fw, "V", V, "kv_num_heads", kv_num_heads)
+    query = _split_heads(fw, "Q", Q, "q_num_heads", q_num_heads)
+    key = _split_heads(fw, "K", K, "kv_num_heads", kv_num_heads)
+    value = _split_heads(fw, "V", V, "kv_num_heads", kv_num_heads)
     offset: Any = 0
     if past_key is not None:
-        offset = fw.shape(past_key)[-2]
+        offset = fw.static_shape(past_key)[-2]
         key = fw.xp.concat([past_key, key], axis=-2)
         value = fw.xp.concat([past_value, value], axis=-2)
     elif nonpad_kv_seqlen is not None:
-        offset = nonpad_kv_seqlen - fw.shape(query)[-2]
+        offset = nonpad_kv_seqlen - fw.static_shape(query)[-2]
     present = key, value
-    m = fw.shape(key)[-2]
-    kinds = {fw.dtype(query), fw.dtype(value)}  # ONNX lets V have a type of its own
-    kinds |= {"float64"} if softmax_precision == DOUBLE else set()
+    m = fw.static_shape(key)[-2]
+    kinds = {fw.dtype_name(query), fw.dtype_name(value)}  # ONNX lets V have a type of its own
+    kinds |= {"float64"} if softmax_precision == ONNX_DOUBLE else set()
     if len(kinds) > 1:
         wide = "float64" if "float64" in kinds else "float32"
         query, key, value = (fw.astype(x, wide) for x in (query, key, value))
@@ -123,10 +123,10 @@ def attention(
         limits.append(masks.lengths(nonpad_kv_seqlen))
     bias = None
     if attn_mask is not None:
-        if fw.dtype(attn_mask) == "bool":
-            limits.append(masks.array(_pad(fw, attn_mask, m)))
+        if fw.dtype_name(attn_mask) == "bool":
+            limits.append(masks.array(_pad_mask(fw, attn_mask, m)))
         else:
-            bias = _pad(fw, fw.xp.astype(attn_mask, query.dtype), m)
+            bias = _pad_mask(fw, fw.xp.astype(attn_mask, query.dtype), m)
     allowed = reduce(and_, limits) if limits else None
     mask = reduce(and_, [*limits, masks.array(bias)]) if bias is not None else allowed
 
@@ -143,28 +143,28 @@ def attention(
         qk = qk + bias
     if mode == 2 and allowed is not None:
         seen = weights(query, key, weighting="average", mask=allowed) > 0
-        qk = fw.xp.where(seen, qk, fw.full(fw.shape(qk), float("-inf"), qk))
+        qk = fw.xp.where(seen, qk, fw.full(fw.static_shape(qk), float("-inf"), qk))
 
     out = fw.xp.astype(out, Q.dtype)
-    if len(fw.shape(Q)) == 3:
-        out = _join(fw, out)
+    if len(fw.static_shape(Q)) == 3:
+        out = _join_heads(fw, out)
     return out, *present, None if qk is None else fw.xp.astype(qk, Q.dtype)
 
 
-def _check(mode: int | None, windows: dict[str, int], precision: int | None) -> None:
+def _check_attributes(mode: int | None, windows: dict[str, int], precision: int | None) -> None:
     if mode not in (None, 0, 1, 2, 3):
         raise ArgumentError(f"qk_matmul_output_mode is {mode}; expected 0, 1, 2 or 3")
     for name, size in windows.items():
         if size < -1:
             raise ArgumentError(f"{name} is {size}; expected a count, or -1 for no bound")
-    if precision is not None and precision not in PRECISIONS:
-        known = ", ".join(f"{number} ({name})" for number, name in PRECISIONS.items())
+    if precision is not None and precision not in ONNX_FLOAT_DTYPES:
+        known = ", ".join(f"{number} ({name})" for number, name in ONNX_FLOAT_DTYPES.items())
         raise ArgumentError(f"softmax_precision is {precision}; expected one of {known}")
 
 
-def _split(fw: Framework, name: str, x: Array, count: str, heads: int | None) -> Array:
+def _split_heads(fw: Framework, name: str, x: Array, count: str, heads: int | None) -> Array:
     """(B, n, H·d) or (B, H, n, d) → (B, H, n, d)."""
-    shape = fw.shape(x)
+    shape = fw.static_shape(x)
     if len(shape) == 4:
         if heads is not None and heads != shape[1]:
             raise ShapeError(f"{name} has shape {shape}, so {shape[1]} heads, but {count}={heads}")
@@ -185,16 +185,16 @@ def _split(fw: Framework, name: str, x: Array, count: str, heads: int | None) ->
     return fw.xp.matrix_transpose(columns)
 
 
-def _join(fw: Framework, x: Array) -> Array:
+def _join_heads(fw: Framework, x: Array) -> Array:
     """(B, H, n, d) → (B, n, H·d)."""
-    batch, heads, n, width = fw.shape(x)
+    batch, heads, n, width = fw.static_shape(x)
     columns = fw.xp.reshape(fw.xp.matrix_transpose(x), (batch, heads * width, n))
     return fw.xp.matrix_transpose(columns)
 
 
-def _pad(fw: Framework, attn_mask: Array, m: int) -> Array:
+def _pad_mask(fw: Framework, attn_mask: Array, m: int) -> Array:
     """The mask for m keys; those beyond its last axis are forbidden."""
-    shape = fw.shape(attn_mask)
+    shape = fw.static_shape(attn_mask)
     if not 1 <= len(shape) <= 4 or shape[-1] > m:
         raise ShapeError(
             f"attn_mask has shape {shape}; expected one that broadcasts to "
@@ -202,14 +202,14 @@ def _pad(fw: Framework, attn_mask: Array, m: int) -> Array:
         )
     if shape[-1] == m:
         return attn_mask
-    forbid = False if fw.dtype(attn_mask) == "bool" else float("-inf")
+    forbid = False if fw.dtype_name(attn_mask) == "bool" else float("-inf")
     beyond = fw.full((*shape[:-1], m - shape[-1]), forbid, attn_mask)
     return fw.xp.concat([attn_mask, beyond], axis=-1)
 
 
-def _operator() -> type:
+def _build_operator_class() -> type:
     """The operator as onnx's reference evaluator wants it, found by its class's name."""
-    with extra("onnx", "qkv.onnx.Attention needs onnx"):
+    with require_extra("onnx", "qkv.onnx.Attention needs onnx"):
         from onnx.reference.op_run import OpRun
 
     class Attention(OpRun):  # type: ignore[misc]
@@ -231,7 +231,7 @@ def _operator() -> type:
             if not any(wanted[3:]):
                 attributes["qk_matmul_output_mode"] = None
             if self.run_params["opsets"].get("", 25) == 23:
-                inputs = _broadcast(*inputs)
+                inputs = _broadcast_mask(*inputs)
             outputs = attention(*inputs, **attributes)
             return tuple(x for x in outputs[: len(wanted)] if x is not None)
 
@@ -239,7 +239,7 @@ def _operator() -> type:
     return Attention
 
 
-def _broadcast(Q: Array, K: Array, V: Array, *rest: Array | None) -> tuple[Array | None, ...]:
+def _broadcast_mask(Q: Array, K: Array, V: Array, *rest: Array | None) -> tuple[Array | None, ...]:
     """The inputs of opset 23, whose mask of one key stands for all keys: no padding yet."""
     attn_mask, past_key, *_ = (*rest, None, None)
     if attn_mask is None or attn_mask.shape[-1:] != (1,):
@@ -251,5 +251,5 @@ def _broadcast(Q: Array, K: Array, V: Array, *rest: Array | None) -> tuple[Array
 def __getattr__(name: str) -> Any:
     if name != "Attention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = _operator()
+    globals()[name] = _build_operator_class()
     return globals()[name]

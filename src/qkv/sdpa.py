@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from qkv import masks, scores
-from qkv.arrays import framework_of, is_array, of
 from qkv.attention import attend
-from qkv.elsewhere import unscriptable
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
+from qkv.frameworks import find_framework, get_framework, is_array
 from qkv.masks import Mask
-from qkv.types import A, Array
+from qkv.util.keyword_hints import forbid_torchscript
+from qkv.util.types import A, Array
 
 
-@unscriptable
+@forbid_torchscript
 def scaled_dot_product_attention(
     query: A,
     key: A,
@@ -50,13 +50,15 @@ def scaled_dot_product_attention(
             "attn_mask must not be set when is_causal=True: pass one of them, or both as one mask, "
             "qkv.attend(query, key, value, mask=masks.causal & attn_mask)"
         )
-    fw = framework_of(query)
-    rows = None if fw is None else fw.sequences(query)
+    fw = find_framework(query)
+    rows = None if fw is None else fw.split_nested(query)
     if fw is not None and rows is not None:
-        given = zip(rows, *_sequences(len(rows), attn_mask, key=key, value=value), strict=True)
+        given = zip(
+            rows, *_split_sequences(len(rows), attn_mask, key=key, value=value), strict=True
+        )
         how = (dropout_p, is_causal, scale, enable_gqa)
         parts = [scaled_dot_product_attention(q, k, v, None, *how, seed=seed) for q, k, v in given]
-        packed: A = fw.packed(parts, query)
+        packed: A = fw.pack_nested(parts, query)
         return packed
     heads = [x.shape[-3] for x in (query, key, value) if len(getattr(x, "shape", ())) > 2]
     if not enable_gqa and len({size for size in heads if size != 1}) > 1:
@@ -64,14 +66,14 @@ def scaled_dot_product_attention(
             f"query, key and value have {', '.join(map(str, heads))} heads: pass enable_gqa=True "
             "to share keys and values among groups of heads"
         )
-    mask = None if attn_mask is None else _torchs_rule(attn_mask, query, key)
+    mask = None if attn_mask is None else _mask_from_torch(attn_mask, query, key)
     if is_causal:
         mask = masks.causal
     score = scores.ScaledDot(scale)
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
 
 
-def _sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Array]]:
+def _split_sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Array]]:
     """The sequences of arrays that must be nested as the query is."""
     if attn_mask is not None:
         raise CombinationError(
@@ -79,7 +81,7 @@ def _sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Arra
             "call once for each sequence"
         )
     for name, x in given.items():
-        parts = of(x).sequences(x)
+        parts = get_framework(x).split_nested(x)
         if parts is None:
             raise FrameworkError(f"query is a nested tensor but {name} is not nested: nest it too")
         if len(parts) != count:
@@ -87,14 +89,14 @@ def _sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Arra
         yield parts
 
 
-def _torchs_rule(mask: Any, query: Array, key: Array) -> Mask:
+def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:
     """A mask as torch has it: an array, or `causal_upper_left` and `causal_lower_right`."""
     variant = getattr(mask, "variant", None)
     if variant is None:
-        fw = framework_of(query)
-        if fw is not None and framework_of(mask) is fw and not fw.shares_device(mask, query):
+        fw = find_framework(query)
+        if fw is not None and find_framework(mask) is fw and not fw.shares_device(mask, query):
             raise ArgumentError(
-                f"query is on {fw.device(query)} but attn_mask is on {fw.device(mask)}: "
+                f"query is on {fw.device_of(query)} but attn_mask is on {fw.device_of(mask)}: "
                 "pass attn_mask.to(query.device)"
             )
         return masks.array(mask)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from qkv.arrays.made import Late, later
+from qkv.frameworks.lazy import LazySequence, lazy_arrays
 
 
 def test_rows_are_made_once_for_all_names() -> None:
@@ -17,7 +17,7 @@ def test_rows_are_made_once_for_all_names() -> None:
         x = np.arange(start, stop)
         return {"x": x, "square": np.stack([x, x**2], axis=1).astype("f4")}
 
-    arrays = later(make, 20)
+    arrays = lazy_arrays(make, 20)
     assert [len(x) for x in arrays.values()] == [20, 20]
     assert arrays["square"].shape == (20, 2) and arrays["square"].dtype == np.float32
     some = {name: x[5:18][2:] for name, x in arrays.items()}
@@ -28,7 +28,7 @@ def test_rows_are_made_once_for_all_names() -> None:
 
 
 def test_what_is_made_late_is_made_after_ctrl_c_at_any_moment() -> None:
-    things, stops = Late(3, range), 0
+    things, stops = LazySequence(3, range), 0
 
     def profile(frame, event, arg):
         nonlocal left

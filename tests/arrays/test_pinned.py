@@ -6,30 +6,30 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qkv import attention  # noqa: E402
-from qkv.arrays import of, pinned  # noqa: E402
-from qkv.arrays import torch as torchs  # noqa: E402
-from qkv.arrays.rows import Rows, Stored  # noqa: E402
+from qkv.frameworks import get_framework, pinned_memory  # noqa: E402
+from qkv.frameworks import torch as torchs  # noqa: E402
+from qkv.frameworks.stored_rows import RowChunk, StoredRows  # noqa: E402
 
 
-class Late(pinned.Pinned):
+class Late(pinned_memory.PinnedBuffers):
     """A device that reads no buffer before it is waited for."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
         self.waiting, self.most = {}, 0
 
-    def _room(self, size):
+    def _allocate_buffer(self, size):
         return torch.empty(size, dtype=torch.uint8)
 
-    def sent(self, data):
-        self.now = (self._turn, data.shape)
-        self.out = super().sent(data)
+    def copy_to_device(self, data):
+        self.now = (self._next_buffer, data.shape)
+        self.out = super().copy_to_device(data)
         self.out.fill_(-1)
-        self.waiting[self.now[0]] = (self.out, self._rooms[self.now[0]], data.nbytes)
+        self.waiting[self.now[0]] = (self.out, self._buffers[self.now[0]], data.nbytes)
         self.most = max(self.most, len(self.waiting))
         return self.out
 
-    def _mark(self):
+    def _record_event(self):
         return Event(self, self.now[0])
 
     def arrive(self, turn):
@@ -50,11 +50,11 @@ def test_no_buffer_is_filled_before_the_device_has_read_it():
     device, sent = Late(), []
     for i in range(11):
         data = np.full((5 + i % 3, 4), i, np.float32 if i % 2 else np.float16)
-        sent.append(device.sent(data))
+        sent.append(device.copy_to_device(data))
         data[:] = -2
-    for turn in range(pinned.ROOMS):
+    for turn in range(pinned_memory.BUFFERS_PER_DEVICE):
         device.arrive(turn)
-    assert device.most == pinned.ROOMS
+    assert device.most == pinned_memory.BUFFERS_PER_DEVICE
     for i, out in enumerate(sent):
         assert out.shape == (5 + i % 3, 4) and (out == i).all()
 
@@ -62,23 +62,23 @@ def test_no_buffer_is_filled_before_the_device_has_read_it():
 def test_rows_that_are_sent_are_those_that_are_read(monkeypatch):
     rng = np.random.default_rng(0)
     keys, values = rng.normal(size=(2, 1500, 8)).astype(np.float16)
-    rows = Rows(lambda: [Stored(keys, values)], keys.shape, 8)
+    rows = StoredRows(lambda: [RowChunk(keys, values)], keys.shape, 8)
     query = torch.from_numpy(rng.normal(size=(3, 8)).astype(np.float32))
     how, count = {"score": "dot", "weighting": "softmax"}, []
-    want = attention.over(rows, query, **how)
+    want = attention.attend_rows(rows, query, **how)
 
     def read(self, data, like, dtype):
         device = Late()
-        out = device.sent(np.ascontiguousarray(data))
+        out = device.copy_to_device(np.ascontiguousarray(data))
         device.arrive(0)
         count.append(data.nbytes)
         return out.to(getattr(torch, dtype))
 
-    monkeypatch.setattr(torchs.Torch, "read", read)
-    assert torch.equal(attention.over(rows, query, **how), want)
+    monkeypatch.setattr(torchs.Torch, "block_from_host", read)
+    assert torch.equal(attention.attend_rows(rows, query, **how), want)
     assert sum(count) == keys.nbytes + values.nbytes
 
 
 def test_what_stays_on_the_host_is_not_copied():
-    data, like = np.ones((pinned.LEAST // 4, 2), np.float32), torch.ones(1)
-    assert of(like).read(data, like, "float32").data_ptr() == data.ctypes.data
+    data, like = np.ones((pinned_memory.MIN_PINNED_BYTES // 4, 2), np.float32), torch.ones(1)
+    assert get_framework(like).block_from_host(data, like, "float32").data_ptr() == data.ctypes.data

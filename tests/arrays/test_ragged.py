@@ -3,13 +3,21 @@
 import numpy as np
 import pytest
 
-from qkv.arrays.ragged import Ragged, Wide, columns, joined, numbers, places, sparse
+from qkv.frameworks.ragged import (
+    DenseAndSparse,
+    Ragged,
+    build_sparse,
+    concat_ragged,
+    entry_positions,
+    entry_values,
+    gather_columns,
+)
 
 RNG = np.random.default_rng(0)
 
 
 def lists(rows: Ragged) -> list[list[int]]:
-    return [row.tolist() for row in rows.split()]
+    return [row.tolist() for row in rows.split_rows()]
 
 
 ROWS = Ragged(np.arange(10, 16), np.array([0, 2, 2, 5, 6]))
@@ -27,14 +35,21 @@ ROWS = Ragged(np.arange(10, 16), np.array([0, 2, 2, 5, 6]))
     ],
 )
 def test_some_of_the_rows(some: slice | np.ndarray, expected: list[list[int]]) -> None:
-    assert lists(ROWS[some]) == lists(ROWS[some].own()) == lists(ROWS[some].copy()) == expected
-    assert ROWS[some].own().starts[0] == 0
+    assert (
+        lists(ROWS[some]) == lists(ROWS[some].trim_flat()) == lists(ROWS[some].copy()) == expected
+    )
+    assert ROWS[some].trim_flat().starts[0] == 0
     assert len(ROWS[some]) == len(expected)
 
 
 def test_parts_are_joined_and_cut_again() -> None:
-    assert lists(joined([ROWS[2:], ROWS[:0], ROWS[:2]])) == [[12, 13, 14], [15], [10, 11], []]
-    assert lists(joined([ROWS[2:], ROWS])[1:3][1:]) == [[10, 11]]
+    assert lists(concat_ragged([ROWS[2:], ROWS[:0], ROWS[:2]])) == [
+        [12, 13, 14],
+        [15],
+        [10, 11],
+        [],
+    ]
+    assert lists(concat_ragged([ROWS[2:], ROWS])[1:3][1:]) == [[10, 11]]
 
 
 def both(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
@@ -42,7 +57,7 @@ def both(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
     dense = RNG.normal(size=(rows, width)).astype(np.float32) * (RNG.random((rows, width)) < 0.2)
     place = np.sort(RNG.choice(2**32, width, replace=False).astype(np.uint32))
     row, at = np.nonzero(dense)
-    return dense, sparse(row, place[at], dense[row, at], rows), place
+    return dense, build_sparse(row, place[at], dense[row, at], rows), place
 
 
 def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
@@ -50,7 +65,7 @@ def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
     query = np.zeros((3, 40), np.float32)
     query[:, 5:12] = RNG.normal(size=(3, 7))
     asked = place[5:12]
-    short, long = query[:, 5:12], columns(kept, asked)
+    short, long = query[:, 5:12], gather_columns(kept, asked)
     np.testing.assert_array_equal(long[:, :-1], key[:, 5:12])
     np.testing.assert_allclose(short @ long[:, :-1].T, query @ key.T, atol=1e-6)
     own = np.concatenate([short, np.zeros((3, 1), np.float32)], axis=1)
@@ -61,22 +76,24 @@ def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
 def test_entries_are_given_back_to_the_last_bit() -> None:
     _, kept, _ = both(5, 9)
     row = np.repeat(np.arange(5), np.diff(kept.starts))
-    again = sparse(row, places(kept), numbers(kept), 5)
+    again = build_sparse(row, entry_positions(kept), entry_values(kept), 5)
     np.testing.assert_array_equal(again.flat, kept.flat)
     np.testing.assert_array_equal(again.starts, kept.starts)
 
 
 def test_places_that_share_their_low_bits_are_told_apart() -> None:
     place = np.array([7, 7 + (1 << 16), 7 + (1 << 20)])
-    kept = sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
-    assert columns(kept, place[1:2].astype(np.uint32)).tolist() == [[2.0, pytest.approx(10**0.5)]]
-    assert columns(kept, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
+    kept = build_sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
+    assert gather_columns(kept, place[1:2].astype(np.uint32)).tolist() == [
+        [2.0, pytest.approx(10**0.5)]
+    ]
+    assert gather_columns(kept, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
 
 
 def test_a_wide_array_is_cut_before_it_is_made() -> None:
     _, kept, place = both(20, 30)
     dense = RNG.normal(size=(20, 4)).astype(np.float16)
-    whole = Wide(dense, kept, place[3:9])
+    whole = DenseAndSparse(dense, kept, place[3:9])
     assert whole.shape == np.asarray(whole).shape == (20, 11) and len(whole) == 20
     np.testing.assert_array_equal(np.asarray(whole[4:9]), np.asarray(whole)[4:9])
     some = RNG.random(20) < 0.5

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv import masks, scores, weightings
 
 tf = pytest.importorskip("tensorflow")
 
@@ -111,3 +112,52 @@ def test_a_rank_that_only_a_run_tells_is_refused():
     call = tf.function(lambda x: qkv.attend(x, x, x), input_signature=[tf.TensorSpec(None)])
     with pytest.raises(qkv.errors.ShapeError, match=r"query.*number of axes.*ensure_shape"):
         call(tf.eye(2))
+
+
+RECORDS = {
+    "variable": lambda: scores.Gaussian(tf.Variable(0.8)),
+    "constant": lambda: scores.Gaussian(tf.constant(0.8)),
+    "number": lambda: scores.Gaussian(0.8),
+    "inside another": lambda: scores.Gated(
+        tf.ones(4), tf.ones(4), score=scores.Gaussian(tf.constant(1.0))
+    ),
+    "function": lambda: scores.Modified(scores.Dot(), lambda s, b, h, i, j: s * 2),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_tf_function_takes_a_score_a_weighting_and_a_mask(name):
+    made = [RECORDS[name](), weightings.Entmax(tf.constant(1.4)), masks.blocks([[1, 0], [1, 1]], 3)]
+    x = tf.constant(np.random.default_rng(0).normal(size=(1, 2, 6, 4)).astype(np.float32))
+    traces = []
+
+    @tf.function
+    def attended(a, score, weighting, mask):
+        traces.append(1)
+        return qkv.attend(a, a, a, score=score, weighting=weighting, mask=mask)
+
+    want = qkv.attend(x, x, x, score=made[0], weighting=made[1], mask=made[2])
+    np.testing.assert_allclose(attended(x, *made), want, atol=1e-5)
+    again = [
+        RECORDS[name]() if name != "function" else made[0],
+        weightings.Entmax(tf.constant(1.9)),
+    ]
+    want = qkv.attend(x, x, x, score=again[0], weighting=again[1], mask=made[2])
+    np.testing.assert_allclose(attended(x, *again, made[2]), want, atol=1e-5)
+    if name in ("constant", "number", "function"):  # other numbers, the same graph
+        assert len(traces) == 1
+    assert tf.nest.pack_sequence_as(made[0], tf.nest.flatten(made[0])) == made[0]
+
+
+def test_a_module_finds_the_variables_inside_a_score():
+    class Model(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.score = scores.Additive(
+                *map(tf.Variable, (np.eye(3, 4), np.eye(3, 4), np.ones(3)))
+            )
+            self.weighting = weightings.Entmax(tf.Variable(1.5))
+
+    model = Model()
+    held = [*vars(model.score).values(), model.weighting.alpha]
+    assert {id(x) for x in model.trainable_variables} == {id(x) for x in held if x is not None}

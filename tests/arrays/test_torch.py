@@ -7,9 +7,9 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import to_numpy
-from qkv.arrays.int8 import Queries
 from qkv.errors import FrameworkError
+from qkv.frameworks import to_numpy
+from qkv.frameworks.int8 import Int8Queries
 
 torch = pytest.importorskip("torch")
 
@@ -121,7 +121,7 @@ def test_a_default_device_is_not_where_the_codes_are(count):
     chance = np.random.default_rng(0)
     vectors, codes = chance.normal(size=(count, 8)), chance.integers(-9, 9, (40, 8), np.int8)
     with torch.device("meta"):
-        found = Queries(vectors).inner(codes)
+        found = Int8Queries(vectors).inner_products(codes)
     np.testing.assert_allclose(found, vectors @ codes.T, atol=1e-3)
 
 
@@ -150,10 +150,10 @@ def test_numbers_of_a_mask_go_to_the_device_of_the_query(arrays, make, how):
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
 def test_products_of_short_matrices(lead, mkl, monkeypatch):
     """x yᵀ as it is and by a copy, with derivatives of both orders, for one y and for many."""
-    from qkv.arrays import torch as adapter
+    from qkv.frameworks import torch as adapter
 
-    monkeypatch.setattr(adapter, "MKL", mkl)
-    inner, chance = adapter.FRAMEWORK.inner, np.random.default_rng(0)
+    monkeypatch.setattr(adapter, "HAS_MKL", mkl)
+    inner, chance = adapter.FRAMEWORK.inner_products, np.random.default_rng(0)
     x, y = (chance.normal(size=(*shape, 2)) for shape in ((2, 3, 12), (*lead, 3)))
     given = [torch.as_tensor(part) for part in (x, y)]
     np.testing.assert_allclose(inner(*given), x @ y.swapaxes(-1, -2), atol=1e-12)
@@ -184,16 +184,16 @@ def test_dropout_is_mapped_inside_a_graph_of_any_length(randomness):
 
 
 def test_a_constant_is_copied_to_a_device_once_and_forgotten_with_its_array():
-    from qkv.arrays import framework
-    from qkv.arrays import torch as adapter
+    from qkv.frameworks import load_framework
+    from qkv.frameworks import torch as adapter
 
     class OnDevice:
         is_cuda, device = True, torch.device("meta")
 
     host = np.ones((2, 3), dtype=bool)
     before = len(adapter._DEVICE_COPIES)
-    first = framework("torch").cached_constant(host, OnDevice(), "bool")
-    assert framework("torch").cached_constant(host, OnDevice(), "bool") is first
+    first = load_framework("torch").cached_constant(host, OnDevice(), "bool")
+    assert load_framework("torch").cached_constant(host, OnDevice(), "bool") is first
     assert first.shape == (2, 3) and len(adapter._DEVICE_COPIES) == before + 1
     del host
     assert len(adapter._DEVICE_COPIES) == before

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from qkv.cli import command, sentence
-from qkv.errors import ArgumentError, MissingExtra, QkvError
+from qkv.cli import command, weights
+from qkv.errors import ArgumentError, MissingExtraError, QkvError
 from tests.cli.run import HERE, data, process, qkv, run
 
 
@@ -88,7 +88,7 @@ class TestProcess:
             child.stdin.close()
             child.stdout.readline()
             child.stdout.close()
-            assert child.wait(timeout=300) == command.PIPE
+            assert child.wait(timeout=300) == command.EXIT_BROKEN_PIPE
             assert child.stderr.read() == ""
 
     def test_ctrl_c(self, tmp_path: Path) -> None:
@@ -150,29 +150,29 @@ class TestProcess:
 
 class TestErrors:
     def test_each_has_its_code(self) -> None:
-        from qkv.database.faults import Damaged, Locked
+        from qkv.database.errors import StoreDamagedError, StoreLockedError
 
         cases: list[tuple[BaseException, int]] = [
-            (command.Nothing("x"), 1),
+            (command.NothingFoundError("x"), 1),
             (ArgumentError("x"), 2),
             (QkvError("x"), 2),
             (FileNotFoundError(2, "No such file", "a.csv"), 2),
-            (Damaged("x"), 3),
-            (Locked("x"), 4),
-            (MissingExtra("x"), 5),
+            (StoreDamagedError("x"), 3),
+            (StoreLockedError("x"), 4),
+            (MissingExtraError("x"), 5),
             (ZeroDivisionError("x"), 70),
             (KeyboardInterrupt(), 130),
             (BrokenPipeError(), 141),
         ]
         for error, code in cases:
-            assert command.diagnose(error)[0] == code
-        assert command.diagnose(PermissionError(13, "Denied", "a.csv"))[1] == "a.csv: Denied"
+            assert command.diagnose_error(error)[0] == code
+        assert command.diagnose_error(PermissionError(13, "Denied", "a.csv"))[1] == "a.csv: Denied"
 
     def test_a_bug_is_one_line_unless_debugged(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*_: object, **__: object) -> None:
             raise ZeroDivisionError("by naught")
 
-        monkeypatch.setattr(sentence, "attend", broken)
+        monkeypatch.setattr(weights, "compute_weights", broken)
         result = qkv("weights", "a b")
         assert result.exit_code == 70
         assert result.stderr.startswith("qkv: a bug, ZeroDivisionError: by naught.")

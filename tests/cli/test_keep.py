@@ -122,7 +122,7 @@ class TestKeep:
         assert ["rows", "8"] in [line.split() for line in shown]
         assert data("info", table)["rows"] == 8
 
-    @pytest.mark.filterwarnings("always::qkv.NoHeader")
+    @pytest.mark.filterwarnings("always::qkv.NoHeaderWarning")
     def test_a_table_without_a_line_of_names(self, tmp_path: Path) -> None:
         path, store = tmp_path / "t.csv", tmp_path / "t.qkv"
         path.write_text("Berlin,3.6\nParis,2.1\n", encoding="utf-8")
@@ -138,7 +138,7 @@ class TestKeep:
         assert data("ask", path, "Berlin", *named, "-w", "hard")["value"] == 3.6
         assert qkv("info", store, *named).exit_code == 2
 
-    @pytest.mark.filterwarnings("always::qkv.database.faults.SkippedRows")
+    @pytest.mark.filterwarnings("always::qkv.database.errors.SkippedRowsWarning")
     def test_info_tells_of_types_and_missing_cells(self, tmp_path: Path) -> None:
         path = tmp_path / "people.csv"
         path.write_text("name,age,code\nLi,34,NA\nMu,NA,DE\n,3,\n")
@@ -194,7 +194,7 @@ class TestKeep:
             assert catalogue.name in result.output
         assert data("check", store, code=3)["clean"] is False
 
-    @pytest.mark.filterwarnings("default::qkv.database.faults.SkippedRows")
+    @pytest.mark.filterwarnings("default::qkv.database.errors.SkippedRowsWarning")
     def test_other_rows_answer_where_a_segment_is_damaged(self, tmp_path: Path) -> None:
         table, path = tmp_path / "many.csv", tmp_path / "many.qkv"
         table.write_text("key,value\n" + "".join(f"row {i},{i}\n" for i in range(5000)))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qkv.database.learn.descent import Descent
-from qkv.types import Progress
+from qkv.database.learn.descent import GradientDescent
+from qkv.util.types import ProgressCallback
 from tests.cli.run import BOOKS, data, qkv
 
 
@@ -32,14 +32,14 @@ class TestLearn:
     ) -> None:
         pairs = store.with_name("pairs.csv")
         pairs.write_text("query,key\n" + "".join(f'by {i},"{b[0]}"\n' for i, b in enumerate(BOOKS)))
-        real = Descent.one_epoch
+        real = GradientDescent.run_epoch
 
-        def interrupted(self: Descent, report: Progress) -> bool:
+        def interrupted(self: GradientDescent, report: ProgressCallback) -> bool:
             if self.epoch == epochs:
                 raise KeyboardInterrupt
             return real(self, report)
 
-        monkeypatch.setattr(Descent, "one_epoch", interrupted)
+        monkeypatch.setattr(GradientDescent, "run_epoch", interrupted)
         told = data("learn", store, pairs, code=130)
         if epochs:
             assert told["interrupted"] and told["version"] == 2 and told["best"] > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qkv.cli import COMMANDS, command
+from qkv.cli import COMMAND_MODULES, command
 from tests.cli.run import HERE, ROOT, qkv, run
 
 
@@ -17,7 +17,7 @@ class TestHelp:
     def test_every_command_explains_itself(self) -> None:
         result = qkv("--help")
         assert result.exit_code == 0
-        for name in COMMANDS:
+        for name in COMMAND_MODULES:
             assert re.search(rf"^  {name} ", result.stdout, re.MULTILINE)
             one = qkv(name, "--help")
             assert one.exit_code == 0
@@ -29,13 +29,13 @@ class TestHelp:
     def test_exit_codes_are_documented(self) -> None:
         shown = qkv("--help").stdout
         page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-        for code, meaning in command.CODES.items():
+        for code, meaning in command.EXIT_CODES.items():
             assert f"{code}  {meaning}" in shown
             assert f"| {code} | {meaning} |" in page
 
     def test_docs_name_every_command_and_shared_option(self) -> None:
         page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-        for name in COMMANDS:
+        for name in COMMAND_MODULES:
             assert f"`qkv {name}" in page
         for option in re.findall(
             r"^  (?:-\w, )?(--\w+)", qkv("ask", "--help").stdout, re.MULTILINE

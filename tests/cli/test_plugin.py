@@ -30,9 +30,9 @@ class Far(scores.Score):
 @dataclass(frozen=True)
 class Second(weightings.Weighting):
     def weights(self, scores, live, k):
-        return self.weight(scores, live, k, ())
+        return self.block_weights(scores, live, k, ())
 
-    def weight(self, scores, live, k, found):
+    def block_weights(self, scores, live, k, found):
         return 0.0 * scores + (k == 1)
 
 @encoders.register("lengths")
@@ -44,7 +44,7 @@ class Lengths(encoders.Encoder):
     def encode(self, keys):
         return np.array([[len(key)] for key in keys], np.float32).reshape(-1, 1)
 
-    def score(self, rows):
+    def default_score(self, rows):
         return scores.Gaussian(0.1)
 
     def settings(self):

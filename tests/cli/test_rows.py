@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qkv.cli import screen
+from qkv.cli import terminal
 from tests.cli.run import BOOKS, NAMES, data, qkv, run
 
 
@@ -42,8 +42,8 @@ def test_columns_for_which_a_terminal_has_no_room_are_counted(
     (tmp_path / "wide.csv").write_text(",".join(names) + "\n" + ",".join(["3.14159"] * 40) + "\n")
     whole = qkv("rows", tmp_path / "wide.csv")
     assert names[-1] in whole.stdout and "no room" not in whole.output
-    monkeypatch.setattr(screen, "terminal", lambda stream=None: stream is None)
-    monkeypatch.setattr(screen, "width", lambda: 60)
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream=None: stream is None)
+    monkeypatch.setattr(terminal, "terminal_width", lambda: 60)
     found = qkv("rows", tmp_path / "wide.csv")
     _, line = found.stdout.splitlines()
     assert len(line) <= 60 and line.split() == ["0", *["3.14159"] * 5]

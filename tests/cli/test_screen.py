@@ -7,12 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from qkv.cli import screen
+from qkv.cli import terminal
 
 
 class TestScreen:
     def test_json_is_strict(self) -> None:
-        text = screen.json_text({"a": float("nan"), "b": np.float32(0.5), "c": (1, [np.int64(2)])})
+        text = terminal.format_json(
+            {"a": float("nan"), "b": np.float32(0.5), "c": (1, [np.int64(2)])}
+        )
         assert json.loads(text) == {"a": None, "b": 0.5, "c": [1, [2]]}
 
     @pytest.mark.parametrize(
@@ -31,11 +33,11 @@ class TestScreen:
         ],
     )
     def test_percent(self, weight: float, text: str) -> None:
-        assert screen.percent(weight) == text
+        assert terminal.format_percent(weight) == text
 
     def test_a_bar_stays_in_its_box(self) -> None:
         for share in (-1.0, 0.0, 0.01, 0.5, 1.0, 7.0, float("nan")):
             for plain in (False, True):
-                assert len(screen.bar(share, 10, ascii_only=plain)) <= 10
-        assert screen.bar(1.0, 10) == "█" * 10
-        assert screen.bar(float("nan"), 10) == ""
+                assert len(terminal.render_bar(share, 10, ascii_only=plain)) <= 10
+        assert terminal.render_bar(1.0, 10) == "█" * 10
+        assert terminal.render_bar(float("nan"), 10) == ""

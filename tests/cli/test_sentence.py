@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkv.cli import sentence
+from qkv.cli import weights
 from tests.cli.run import data, qkv
 
 
@@ -34,8 +34,8 @@ class TestWeights:
     def test_marks_and_joiners_stay_with_what_they_join(self) -> None:
         family, thumb, heart = "\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\u2764\ufe0f"
         given = ["हिन्दी", family, "می\u200cخواهم", thumb, "cafe\u0301", heart, "!", "don’t"]
-        assert sentence.words_of(" ".join(given)) == given
-        assert sentence.words_of(f"{heart}!") == [heart, "!"]
+        assert weights.split_words(" ".join(given)) == given
+        assert weights.split_words(f"{heart}!") == [heart, "!"]
 
     def test_masks(self) -> None:
         pytest.importorskip("wordllama")
@@ -57,7 +57,7 @@ class TestWeights:
         assert png.read_bytes().startswith(b"\x89PNG")
         found = data("weights", "<b> & 'the' king")
         (words, alpha), text = drawn(page), page.read_text(encoding="utf-8")
-        assert words == found["words"] == sentence.words_of("<b> & 'the' king")
+        assert words == found["words"] == weights.split_words("<b> & 'the' king")
         np.testing.assert_allclose(alpha[0, 0], found["weights"], atol=0.005)
         assert "default-src 'none'" in text and "<b>" not in text.partition("<script")[0]
 
@@ -92,9 +92,9 @@ class TestWeights:
     @pytest.mark.parametrize("width", [12, 20, 40, 80, 200])
     @pytest.mark.parametrize("coloured", [False, True])
     def test_every_weight_is_drawn_within_the_width(self, width: int, coloured: bool) -> None:
-        words = sentence.words_of("It was the best of times, it was the worst of 时间")
+        words = weights.split_words("It was the best of times, it was the worst of 时间")
         alpha = np.full((len(words), len(words)), 1 / len(words))
-        lines = sentence.heatmap(words, alpha, width, coloured, ascii_only=False)
+        lines = weights.render_heatmap(words, alpha, width, coloured, ascii_only=False)
         assert max(line.cell_len for line in lines) <= width
         if coloured:
             spans = sum(span.style != "" for line in lines for span in line.spans)
@@ -102,9 +102,9 @@ class TestWeights:
 
     def test_numbers_and_headings(self) -> None:
         alpha = np.array([[0.75, 0.25], [0.0, 1.0]])
-        lines = sentence.heatmap(["to", "be"], alpha, 80, False, ascii_only=False)
+        lines = weights.render_heatmap(["to", "be"], alpha, 80, False, ascii_only=False)
         assert [line.plain for line in lines] == ["    to  be ", "to  75  25 ", "be   0 100 "]
-        tall = sentence.heatmap(["ab", "longer"], alpha, 17, False, ascii_only=False)
+        tall = weights.render_heatmap(["ab", "longer"], alpha, 17, False, ascii_only=False)
         assert [line.plain.rstrip() for line in tall][:4] == [
             "            l",
             "            o",
@@ -114,9 +114,9 @@ class TestWeights:
 
     def test_shades_where_numbers_do_not_fit(self) -> None:
         alpha = np.array([[1.0, 0.0], [0.5, 0.5]])
-        lines = sentence.heatmap(["a", "b"], alpha, 6, False, ascii_only=False)
+        lines = weights.render_heatmap(["a", "b"], alpha, 6, False, ascii_only=False)
         assert [line.plain for line in lines][1:] == ["a ██  ", "b ▒▒▒▒"]
-        lines = sentence.heatmap(["a", "b"], alpha, 6, False, ascii_only=True)
+        lines = weights.render_heatmap(["a", "b"], alpha, 6, False, ascii_only=True)
         assert [line.plain for line in lines][1:] == ["a ##  ", "b ::::"]
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from qkv.cli import values
+from qkv.cli import arguments
 
 
 class TestValues:
     def test_where_leaves_comparisons_alone(self) -> None:
         for text in ("a == 1", "a <= 1", "a >= 1", "a != 1", "'x=y' in a"):
-            assert values.where([text]) == text
-        assert values.where(["a=it's"]) == '`a` == "it\'s"'
-        assert values.where(["a='Tis Pity"]) == '`a` == "\'Tis Pity"'
-        assert values.where(['a="Li']) == "`a` == '\"Li'"
-        assert values.where(["a='Li' and b > 1"]) == "`a` == 'Li' and b > 1"
-        assert values.where(["first name=Li"]) == "`first name` == 'Li'"
-        assert values.where(None) is None
+            assert arguments.join_conditions([text]) == text
+        assert arguments.join_conditions(["a=it's"]) == '`a` == "it\'s"'
+        assert arguments.join_conditions(["a='Tis Pity"]) == '`a` == "\'Tis Pity"'
+        assert arguments.join_conditions(['a="Li']) == "`a` == '\"Li'"
+        assert arguments.join_conditions(["a='Li' and b > 1"]) == "`a` == 'Li' and b > 1"
+        assert arguments.join_conditions(["first name=Li"]) == "`first name` == 'Li'"
+        assert arguments.join_conditions(None) is None
 
     def test_where_ends_a_text_at_another_condition(self) -> None:
         columns = ("genre", "n", "title", "fresh", "salt and pepper")
 
         def read(text: str) -> str | None:
-            return values.where([text], columns)
+            return arguments.join_conditions([text], columns)
 
         assert read("genre=tea and n=2") == "`genre` == 'tea' and `n` in (2, '2')"
         assert read("title=Pride and Prejudice") == "`title` == 'Pride and Prejudice'"

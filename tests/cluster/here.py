@@ -7,9 +7,9 @@ from typing import Any
 from ray import cloudpickle
 
 from qkv.cluster.cluster import Cluster
-from qkv.cluster.fleet import Fleet, Request, owners
 from qkv.cluster.shard import Shard
-from qkv.database.faults import LostShard, Unreadable
+from qkv.cluster.shard_set import Request, ShardSet, assign_stores
+from qkv.database.errors import LostShardError, StoreUnreadableError
 
 
 class Here:
@@ -20,16 +20,16 @@ class Here:
         self.shards = [Shard(own, None, 1) for own in sources]
         self.lost: set[int] = set()
 
-    def put(self, thing: Any) -> bytes:
+    def put_job(self, thing: Any) -> bytes:
         return cloudpickle.dumps(thing)  # type: ignore[no-any-return]
 
-    def each(self, requests: Sequence[Request]) -> list[Any]:
-        return [self.once(request) for request in requests]
+    def call_each(self, requests: Sequence[Request]) -> list[Any]:
+        return [self.call_once(request) for request in requests]
 
-    def once(self, request: Request) -> Any:
+    def call_once(self, request: Request) -> Any:
         shard, method, args = request
         if shard in self.lost:
-            raise LostShard(f"shard {shard} is lost", shard)
+            raise LostShardError(f"shard {shard} is lost", shard)
         if self.dies():
             self.shards[shard] = Shard(self.sources[shard], None, 1)
         args = pickle.loads(cloudpickle.dumps(args))
@@ -39,8 +39,8 @@ class Here:
         )
         try:
             found = getattr(self.shards[shard], method)(*args)
-        except Unreadable as fault:
-            raise LostShard(str(fault), shard) from None
+        except StoreUnreadableError as fault:
+            raise LostShardError(str(fault), shard) from None
         return pickle.loads(cloudpickle.dumps(found))
 
     def close(self) -> None:
@@ -55,8 +55,8 @@ def cluster(
     dies: Callable[[], bool] = lambda: False,
 ) -> Cluster:
     """A cluster whose shards are here."""
-    held = owners(len(places), shards)
+    held = assign_stores(len(places), shards)
     workers = Here([{i: places[i] for i in own} for own in held], dies)
-    made = Cluster._on(Fleet(places, held, workers, partial))  # type: ignore[arg-type]
+    made = Cluster._from_store(ShardSet(places, held, workers, partial))  # type: ignore[arg-type]
     made._view  # noqa: B018, as `Cluster` itself does
     return made

@@ -119,8 +119,10 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Any) -> Tensor:
-        ctx.own = slice(sum(ranks.rows[: ranks.rank]), sum(ranks.rows[: ranks.rank + 1]))
-        return ranks.gathered(x)
+        ctx.own = slice(
+            sum(ranks.query_counts[: ranks.rank]), sum(ranks.query_counts[: ranks.rank + 1])
+        )
+        return ranks.all_gather_rows(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -129,20 +131,20 @@ class Joined(torch.autograd.Function):
 
 def check(case: Case, queries: str, group: Any) -> None:
     """The output and all gradients are those of one process; of some, gradcheck agrees."""
-    ranks = cluster.Ranks(group)
+    ranks = cluster.RankGroup(group)
     mine, own = _parts(ranks)
-    ranks.rows = QUERIES[ranks.size]
+    ranks.query_counts = QUERIES[ranks.size]
 
     def one(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
         how = case.how(list(learned), slice(None))
         return _flat(qkv.attend(query, key, value, engine="dense", **how))
 
     def many(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        key, value = (cluster.whole(x, group)[..., mine, :] for x in (key, value))
+        key, value = (cluster.sum_gradient(x, group)[..., mine, :] for x in (key, value))
         how = case.how(list(learned), mine)
         if queries == "same":
             return _flat(cluster.attend(query, key, value, group, **how))
-        query = cluster.whole(query, group)[..., own, :]
+        query = cluster.sum_gradient(query, group)[..., own, :]
         out = cluster.attend(query, key, value, group, queries="sharded", **how)
         return Joined.apply(_flat(out), ranks)
 
@@ -157,7 +159,7 @@ def check(case: Case, queries: str, group: Any) -> None:
     ours = list(ours)
     parts = queries == "sharded" or case.how is _bias  # each has those of its own keys
     if parts and case.learned:
-        ours[3:] = ranks.summed(ours[3:])
+        ours[3:] = ranks.all_reduce_sum(ours[3:])
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         _near(a, b, f"gradient {i}")
     if case.how in CHECKED:
@@ -167,7 +169,7 @@ def check(case: Case, queries: str, group: Any) -> None:
         assert torch.autograd.gradcheck(many, checked, fast_mode=True)
 
 
-def _parts(ranks: cluster.Ranks) -> list[slice]:
+def _parts(ranks: cluster.RankGroup) -> list[slice]:
     """Which keys and which queries are this process's own."""
     sizes = KEYS[ranks.size], QUERIES[ranks.size]
     return [slice(sum(x[: ranks.rank]), sum(x[: ranks.rank + 1])) for x in sizes]
@@ -184,7 +186,7 @@ def _near(found: Tensor, want: Tensor, what: str) -> None:
 
 def check_half(group: Any) -> None:
     """16-bit arrays are summed in float32, and gradients come back in 16 bits."""
-    ranks = cluster.Ranks(group)
+    ranks = cluster.RankGroup(group)
     mine, own = _parts(ranks)
     arrays = [x.detach().bfloat16() for x in CASES["lse"].arrays()]
     for queries, rows in (("same", slice(None)), ("sharded", own)):
@@ -203,7 +205,7 @@ def check_half(group: Any) -> None:
 
 def check_few(group: Any) -> None:
     """Fewer queries than processes, or none at all, go round too."""
-    ranks = cluster.Ranks(group)
+    ranks = cluster.RankGroup(group)
     mine, _ = _parts(ranks)
     query, key, value = CASES["softmax"].arrays()
     for count in (0, 1):
@@ -234,7 +236,7 @@ class Layer(nn.Module):
 
 def check_ddp(group: Any, compiled: bool) -> None:
     """DDP's mean is the gradient of the mean of the losses, as for any model."""
-    ranks = cluster.Ranks(group)
+    ranks = cluster.RankGroup(group)
     torch.manual_seed(7)
     alone, apart = Layer(None).double(), Layer(group).double()
     apart.load_state_dict(alone.state_dict())
@@ -263,7 +265,7 @@ def check_compiled(group: Any) -> None:
 
 def _compilable(case: Case, queries: Any, group: Any) -> tuple[list[Tensor], Any]:
     """This process's arrays, and a loss of them."""
-    mine, own = _parts(cluster.Ranks(group))
+    mine, own = _parts(cluster.RankGroup(group))
     query, key, value, *learned = (x.detach() for x in case.arrays())
     rows = own if queries == "sharded" else slice(None)
     fixed = {} if learned else case.how([], mine)
@@ -279,7 +281,7 @@ def _compilable(case: Case, queries: Any, group: Any) -> tuple[list[Tensor], Any
 
 
 def check_refusals(group: Any) -> None:
-    ranks = cluster.Ranks(group)
+    ranks = cluster.RankGroup(group)
     x = torch.ones(2, 3, requires_grad=True)
     some = x[: 1 + (ranks.rank == 0)]
 

@@ -16,11 +16,11 @@ from starlette.testclient import TestClient
 
 import qkv
 from qkv import weightings
-from qkv.cluster import Cluster, LostShard
+from qkv.cluster import Cluster, LostShardError
 from qkv.errors import ArgumentError
-from qkv.serve.app import app
-from qkv.serve.guard import Access
-from qkv.serve.served import opened
+from qkv.serve.app import create_app
+from qkv.serve.databases import open_sources
+from qkv.serve.security import Access
 
 QUICK = str(Path(__file__).parent / "quick")
 RNG = np.random.default_rng(0)
@@ -34,9 +34,9 @@ def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "numbers.qkv"
     with qkv.open(path) as D:
         D.add(KEYS, VALUES)
-    from qkv.cluster.ray import start
+    from qkv.cluster.ray import start_ray
 
-    start(None, 2)
+    start_ray(None, 2)
     try:
         with qkv.open(path) as D:
             with Cluster(path, shards=2, timeout=600) as c:
@@ -59,7 +59,9 @@ def answers_and_gradients(D: qkv.Database, c: Cluster) -> None:
             np.testing.assert_allclose(other.value, one.value, rtol=1e-5, atol=1e-6)
             assert [row.index for row in other.rows] == [row.index for row in one.rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qkv.cluster.ray.INLINE", 0)  # as if queries were many: they are put aside
+        patch.setattr(
+            "qkv.cluster.ray.MAX_INLINE_BYTES", 0
+        )  # as if queries were many: they are put aside
         np.testing.assert_allclose(c.attend(QUERY), D.attend(QUERY), rtol=1e-5, atol=1e-6)
     query = torch.tensor(QUERY, requires_grad=True)
     slopes = [
@@ -81,7 +83,7 @@ def deaths(D: qkv.Database, c: Cluster) -> None:
     thread = threading.Thread(target=load)
     thread.start()
     try:
-        for process in c.processes():
+        for process in c.process_ids():
             os.kill(process, signal.SIGKILL)
         seen = len(found)
         end = time.monotonic() + 600
@@ -108,17 +110,19 @@ def replicas(D: qkv.Database, path: Path) -> None:
         want = D.attend(QUERY)
         for _ in range(2):
             np.testing.assert_allclose(c.attend(QUERY), want, rtol=1e-5, atol=1e-6)
-        os.kill(c.processes()[0], signal.SIGSTOP)
-        stopped = c._fleet.workers.of(0)
+        os.kill(c.process_ids()[0], signal.SIGSTOP)
+        stopped = c._shard_set.workers.replicas_of(0)
         for _ in range(3):
             np.testing.assert_allclose(c.attend(QUERY), want, rtol=1e-5, atol=1e-6)
         assert len(stopped) == 2
 
 
 def served(path: Path) -> None:
-    served = opened([path], shards=1)
+    served = open_sources([path], shards=1)
     try:
-        with TestClient(app(served, Access(None, None, True)), base_url="http://127.0.0.1") as web:
+        with TestClient(
+            create_app(served, Access(None, None, True)), base_url="http://127.0.0.1"
+        ) as web:
             query = QUERY[0].tolist()
             told = web.post("/v1/databases/numbers/ask", json={"query": query}).json()
             assert "by 1 shard" in told["engine"] and told["total"] == 602
@@ -137,12 +141,12 @@ def lost(path: Path, folder: Path) -> None:
     with Cluster(places, options=free, timeout=600, partial=True) as c:
         whole = c.ask(QUERY[0]).weights
         places[1].rename(folder / "gone")
-        os.kill(c.processes()[1], signal.SIGKILL)
+        os.kill(c.process_ids()[1], signal.SIGKILL)
         part = c.ask(QUERY[0])
         wrong = 0.5 * np.abs(whole - part.weights).sum()
         assert 0 < wrong <= part.error_bound <= 1
-        c._fleet.partial = False
-        with pytest.raises(LostShard, match="does not exist"):
+        c._shard_set.partial = False
+        with pytest.raises(LostShardError, match="does not exist"):
             c.ask(QUERY[0])
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import qkv
 from qkv import scores, weightings
-from qkv.cluster import LostShard, split, stores
-from qkv.database.faults import NoRowsMatchWarning
+from qkv.cluster import LostShardError, split, stores
+from qkv.database.errors import NoRowsMatchWarning
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
-from qkv.page.views import views
+from qkv.page.views import build_views
 from tests.cluster.here import cluster
 
 PAIRS: list[tuple[Any, Any]] = [
@@ -181,7 +181,7 @@ def test_a_bound_counts_how_scores_are_rounded(tmp_path: Path) -> None:
     with qkv.open(place) as D:
         D.add(np.full((8, 2), 1000.3, "f4"), np.arange(8.0))
     with cluster([place], 2, partial=True) as c:
-        c._fleet.workers.lost = {1}  # type: ignore[attr-defined]
+        c._shard_set.workers.lost = {1}  # type: ignore[attr-defined]
         for query in np.linspace(1500, 2500, 12):
             for how in (
                 {"score": "gaussian"},
@@ -198,7 +198,7 @@ def test_shards_are_weighed_by_all_digits(tmp_path: Path) -> None:
     key = (1000 + rng.integers(0, 8, size=(60, 1)) / 4).astype("f4")  # whose squares float32 holds
     with qkv.open(place) as D, cluster([place], 3) as c:
         D.add(key, np.arange(60.0))
-        c._fleet.refresh()
+        c._shard_set.refresh_versions()
         for how in (
             {"score": "dot", "weighting": weightings.Softmax(512.0)},
             {"score": "gaussian"},
@@ -214,16 +214,16 @@ def test_a_partial_answer_is_within_its_bound(
     tmp_path: Path, case: dict[str, Any], data: st.DataObject
 ) -> None:
     score, weighting = case["pair"]
-    if not weightings.resolve(weighting).convex:
+    if not weightings.resolve(weighting).is_convex:
         weighting = "softmax"
     D, places = made(tmp_path, case)
     with D, cluster(places, case["shards"], partial=True) as c:
         held = sorted({shard for shard, _ in c._view.snapshot.slices})
         lost = data.draw(st.sets(st.sampled_from(held), min_size=1))
-        c._fleet.workers.lost = lost
+        c._shard_set.workers.lost = lost
         how = {"score": score, "weighting": weighting}
         if lost == set(held):
-            with pytest.raises(LostShard):
+            with pytest.raises(LostShardError):
                 c.ask(case["query"], **how)
             return
         for one, other in zip(
@@ -246,7 +246,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_bound_is_not_all_or_nothing(store: str) -> None:
     with cluster([store], 5, partial=True) as c:
-        c._fleet.workers.lost = {3}
+        c._shard_set.workers.lost = {3}
         soft = c.ask(np.zeros(4), score="dot")
         assert soft.error_bound == pytest.approx(0.2, rel=1e-3)  # ten of fifty equal rows
         assert "10 rows are lost" in soft.explain()
@@ -256,19 +256,21 @@ def test_the_bound_is_not_all_or_nothing(store: str) -> None:
 
 def test_a_lost_shard_is_an_error_unless_partial_answers_were_asked_for(store: str) -> None:
     with cluster([store], 2) as c:
-        c._fleet.workers.lost = {1}
-        with pytest.raises(LostShard, match="shard 1 is lost"):
+        c._shard_set.workers.lost = {1}
+        with pytest.raises(LostShardError, match="shard 1 is lost"):
             c.ask(np.zeros(4))
-        with pytest.raises(LostShard):
+        with pytest.raises(LostShardError):
             c.attend(np.zeros(4))
 
 
 def test_rows_at_some_places_are_those(store: str) -> None:
     with cluster([store], shards=3) as D:
-        many = D._filled().snapshot
-        every = dict(many.rows())
+        many = D._nonempty_view().snapshot
+        every = dict(many.iterate_rows())
         for places in ([], [0], [4, 1, len(D) - 1]):
-            assert [*many.rows(np.array(places))] == [(at, every[at]) for at in sorted(places)]
+            assert [*many.iterate_rows(np.array(places))] == [
+                (at, every[at]) for at in sorted(places)
+            ]
 
 
 def test_sums_repeat_to_the_bit(store: str) -> None:
@@ -301,7 +303,7 @@ def test_gradients_reach_query_and_score(store: str, weighting: Any) -> None:
 
 
 def test_many_queries_are_asked_in_turns(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qkv.parts, "TOGETHER", 2)
+    monkeypatch.setattr(qkv.partial_attention, "MAX_QUERIES_PER_BATCH", 2)
     query = np.random.default_rng(3).normal(size=(5, 4))
     warm = weightings.Softmax(np.array([[0.5], [1.0], [2.0], [3.0], [4.0]]))
     with qkv.open(store) as D, cluster([store], 2) as c:
@@ -329,12 +331,12 @@ def test_it_is_a_database(tmp_path: Path) -> None:
                 assert row.weight == pytest.approx(other.weight, rel=1e-5)
             assert [share.value for share in answer.values] == [s.value for s in want.values]
             assert [row.key for row in answer.above(0.05)] == [row.key for row in want.above(0.05)]
-            source = answer.source(5)
+            source = answer._collect_source(5)
             assert source is not None and [row.index for row in source.rows] == [
                 row.index
-                for row in want.source(5).rows  # type: ignore[union-attr]
+                for row in want._collect_source(5).rows  # type: ignore[union-attr]
             ]
-            np.testing.assert_array_equal(source.keys, want.source(5).keys)  # type: ignore[union-attr]
+            np.testing.assert_array_equal(source.keys, want._collect_source(5).keys)  # type: ignore[union-attr]
             less, least = answer.without(3), want.without(3)
             assert (less.value, less.rows[0].key) == (least.value, least.rows[0].key)
             assert c.at(1).ask("name 3").value == want.value
@@ -348,7 +350,7 @@ def test_it_is_shown_as_a_database_is(tmp_path: Path) -> None:
     with qkv.open(path) as D:
         D.add([f"name {i}" for i in range(5)], [f"m{i}" for i in range(5)])
         with cluster([path], 2) as c:
-            (ours,), (whole,) = (views(x) for x in (c, D))
+            (ours,), (whole,) = (build_views(x) for x in (c, D))
             assert ours["title"] == whole["title"] == "names"
             assert ours["data"]["rows"] == whole["data"]["rows"]
             weights = [view["data"]["answer"]["weights"] for view in (ours, whole)]
@@ -378,7 +380,11 @@ def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: b
                 near = pytest.approx(D.ask(2.0, where=where).weights)
                 assert list(c.ask(2.0, where=where).weights) == near
             assert c.describe() == D.describe()
-            assert c.whole("value") and c.whole("key") and not c.whole("key", 2)
+            assert (
+                c._is_integer_column("value")
+                and c._is_integer_column("key")
+                and not c._is_integer_column("key", 2)
+            )
             none = D.ask(2.0, where={"x": "z"})
             assert none.hint.startswith("No rows match where={'x': 'z'}; column 'x' has the values")
             assert c.ask(2.0, where={"x": "z"}).hint == none.hint
@@ -389,7 +395,7 @@ def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: b
                 with pytest.raises(DtypeError, match="text is not compared with numbers"):
                     c.ask(2.0, where=where)
             if lost:
-                c._fleet.workers.lost = {3}  # type: ignore[attr-defined]
+                c._shard_set.workers.lost = {3}  # type: ignore[attr-defined]
                 assert c.ask(2.0, where="x == 'a'").value == 1.0
 
 
@@ -413,7 +419,7 @@ def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
         c.extend([{"key": "key 12", "value": 12.0}])
         assert c.update("key 3", 33.0) == 0 and c.update({"key 13": 13.0}) == 1
         assert c.update([("key 0", 1.0), ("key 0", 5.0), ("new", 1.0), ("new", 2.0)]) == 1
-        assert c["key 0"] == 5.0 and c.all("new") == [2.0]
+        assert c["key 0"] == 5.0 and c.get_all("new") == [2.0]
         assert c.remove(["new", "new"]) == 1
         assert c.remove("key 0") == 1
         assert len(c) == 13 and c["key 9"] == 9.0 and c["key 3"] == 33.0
@@ -446,11 +452,11 @@ class Dying:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.workers, name)
 
-    def once(self, request: Any) -> Any:
-        self.workers.once(request)
+    def call_once(self, request: Any) -> Any:
+        self.workers.call_once(request)
         self.left -= 1
         if self.left >= 0:
-            raise LostShard("it ended", 0)
+            raise LostShardError("it ended", 0)
 
 
 def test_keys_that_are_rounded_are_found_in_what_was_split(tmp_path: Path) -> None:
@@ -468,7 +474,7 @@ def test_a_change_whose_answer_was_lost_is_not_made_again(store: str, tmp_path: 
     path = str(tmp_path / "new.qkv")
     split(store, [path])
     with cluster([path], 2) as c:
-        c._fleet.workers = Dying(c._fleet.workers)
+        c._shard_set.workers = Dying(c._shard_set.workers)
         c.add(np.zeros((1, 4), "f4"), np.zeros((1, 2), "f4"))
         assert len(c) == 51
 
@@ -480,16 +486,18 @@ def test_a_change_of_another_thread_is_not_taken_for_that_which_was_lost(
     split(store, [path])
     rows = [(np.full((1, 4), i, "f4"), np.zeros((1, 2), "f4")) for i in range(2)]
     with cluster([path], 1) as c:
-        workers, other = c._fleet.workers, threading.Thread(target=lambda: c.add(*rows[1]))
+        workers, other = c._shard_set.workers, threading.Thread(target=lambda: c.add(*rows[1]))
 
-        def once(request: Any) -> Any:
+        def call_once(request: Any) -> Any:
             if other.ident is None:  # the shard ends before it does anything, while another adds
                 other.start()
                 other.join(0.3)
-                raise LostShard("it ended", 0)
-            return workers.once(request)
+                raise LostShardError("it ended", 0)
+            return workers.call_once(request)
 
-        c._fleet.workers = SimpleNamespace(each=workers.each, once=once, close=workers.close)
+        c._shard_set.workers = SimpleNamespace(
+            call_each=workers.call_each, call_once=call_once, close=workers.close
+        )
         c.add(*rows[0])
         other.join()
         assert len(c) == 52
@@ -526,7 +534,7 @@ def test_what_a_bucket_names_stays_in_the_cache(
 
     monkeypatch.setattr(type(local), "get_file", get)
     place = tmp_path / "a" / "cache"
-    copy = stores.local(f"file://{store}", str(place))
+    copy = stores.fetch_local_copy(f"file://{store}", str(place))
     names = {file.name for file in copy.iterdir()}
     assert "catalogue.sqlite" in names and not names & {"deep", "evil.py"}
     assert not list(tmp_path.rglob("*escaped*"))
@@ -550,7 +558,7 @@ def test_a_shard_that_begins_again_where_the_url_has_newer_rows(
 ) -> None:
     memory = pytest.importorskip("fsspec").filesystem("memory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("qkv.cluster.fleet.FRESH", 0)
+    monkeypatch.setattr("qkv.cluster.shard_set.VERSION_MAX_AGE_SECONDS", 0)
     place = str(tmp_path / "grows.qkv")
     split(store, [place])
     memory.put(place, "/shards/grows.qkv", recursive=True)
@@ -560,7 +568,7 @@ def test_a_shard_that_begins_again_where_the_url_has_newer_rows(
             D.add(np.ones((7, 4), "f4"), np.zeros((7, 2), "f4"))
             for file in Path(place).iterdir():
                 memory.put_file(str(file), f"/shards/grows.qkv/{file.name}")
-            again = c._fleet.workers
+            again = c._shard_set.workers
             again.shards[1] = type(again.shards[1])(again.sources[1], None, 1)  # type: ignore[attr-defined]
             assert len(c) == 57
             np.testing.assert_allclose(
@@ -618,7 +626,7 @@ def test_bounds_of_shards_count_from_one_unit(
         near = c.ask(query, tolerance=0.01, **how)
         rough = c.ask(query[0], score="laplace", tolerance=0.01)
         assert rough.error_bound == 0 and "Laplace is no product with a key" in rough.engine
-        monkeypatch.setattr("qkv.cluster.asking.AT_ONCE", 3 * 3000)  # 3 queries, then 1
+        monkeypatch.setattr("qkv.cluster.query.MAX_SCORES_PER_BATCH", 3 * 3000)  # 3 queries, then 1
         some = c.attend(torch.from_numpy(query), tolerance=0.01, **how)
         np.testing.assert_allclose(some[:, 0], [x.value for x in near], rtol=1e-3)
         assert (np.abs(some.numpy() - out) <= 0.02 * 3000).all() and not torch.equal(
@@ -640,7 +648,7 @@ def test_a_partial_answer_in_8_bits_counts_what_codes_lost(tmp_path: Path) -> No
         D.add(key, key[:, :2])
     off = []
     with cluster([place], 3, partial=True) as c:
-        c._fleet.workers.lost = {2}
+        c._shard_set.workers.lost = {2}
         for query in rng.normal(size=(20, 48)).astype(np.float32):
             found = c.ask(query, score="dot", tolerance=0.9)
             s = key.astype(float) @ query

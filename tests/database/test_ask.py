@@ -30,7 +30,7 @@ ALIVE = np.delete(np.arange(40), GONE)
 class Sharper(weightings.Softmax):
     """A softmax by its class, and of other scores."""
 
-    def scale(self, s):
+    def scale_scores(self, s):
         return s * 3.0
 
 
@@ -269,7 +269,7 @@ def test_attend_holds_what_float32_does_not(asked):
     with np.errstate(all="ignore"):
         found = D.attend(query, **asked)
         drawn = D.attend(torch.tensor(query), **asked)
-        traced = D.attend(FRAMEWORKS["jax"].make(query, "float32"), **asked)
+        traced = D.attend(FRAMEWORKS["jax"].make_array(query, "float32"), **asked)
     assert found.dtype == np.float32 and drawn.dtype == torch.float32
     np.testing.assert_allclose(found, want, rtol=1e-6)
     np.testing.assert_allclose(drawn, want, rtol=1e-6)
@@ -355,11 +355,11 @@ def test_a_weighting_that_makes_rows_alike_by_itself_is_no_fault_of_the_keys(wei
 def test_what_a_question_means_is_found_once_and_again_where_it_changes():
     D, fresh = (qkv.Database([(1.0, 10.0), (2.0, 40.0), (4.0, 0.0)]) for _ in range(2))
     D.ask(1.5, score="gaussian", top=2)
-    meant = D._last
+    meant = D._cached_executor
     assert D.ask(2.5, score="gaussian", top=2) == fresh.ask(2.5, score="gaussian", top=2)
-    assert D._last is meant
+    assert D._cached_executor is meant
     for how in ({"top": 1}, {"score": "cosine"}, {"weighting": "hard"}, {"where": "key > 1"}):
-        assert D.ask(1.5, **how) == fresh.ask(1.5, **how) and D._last is not meant
+        assert D.ask(1.5, **how) == fresh.ask(1.5, **how) and D._cached_executor is not meant
     for how in ({"top": True}, {"tolerance": -1}, {"confidence": 0.9}):
         with pytest.raises(ArgumentError):
             D.ask(1.5, score="gaussian", **{"top": 2} | how)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qkv
-from qkv.database import cells
+from qkv.database.table import cells
 from qkv.errors import ArgumentError, DtypeError
-from qkv.told import jsonable
+from qkv.util.formatting import to_jsonable
 
 leaf = (
     st.none()
@@ -50,19 +50,19 @@ def same(a, b):
 
 @given(cell)
 def test_a_row_comes_back_as_it_was(x):
-    assert same(cells.loads(cells.dumps({"c": x}))["c"], x)
+    assert same(cells.load_row(cells.dump_row({"c": x}))["c"], x)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
 def test_arrays_come_back_with_their_dtype(dtype):
     x = np.arange(6).reshape(2, 3).astype(dtype)
-    back = cells.loads(cells.dumps({"c": x}))["c"]
+    back = cells.load_row(cells.dump_row({"c": x}))["c"]
     assert back.dtype == x.dtype
     np.testing.assert_array_equal(back, x)
 
 
 def test_a_decimal_comes_back():
-    assert cells.loads(cells.dumps({"c": Decimal("1.10")}))["c"] == Decimal("1.10")
+    assert cells.load_row(cells.dump_row({"c": Decimal("1.10")}))["c"] == Decimal("1.10")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_decimal_comes_back():
     ],
 )
 def test_equal_keys_have_one_digest(a, b):
-    assert cells.digest(a) == cells.digest(b)
+    assert cells.key_digest(a) == cells.key_digest(b)
 
 
 def test_different_keys_have_different_digests():
@@ -94,14 +94,14 @@ def test_different_keys_have_different_digests():
         *(datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1)),
         *(np.array([1.0]), np.array([1.0, 0.0]), np.array([[1.0]])),
     ]
-    assert len({cells.digest(key) for key in keys}) == len(keys)
+    assert len({cells.key_digest(key) for key in keys}) == len(keys)
 
 
 @given(st.lists(st.tuples(cell, cell), max_size=3))
 def test_digests_agree_with_equality(pairs):
     for a, b in pairs:
         try:
-            found = cells.digest(a) == cells.digest(b)
+            found = cells.key_digest(a) == cells.key_digest(b)
         except ArgumentError:
             continue
         assert found == (a == b)
@@ -109,7 +109,7 @@ def test_digests_agree_with_equality(pairs):
 
 def test_digests_of_an_array_are_those_of_its_rows():
     rows = np.random.default_rng(0).normal(size=(9, 4)).astype("float32")
-    assert cells.digests(rows) == [cells.digest(row) for row in rows]
+    assert cells.key_digests(rows) == [cells.key_digest(row) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -117,30 +117,30 @@ def test_digests_of_an_array_are_those_of_its_rows():
 )
 def test_a_key_that_equals_nothing_is_refused(key):
     with pytest.raises(ArgumentError, match=r"NaN|None"):
-        cells.digest(key)
+        cells.key_digest(key)
 
 
 @pytest.mark.parametrize("cell", [{"\ud800": 1}, [{"a\ud800": {}}], ("a", "\ud800"), ["\ud800"]])
 def test_half_a_character_is_refused_however_deep(cell):
-    for write in (cells.plain, cells.digest):
+    for write in (cells.to_json_value, cells.key_digest):
         with pytest.raises(ArgumentError, match="lone surrogate"):
             write(cell)
 
 
 @pytest.mark.parametrize("cell", [np.array(3), np.array(2.5, np.float32), np.array("M8", object)])
 def test_an_array_of_no_axes_is_its_number(cell):
-    assert cells.loads(cells.dumps({"value": cell})) == {"value": cell.item()}
+    assert cells.load_row(cells.dump_row({"value": cell})) == {"value": cell.item()}
 
 
 def test_what_cannot_be_kept_is_said():
     with pytest.raises(DtypeError, match="a set cannot be kept"):
-        cells.dumps({"c": {1, 2}})
+        cells.dump_row({"c": {1, 2}})
     with pytest.raises(DtypeError, match="names must be text"):
-        cells.dumps({"c": {1: 2}})
+        cells.dump_row({"c": {1: 2}})
     with pytest.raises(ArgumentError, match="lone surrogate at 1"):
-        cells.dumps({"c": "a\ud800"})
+        cells.dump_row({"c": "a\ud800"})
     with pytest.raises(ArgumentError, match="lone surrogate"):
-        cells.digest("\ud800")
+        cells.key_digest("\ud800")
 
 
 @pytest.mark.parametrize(
@@ -150,17 +150,17 @@ def test_what_cannot_be_kept_is_said():
 )
 def test_a_number_beyond_floats_is_refused_at_once(number):
     with pytest.raises(ArgumentError, match="more than a float can hold") as caught:
-        cells.digest(number)
+        cells.key_digest(number)
     assert len(str(caught.value)) < 200
     for cell in (number, (number,), [number], {"a": number}):
         with pytest.raises(ArgumentError, match="more than a float can hold"):
-            cells.dumps({"a": cell})
+            cells.dump_row({"a": cell})
 
 
 def test_numbers_of_the_size_of_floats_are_kept():
     for number in (10**308, -(10**308), Decimal("1E+308"), Decimal("1E-1000000"), 2**64):
-        assert cells.loads(cells.dumps({"a": number}))["a"] == number
-        assert cells.digest(number) == cells.digest(type(number)(number))
+        assert cells.load_row(cells.dump_row({"a": number}))["a"] == number
+        assert cells.key_digest(number) == cells.key_digest(type(number)(number))
 
 
 @pytest.mark.parametrize("wrap", [lambda x: (x,), lambda x: [x], lambda x: {"a": x}])
@@ -168,10 +168,10 @@ def test_cells_that_are_nested_too_deeply_are_refused(wrap):
     cell: object = 1
     for _ in range(100_000):
         cell = wrap(cell)
-    for look in (cells.digest, lambda x: cells.dumps({"a": x})):
+    for look in (cells.key_digest, lambda x: cells.dump_row({"a": x})):
         with pytest.raises(ArgumentError, match="nested too deeply"):
             look(cell)
-    assert len(cells.shown(cell)) < 100
+    assert len(cells.format_cell(cell)) < 100
 
 
 @given(
@@ -184,17 +184,17 @@ def test_columns_make_the_records_that_rows_make(rows, name):
     columns = {name: [row[0] for row in rows], "text": [row[1] for row in rows]}
     each = [dict(zip(columns, row, strict=True)) for row in rows]
     try:
-        want = [cells.dumps(row) for row in each]
+        want = [cells.dump_row(row) for row in each]
     except ArgumentError as refused:
         with pytest.raises(ArgumentError) as error:
-            cells.records(columns)
+            cells.dump_rows(columns)
         assert type(error.value) is type(refused)
         return
-    assert cells.records(columns) == want
+    assert cells.dump_rows(columns) == want
 
 
 def test_digests_of_vectors_without_numbers():
-    assert cells.digests(np.empty((2, 0))) == [cells.digest(np.empty(0))] * 2
+    assert cells.key_digests(np.empty((2, 0))) == [cells.key_digest(np.empty(0))] * 2
     assert cells.vector_digests(np.empty((2, 0))) == [cells.vector_digest(np.empty(0))] * 2
 
 
@@ -219,15 +219,15 @@ def test_vectors_are_known_by_their_float32_numbers():
 @pytest.mark.parametrize("kind", ["f2", "f4", "f8"])
 def test_vectors_with_nan_are_refused(kind):
     with pytest.raises(ArgumentError, match="NaN"):
-        cells.vector_digests(np.array([[1, 2]] * cells.SOME + [[1, math.nan]], kind))
+        cells.vector_digests(np.array([[1, 2]] * cells.VECTORS_PER_BLOCK + [[1, math.nan]], kind))
 
 
 def test_many_vectors_are_digested_as_each_is():
-    rows = np.random.default_rng(0).normal(size=(2 * cells.SOME + 1, 3))
+    rows = np.random.default_rng(0).normal(size=(2 * cells.VECTORS_PER_BLOCK + 1, 3))
     assert cells.vector_digests(rows) == [cells.vector_digest(row) for row in rows]
 
 
 def test_a_long_double_is_refused_and_told_of():
     with pytest.raises(DtypeError, match=r"cast it to float"):
         qkv.Database({"a": np.longdouble(1.5)})
-    assert jsonable({"x": np.longdouble(1.5)}) == {"x": "1.5"}
+    assert to_jsonable({"x": np.longdouble(1.5)}) == {"x": "1.5"}

@@ -11,8 +11,8 @@ import pytest
 
 import qkv
 from qkv import scores, weightings
-from qkv.database import conformal
-from qkv.database.conformal import Promise, below
+from qkv.database.query import calibration
+from qkv.database.query.calibration import Calibration, lower_quantile_bound
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 
 RNG = np.random.default_rng(5)
@@ -38,7 +38,9 @@ def calibrated() -> qkv.Database:
 def held(D: qkv.Database, **how: object) -> float:
     answers = D.ask(QUERIES[800:], **how)
     found = zip(answers, RIGHT[800:], strict=True)
-    return float(np.mean([right in {row.index for row in answer.set} for answer, right in found]))
+    return float(
+        np.mean([right in {row.index for row in answer.prediction_set} for answer, right in found])
+    )
 
 
 @pytest.mark.parametrize("coverage", [0.8, 0.9, 0.95])
@@ -52,12 +54,12 @@ def test_the_right_row_is_held_as_often_as_promised(coverage: float, weighting: 
 
 
 def test_the_set_is_by_weight_and_the_answer_abstains_without_one(calibrated: qkv.Database) -> None:
-    promise = Promise.kept(calibrated._view)
+    promise = Calibration.read_from_view(calibrated._view)
     assert promise is not None
     answer = calibrated.ask(KEYS[3], score=NEAR)
     assert answer.coverage == 0.9 and not answer.abstains
     wish = [row.index for row in answer.above(1e-6) if row.weight >= promise.weight]
-    assert [row.index for row in answer.set] == wish and wish[0] == 3
+    assert [row.index for row in answer.prediction_set] == wish and wish[0] == 3
     assert "90 %" in answer.explain() and "90 %" in str(answer)
 
 
@@ -66,7 +68,7 @@ def test_a_foreign_question_is_far_from_all_rows_though_one_has_all_weight(
 ) -> None:
     answer = calibrated.ask(np.full(4, 40.0), score=NEAR)
     assert answer.rows[0].weight > 0.99
-    assert answer.abstains and answer.set == []
+    assert answer.abstains and answer.prediction_set == []
     assert "abstains" in answer.explain() and "abstains" in str(answer)
     assert answer.to_dict()["abstains"] is True
 
@@ -76,12 +78,14 @@ def test_it_is_kept_in_the_store(tmp_path: Path) -> None:
         before = D.version
         promise = D.calibrate(PAIRS, score=NEAR)
         assert D.versions()[-1].what == "calibrate" and D.version == before + 1
-        wish = D.ask(QUERIES[-1], score=NEAR).set
+        wish = D.ask(QUERIES[-1], score=NEAR).prediction_set
         with pytest.raises(CombinationError, match=r"not calibrated: D\.calibrate"):
-            D.at(before).ask(QUERIES[-1]).set  # noqa: B018
+            D.at(before).ask(QUERIES[-1]).prediction_set  # noqa: B018
     with qkv.open(tmp_path / "near.qkv") as D:
-        assert Promise.kept(D._view) == promise
-        assert [row.index for row in D.ask(QUERIES[-1], score=NEAR).set] == [r.index for r in wish]
+        assert Calibration.read_from_view(D._view) == promise
+        assert [row.index for row in D.ask(QUERIES[-1], score=NEAR).prediction_set] == [
+            r.index for r in wish
+        ]
 
 
 def test_it_is_for_one_score_and_weighting(calibrated: qkv.Database) -> None:
@@ -90,7 +94,7 @@ def test_it_is_for_one_score_and_weighting(calibrated: qkv.Database) -> None:
     with pytest.raises(CombinationError, match="asked with score=None"):
         answer.abstains  # noqa: B018
     with pytest.raises(CombinationError, match="multiplicative"):
-        calibrated.ask(KEYS[0], score=scores.Multiplicative(np.eye(4))).set  # noqa: B018
+        calibrated.ask(KEYS[0], score=scores.Multiplicative(np.eye(4))).prediction_set  # noqa: B018
 
 
 def test_rows_that_change_much_end_it() -> None:
@@ -98,47 +102,47 @@ def test_rows_that_change_much_end_it() -> None:
     D.calibrate(PAIRS, score=NEAR)
     D.add(KEYS[:7] + 9, np.zeros(7))
     D.remove(list(KEYS[:7] + 9))
-    assert D.ask(KEYS[9], score=NEAR).set
+    assert D.ask(KEYS[9], score=NEAR).prediction_set
     D.add(KEYS[0] + 9, 1.0)
     D.add(KEYS[0] + 8, 1.0)
     with pytest.raises(
         CombinationError, match="16 rows came or went since it was calibrated on 150"
     ):
-        D.ask(KEYS[9], score=NEAR).set  # noqa: B018
+        D.ask(KEYS[9], score=NEAR).prediction_set  # noqa: B018
     D.calibrate(PAIRS, score=NEAR)
-    assert D.ask(KEYS[9], score=NEAR).set
+    assert D.ask(KEYS[9], score=NEAR).prediction_set
     D.encode()
     with pytest.raises(CombinationError, match="encoded anew"):
-        D.ask(KEYS[9], score=NEAR).set  # noqa: B018
+        D.ask(KEYS[9], score=NEAR).prediction_set  # noqa: B018
 
 
 def test_rows_that_share_the_right_key_are_one(calibrated: qkv.Database) -> None:
     D = qkv.Database([("Li", 1), ("Li", 2), ("Hu", 3), ("Wu", 4)])
     D.calibrate([("Li", "Li"), ("Hu", "Hu")] * 10)
-    assert [row.value for row in D.ask("Li").set] == [1, 2]
+    assert [row.value for row in D.ask("Li").prediction_set] == [1, 2]
 
 
 def test_bounds_are_order_statistics() -> None:
     x = np.array([3.0, 1.0, 2.0, 2.0, 5.0, 4.0, 7.0, 6.0, 9.0])
-    assert below(x, 0.1) == 1.0  # ⌊0.1 · 10⌋, though 1 − 0.9 is less than 0.1
-    assert below(x, 1 - 0.9) == 1.0
-    assert below(x, 0.2) == below(x, 0.3) == 2.0
-    assert below(x, 0.09) == -math.inf
+    assert lower_quantile_bound(x, 0.1) == 1.0  # ⌊0.1 · 10⌋, though 1 − 0.9 is less than 0.1
+    assert lower_quantile_bound(x, 1 - 0.9) == 1.0
+    assert lower_quantile_bound(x, 0.2) == lower_quantile_bound(x, 0.3) == 2.0
+    assert lower_quantile_bound(x, 0.09) == -math.inf
 
 
 def test_ties_are_in_the_set() -> None:
     D = qkv.Database({"a": 1, "b": 2})
     promise = D.calibrate([("a", "a"), ("b", "b")] * 20, weighting="hard")
     assert 0.9999 < promise.weight < 1
-    assert [row.key for row in D.ask("a", weighting="hard").set] == ["a"]
+    assert [row.key for row in D.ask("a", weighting="hard").prediction_set] == ["a"]
     # A right row without weight puts all rows into the set.
     D.calibrate([("a", "b"), ("b", "b")] * 20, weighting="hard")
-    assert [row.key for row in D.ask("a", weighting="hard").set] == ["a", "b"]
+    assert [row.key for row in D.ask("a", weighting="hard").prediction_set] == ["a", "b"]
 
 
 def test_a_condition_leaves_its_rows(calibrated: qkv.Database) -> None:
     answer = calibrated.ask(KEYS[3], score=NEAR, where="value != 3")
-    assert 3 not in {row.index for row in answer.set}
+    assert 3 not in {row.index for row in answer.prediction_set}
 
 
 def test_a_promise_that_is_none_is_not_read() -> None:
@@ -147,7 +151,7 @@ def test_a_promise_that_is_none_is_not_read() -> None:
     json.dumps(told, allow_nan=False)
     for wrong in ({}, [], {**told, "weight": "much"}, {**told, "rows": True}, {"weight": 0.5}):
         D._store.commit(settings=D._view.settings | {"promise": wrong})
-        assert Promise.kept(D._view) is None
+        assert Calibration.read_from_view(D._view) is None
         assert D.ask(KEYS[0], score=NEAR).coverage is None
 
 
@@ -167,4 +171,4 @@ def test_what_it_refuses() -> None:
         D.calibrate(PAIRS, weighting=weightings.Raw())
     with pytest.raises(CombinationError, match="is past and cannot change"):
         D.at(D.version).calibrate(PAIRS)
-    assert conformal.Promise.kept(D._view) is None
+    assert calibration.Calibration.read_from_view(D._view) is None

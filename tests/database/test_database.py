@@ -19,10 +19,9 @@ import torch
 
 import qkv
 from qkv import scores, weightings
-from qkv.arrays import threads
-from qkv.database import AbsentKey, Database
-from qkv.database.faults import Damaged, SkippedRows
-from qkv.database.store import check, sizes
+from qkv.database import Database, KeyNotFoundError
+from qkv.database.errors import SkippedRowsWarning, StoreDamagedError
+from qkv.database.storage import check, limits
 from qkv.engines import streaming
 from qkv.errors import (
     ArgumentError,
@@ -31,6 +30,7 @@ from qkv.errors import (
     QkvError,
     ShapeError,
 )
+from qkv.frameworks import threads
 
 NAMES = {
     "Zhang": "Aston",
@@ -90,8 +90,8 @@ def test_a_key_that_is_absent_names_the_nearest(make):
     with pytest.raises(KeyError, match="no row has the key 'Lee': the nearest are 'Li'") as caught:
         D["Lee"]
     assert isinstance(caught.value, QkvError)
-    assert caught.value.nearest[0] == "Li"
-    with pytest.raises(AbsentKey, match=r"^no row has the key 'x'$"):
+    assert caught.value.nearest_keys[0] == "Li"
+    with pytest.raises(KeyNotFoundError, match=r"^no row has the key 'x'$"):
         make()["x"]
 
 
@@ -121,8 +121,8 @@ def test_keys_and_values_of_any_type_come_back(make, keys, values):
 def test_keys_may_repeat_and_the_newest_counts(make):
     D = make([(3.5, "Ann"), (3.5, "Bo"), (2.0, "Cy")])
     assert D[3.5] == "Bo"
-    assert D.all(3.5) == ["Ann", "Bo"]
-    assert D.all(9.9) == []
+    assert D.get_all(3.5) == ["Ann", "Bo"]
+    assert D.get_all(9.9) == []
     assert len(D) == 3
 
 
@@ -147,17 +147,17 @@ def test_update_and_remove(make):
     assert D.remove(["Li", "Hu"]) == 2
     del D["New"]
     assert sorted(D) == ["Lipton", "Smola", "Werness", "Zhang"]
-    with pytest.raises(AbsentKey):
+    with pytest.raises(KeyNotFoundError):
         D.remove(["Smola", "Li"])
     assert "Smola" in D  # all or nothing
     D.add("Li", "Again")
-    assert D.all("Li") == ["Again"]
+    assert D.get_all("Li") == ["Again"]
 
 
 def test_update_of_a_repeated_key_changes_the_newest(make):
     D = make([("a", 1), ("a", 2)])
     D.update("a", 3)
-    assert D.all("a") == [1, 3]
+    assert D.get_all("a") == [1, 3]
 
 
 def test_None_is_a_value(make):
@@ -261,10 +261,10 @@ def test_a_column_of_vectors_of_any_library_is_one(made):
 def test_find_people_by_major():
     D = Database.from_columns(STUDENTS, key="name", value="major")
     M = D.swap()
-    assert M.all("psychology") == ["John Doe", "Ann Poe"]
+    assert M.get_all("psychology") == ["John Doe", "Ann Poe"]
     assert M.columns == D.columns
-    S = D.by("gpa", "salary")
-    assert S.all(3.5) == [70.0, 72.0]
+    S = D.reindex("gpa", "salary")
+    assert S.get_all(3.5) == [70.0, 72.0]
 
 
 def test_a_value_of_several_columns():
@@ -379,7 +379,7 @@ def test_text_that_is_no_text_is_refused(make):
         make(NAMES).ask("\ud800")
 
 
-@pytest.mark.filterwarnings("default::qkv.database.faults.SkippedRows")
+@pytest.mark.filterwarnings("default::qkv.database.errors.SkippedRowsWarning")
 def test_the_rows_beside_a_damaged_segment_answer(tmp_path):
     path = tmp_path / "d.qkv"
     with qkv.open(path) as D:
@@ -399,9 +399,9 @@ def test_the_rows_beside_a_damaged_segment_answer(tmp_path):
 @pytest.mark.parametrize("rows", [30, 9000])
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_segment_that_is_cut_while_it_is_open(tmp_path, monkeypatch, rows, mapped):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 16)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 16)
     if mapped:
-        monkeypatch.setattr(sizes, "READ", 0)
+        monkeypatch.setattr(limits, "MAX_UNMAPPED_BYTES", 0)
     path = tmp_path / "d.qkv"
     with qkv.open(path) as D:
         D.add(np.random.default_rng(0).normal(size=(rows, 8)), np.arange(float(rows)))
@@ -421,7 +421,7 @@ def test_a_segment_that_is_cut_while_it_is_open(tmp_path, monkeypatch, rows, map
             lambda: answer.spread,
             lambda: D.encode("exact"),
         ):
-            with pytest.raises(Damaged, match=segment.name):
+            with pytest.raises(StoreDamagedError, match=segment.name):
                 look()
         segment.write_bytes(content)
         assert D.ask(query).value == answer.value
@@ -429,12 +429,12 @@ def test_a_segment_that_is_cut_while_it_is_open(tmp_path, monkeypatch, rows, map
 
 def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
     for module, name, few in (
-        (sizes, "RESTING_ROWS", 16),
-        (sizes, "READ", 0),
-        (threads, "CORES", 1),
+        (limits, "MAX_BUFFERED_ROWS", 16),
+        (limits, "MAX_UNMAPPED_BYTES", 0),
+        (threads, "CORE_COUNT", 1),
     ):
         monkeypatch.setattr(module, name, few)
-    monkeypatch.setattr(streaming, "READ", 1)
+    monkeypatch.setattr(streaming, "MAX_KEY_NUMBERS_PER_READ", 1)
     path = tmp_path / "d.qkv"
     with qkv.open(path) as D:
         D.add(np.random.default_rng(0).normal(size=(9000, 8)), np.arange(9000.0))
@@ -447,7 +447,7 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
             os.truncate(segment, 100)
             return found
 
-        with pytest.raises(Damaged, match="it was cut while it was open"):
+        with pytest.raises(StoreDamagedError, match="it was cut while it was open"):
             D.ask(np.ones(8), score=score)
         assert asked == [512]
 
@@ -466,13 +466,15 @@ def test_rows_whose_vectors_are_lost_are_told_of_and_can_be_skipped(tmp_path, ve
     assert "2 rows have lost their tensors, the first is row 2" in problem.what
     with qkv.open(tmp_path / "d.qkv") as D:
         looks = [lambda: D.ask(keys[0]), lambda: D.ask(keys[0], where="value > 1")]
-        looks += [lambda: list(D.values()), lambda: D.all(keys[2]), D.encode] if vectors else []
+        looks += [lambda: list(D.values()), lambda: D.get_all(keys[2]), D.encode] if vectors else []
         for look in looks:
-            with pytest.raises(Damaged, match=r"the vectors of row 2.* lost.*skip_damaged=True"):
+            with pytest.raises(
+                StoreDamagedError, match=r"the vectors of row 2.* lost.*skip_damaged=True"
+            ):
                 look()
         assert D[keys[2]] == 2.0
     with qkv.open(tmp_path / "d.qkv", skip_damaged=True) as D:
-        with pytest.warns(SkippedRows, match="left out: 2"):
+        with pytest.warns(SkippedRowsWarning, match="left out: 2"):
             assert D.ask(keys[0]).total == 6
         assert [*D.values()] == ([0, 1, 3, 4, 6, 7] if vectors else [*range(8)])
     if not vectors:
@@ -488,7 +490,10 @@ def test_a_store_that_lost_its_settings_is_damaged(tmp_path):
     with contextlib.closing(sqlite3.connect(tmp_path / "d.qkv" / "catalogue.sqlite")) as catalogue:
         catalogue.execute("UPDATE settings SET text = '{}', crc = ?", (zlib.crc32(b"{}"),))
         catalogue.commit()
-    with qkv.open(tmp_path / "d.qkv") as D, pytest.raises(Damaged, match="are lost or not"):
+    with (
+        qkv.open(tmp_path / "d.qkv") as D,
+        pytest.raises(StoreDamagedError, match="are lost or not"),
+    ):
         list(D.items())
 
 
@@ -500,7 +505,7 @@ def test_a_damaged_row_is_told_of_once(tmp_path):
         catalogue.execute("UPDATE resting SET crc = crc + 1 WHERE id IN (1, 2)")
         catalogue.commit()
     with qkv.open(tmp_path / "d.qkv", skip_damaged=True) as D:
-        with pytest.warns(SkippedRows, match="were left out") as told:
+        with pytest.warns(SkippedRowsWarning, match="were left out") as told:
             assert D.ask("a").total == 6
         assert [warning.filename for warning in told] == [__file__]
 
@@ -514,7 +519,7 @@ def test_soft_answers_are_the_equation(make):
     encoder = D.encoder
     a = D.ask(3.55)
     code = encoder.encode(gpa.tolist())
-    s = encoder.score(4)(encoder.query([3.55]), code)[0].astype(float)
+    s = encoder.default_score(4)(encoder.encode_query([3.55]), code)[0].astype(float)
     alpha = np.exp(s) / np.exp(s).sum()
     np.testing.assert_allclose(a.weights, alpha, rtol=1e-5)
     assert a.value == pytest.approx(alpha @ pay, rel=1e-5)
@@ -622,12 +627,12 @@ def test_removed_rows_have_no_weight(make):
 
 
 def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
-    from qkv.database import ask
+    from qkv.database.query import executor
 
     D = make(NAMES)
     true = [a.weights for a in D.ask(["Li", "Lee"])]
-    monkeypatch.setattr(ask, "HELD", 1)
-    monkeypatch.setattr(ask, "AT_ONCE", 6)
+    monkeypatch.setattr(executor, "MAX_KEPT_WEIGHTS_PER_BATCH", 1)
+    monkeypatch.setattr(executor, "MAX_SCORES_PER_BATCH", 6)
     for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
         np.testing.assert_allclose(a.weights, weights, rtol=1e-5)
 
@@ -774,7 +779,9 @@ def test_an_encoder_is_fitted_anew_when_the_keys_have_doubled(make):
     assert D.ask(4.0, weighting="hard").value == 4.0
     fitted = D._view.settings["fitted"]
     assert fitted == 8
-    np.testing.assert_allclose(D._view.snapshot.tensor("code", D._view.ids)[:8].mean(), 0, atol=0.2)
+    np.testing.assert_allclose(
+        D._view.snapshot.read_tensor("code", D._view.ids)[:8].mean(), 0, atol=0.2
+    )
 
 
 def test_another_encoder_is_a_new_version(make):
@@ -878,5 +885,5 @@ def test_a_vector_is_one_key_in_float64_and_as_it_is_kept(tmp_path):
 
 def test_an_empty_version_has_no_row_of_any_key() -> None:
     D = qkv.Database([(3.5, 70.0)])
-    assert D.at(0).all(3.5) == qkv.Database().all("a") == []
+    assert D.at(0).get_all(3.5) == qkv.Database().get_all("a") == []
     assert D.at(0).get(3.5) is None

@@ -7,9 +7,9 @@ import pytest
 
 import qkv
 from qkv import scores
-from qkv.database import codes, encoding
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
-from qkv.database.store import draft, sizes
+from qkv.database.storage import limits, staged_files
+from qkv.database.table import encoding, quantization
 
 TITLES = [
     f"{a} {b} {c}" for a in ("old", "new") for b in ("man", "sea", "town") for c in "abcdefghij"
@@ -19,7 +19,7 @@ TITLES = [
 def test_each_number_is_right_to_a_254th_of_the_largest_of_its_row():
     x = np.random.default_rng(0).normal(size=(50, 33)) * np.logspace(-20, 20, 50)[:, None]
     x[3] = 0
-    code, scale = codes.in_8_bits(x.astype(np.float32))
+    code, scale = quantization.quantize_int8(x.astype(np.float32))
     assert code.dtype == np.int8 and scale.dtype == np.float32
     top = np.abs(x).max(axis=1, keepdims=True)
     assert (np.abs(code * scale[:, None].astype(np.float64) - x) <= top / 253.9).all()
@@ -27,7 +27,7 @@ def test_each_number_is_right_to_a_254th_of_the_largest_of_its_row():
 
 
 def test_a_vector_that_is_not_finite_stays_so():
-    code, scale = codes.in_8_bits(np.array([[1.0, np.nan], [1.0, np.inf]], np.float32))
+    code, scale = quantization.quantize_int8(np.array([[1.0, np.nan], [1.0, np.inf]], np.float32))
     assert not np.isfinite(scale).any() and not code.any()
 
 
@@ -36,14 +36,14 @@ def test_a_vector_that_is_not_finite_stays_so():
     [
         (Characters(64), True),
         (Heads([Characters(64), Characters(32)]), True),
-        (Learned.begin(Characters(64), rows=3), True),
+        (Learned.from_base(Characters(64), rows=3), True),
         (Heads([Characters(64), Numbers()]), False),
         (Numbers(), False),
         (resolve(lambda keys: np.ones((len(keys), 2))), False),
     ],
 )
 def test_vectors_that_are_made_of_text_here_are_rounded(encoder, rounded):
-    assert encoder.rounds is rounded
+    assert encoder.int8_safe is rounded
 
 
 @pytest.mark.parametrize("score", [None, "cosine", "gaussian", scores.ScaledDot(9.0, softcap=5.0)])
@@ -54,10 +54,10 @@ def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
     if gone:
         D.remove(gone)
     view, query = D._view, "old sea c"
-    code, scale = (view.snapshot.tensor(name, view.ids) for name in ("code", "scale"))
+    code, scale = (view.snapshot.read_tensor(name, view.ids) for name in ("code", "scale"))
     key = code.astype(np.float64) * scale[:, None]
-    chosen = view.encoder.score(len(D)) if score is None else scores.resolve(score)
-    alpha = qkv.weights(view.encoder.query([query]).astype(np.float64), key, score=chosen)
+    chosen = view.encoder.default_score(len(D)) if score is None else scores.resolve(score)
+    alpha = qkv.weights(view.encoder.encode_query([query]).astype(np.float64), key, score=chosen)
     value = alpha @ np.arange(len(gone), len(TITLES))
     how = {} if score is None else {"score": score}
     np.testing.assert_allclose(D.ask(query, **how).weights, alpha[0], rtol=2e-4, atol=1e-7)
@@ -83,10 +83,10 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
 @pytest.mark.parametrize("wish", ["text", "exact"])
 def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
     encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []
-    how = encoding.Precision(rounded=True)
-    want = encoding.tensors(encoder, keys, how, 0)
-    monkeypatch.setattr(encoding, "ENCODED", 7)
-    made = encoding.encoded(encoder, keys, how, 0, lambda *at: told.append(at))
+    how = encoding.VectorPrecision(is_int8=True)
+    want = encoding.encode_tensors(encoder, keys, how, 0)
+    monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 7)
+    made = encoding.encode_keys(encoder, keys, how, 0, lambda *at: told.append(at))
     assert made.keys() == want.keys() and told == sorted(told) and told[-1] == (540, 540)
     for name, tensor in want.items():
         parts = [(x.flat, x.starts) if name == "sparse" else (x,) for x in (tensor, made[name])]
@@ -97,10 +97,10 @@ def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
 @pytest.fixture
 def small(monkeypatch):
     """Sizes with which a few rows are many."""
-    monkeypatch.setattr(encoding, "ENCODED", 50)
-    monkeypatch.setattr(draft, "LARGE", 1)
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 10)
-    monkeypatch.setattr(sizes, "SEGMENT_BYTES", 120 * 256)
+    monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 50)
+    monkeypatch.setattr(staged_files, "MIN_THREAD_BYTES", 1)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 10)
+    monkeypatch.setattr(limits, "MAX_SEGMENT_BYTES", 120 * 256)
 
 
 VECTORS = np.random.default_rng(1).normal(size=(300, 40)).astype("f4")
@@ -111,12 +111,12 @@ def test_codes_that_are_made_while_rows_are_written_are_theirs(tmp_path, small, 
     with qkv.Database() if place is None else qkv.open(tmp_path / place) as D:
         D.add(VECTORS[:290], np.arange(290.0))
         D.add(VECTORS[290:], np.arange(290.0, 300))
-        parts = list(D._view.snapshot.parts())
+        parts = list(D._view.snapshot.iterate_segments())
         assert len(parts) > 2 and sum(len(part.ids) for part in parts) == 300
         for part in parts:
             code = part.tensors["code"]
             np.testing.assert_array_equal(code, VECTORS[part.ids])
-            for name, want in codes.near(code, int(part.ids[0])).items():
+            for name, want in quantization.quantize_with_bounds(code, int(part.ids[0])).items():
                 np.testing.assert_array_equal(part.tensors[name], want)
         near, exact = D.ask(VECTORS[7], tolerance=1e-3), D.ask(VECTORS[7])
         assert 0.5 * np.abs(near.weights - exact.weights).sum() <= near.error_bound <= 1e-3
@@ -129,14 +129,14 @@ def test_vectors_that_are_the_keys_are_not_encoded_anew_when_they_have_doubled()
 
 
 def test_rows_whose_codes_cannot_be_made_change_nothing(tmp_path, small, monkeypatch):
-    def fails(vectors, first, keep=True, near=codes.near):
+    def fails(vectors, first, keep=True, near=quantization.quantize_with_bounds):
         if first > 100:
             raise MemoryError("no room for codes")
         return near(vectors, first, keep)
 
     with qkv.open(tmp_path / "new") as D:
         with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):
-            patch.setattr(codes, "near", fails)
+            patch.setattr(quantization, "quantize_with_bounds", fails)
             D.add(VECTORS, np.arange(300.0))
         assert len(D) == 0 and not list(D.path.glob("*.safetensors*"))
         D.add(VECTORS, np.arange(300.0))

@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv import Database
-from qkv.database import export, sources
-from qkv.database.faults import ChangedCells, Unwritable
-from qkv.errors import ArgumentError, DtypeError, MissingExtra
+from qkv.database import sources
+from qkv.database.errors import ChangedCellsWarning, StoreUnwritableError
+from qkv.database.export import files
+from qkv.errors import ArgumentError, DtypeError, MissingExtraError
 from tests.interrupt import moments
 
 MESSY = {
@@ -44,7 +45,7 @@ def test_files_come_back_equal_missing_cells_included(tmp_path, ending):
     path = tmp_path / f"a{ending}"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert export.write(path, D.columns, D.rows()) == 6
+        assert files.write_file(path, D.columns, D.rows()) == 6
     back = Database.from_source(path, key="name", value="age")
     assert back.columns == D.columns
     assert rows_of(back) == rows_of(D)
@@ -89,9 +90,9 @@ def test_no_library_is_a_line_of_what_to_install(monkeypatch, tmp_path):
     for name in ("pandas", "polars", "pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
     D = Database({"Li": 1})
-    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[tables\]"):
         D.to_frame()
-    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[tables\]"):
         D.to_parquet(tmp_path / "a.parquet")
     assert list(tmp_path.iterdir()) == []
     assert D.to_csv(tmp_path / "a.csv") == 1
@@ -101,9 +102,9 @@ def test_no_library_is_a_line_of_what_to_install(monkeypatch, tmp_path):
 def test_vectors_come_back_from_files(tmp_path, ending):
     keys = np.array([[0.0, 1.0], [0.1, -0.0], [np.float32(1 / 3), 1e-300]])
     D = Database(keys, [1.0, 2.0, 3.0])
-    export.write(tmp_path / f"a{ending}", D.columns, D.rows())
+    files.write_file(tmp_path / f"a{ending}", D.columns, D.rows())
     back = Database.from_source(tmp_path / f"a{ending}", key="key", value="value")
-    np.testing.assert_array_equal(back._view.all_keys(), D._view.all_keys())
+    np.testing.assert_array_equal(back._view.read_all_keys(), D._view.read_all_keys())
     assert back.info()["key_kind"] == "vector"
     assert back[keys[0]] == 1.0
     query = np.array([[0.3, 0.1]])
@@ -117,10 +118,10 @@ def test_a_missing_vector_is_missing_everywhere(tmp_path):
     assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["v"].to_pylist() == [[1, 1], None]
     back = Database.from_source(tmp_path / "a.parquet", key="k", value="v")
     assert back.describe() == D.describe()
-    export.write(tmp_path / "a.jsonl", D.columns, D.rows())
+    files.write_file(tmp_path / "a.jsonl", D.columns, D.rows())
     back = Database.from_source(tmp_path / "a.jsonl", key="k", value="v")
     assert back.describe() == D.describe() and back["a"].tolist() == [1.0, 1.0]
-    with pytest.warns(ChangedCells, match="column v"):
+    with pytest.warns(ChangedCellsWarning, match="column v"):
         D.to_csv(tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_text() == 'k,v\na,"[1.0, 1.0]"\nb,\n'
 
@@ -161,7 +162,7 @@ def test_csv_tells_what_it_cannot_keep(tmp_path, column, changes):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         D.to_csv(tmp_path / "a.csv")
-    assert [w.category for w in told] == [ChangedCells] * changes
+    assert [w.category for w in told] == [ChangedCellsWarning] * changes
     back = Database.from_source(tmp_path / "a.csv", key="key", value="odd")
     same = [x == y or x != x for x, y in zip(column, back.values(), strict=True)]
     assert all(same) != changes
@@ -178,7 +179,7 @@ def test_csv_is_read_again_or_a_warning_was_given(tmp_path_factory, column):
     rows = [{"key": f"k{i}", "odd": x} for i, x in enumerate(column)]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        export.write(path, ["key", "odd"], rows)
+        files.write_file(path, ["key", "odd"], rows)
     if not told:
         assert [None if x != x else x for x in column] == sources.read(path).columns["odd"]
 
@@ -205,7 +206,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError):
-        export.write(path, ["key"], broken())
+        files.write_file(path, ["key"], broken())
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
     D = Database({"Li": "Mu"})
@@ -214,7 +215,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(ArgumentError, match="no folder"):
         D.to_csv(tmp_path / "none" / "a.csv")
     with pytest.raises(ArgumentError, match="must end in"):
-        export.write(tmp_path / "a.xls", D.columns, D.rows())
+        files.write_file(tmp_path / "a.xls", D.columns, D.rows())
     with pytest.raises(DtypeError, match="name of a file"):
         D.to_csv(3)
 
@@ -264,9 +265,13 @@ def test_a_picture_of_every_key(tmp_path):
 
 def test_decimals_in_json_lines_are_the_numbers_that_a_reader_finds(tmp_path):
     cells = [Decimal("1.50"), Decimal("2"), Decimal("0.10000000000000000000001")]
-    export.write(tmp_path / "a.jsonl", ("k", "v"), [{"k": i, "v": v} for i, v in enumerate(cells)])
+    files.write_file(
+        tmp_path / "a.jsonl", ("k", "v"), [{"k": i, "v": v} for i, v in enumerate(cells)]
+    )
     back = Database.from_source(tmp_path / "a.jsonl", key="k", value="v")
-    assert back.all(0) == [1.5] and back.all(1) == [2] and back.all(2) == [str(cells[2])]
+    assert (
+        back.get_all(0) == [1.5] and back.get_all(1) == [2] and back.get_all(2) == [str(cells[2])]
+    )
 
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl"])
@@ -275,8 +280,8 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
     noon = datetime.datetime(2024, 1, 1, 12, tzinfo=zone)
     D = Database([("a", noon), ("b", noon)])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ChangedCells)
-        export.write(tmp_path / f"a{ending}", D.columns, D.rows())
+        warnings.simplefilter("ignore", ChangedCellsWarning)
+        files.write_file(tmp_path / f"a{ending}", D.columns, D.rows())
     back = Database.from_source(tmp_path / f"a{ending}", key="key", value="value")
     text = noon.isoformat()
     assert back["a"] == (noon if ending == ".csv" else text)  # JSON says of text that it is text
@@ -289,7 +294,7 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
 def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path, named):
     path = tmp_path / "names.csv"
     told = r"/names\.csv cannot be written \(No space left on device\): nothing was changed; make"
-    with pytest.raises(Unwritable, match=told), export.whole(path):
+    with pytest.raises(StoreUnwritableError, match=told), files.open_atomically(path):
         raise OSError(errno.ENOSPC, "No space left on device", *named)
     assert not list(tmp_path.iterdir())
 
@@ -297,7 +302,7 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path, named):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more
 def test_an_interrupt_leaves_no_file_beside_and_the_mask_as_it_was(tmp_path):
     def write():
-        with export.whole(tmp_path / "names.csv") as file:
+        with files.open_atomically(tmp_path / "names.csv") as file:
             file.write(b"key,value\n")
 
     before = os.umask(0o027)

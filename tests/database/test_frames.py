@@ -28,7 +28,7 @@ def test_what_came_in_comes_out(library: str, tmp_path: Any) -> None:
         answer.without(0).to_frame(),
         D.to_frame(),
         D.at(1).ask("Li").to_frame(),
-        D.by(key="name").ask("Li").to_frame(),
+        D.reindex(key="name").ask("Li").to_frame(),
     ):
         assert type(found) is type(frame)
     found = narwhals.from_native(answer.to_frame())

@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from qkv import scores, weightings
-from qkv.behind import Row
+from qkv.answer_backend import Row
 from qkv.database.encoders import Custom
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 
@@ -42,7 +42,7 @@ NAMES = [f"row {i}" for i in range(12)]
 class Product(Custom):
     """Compared by qᵀk/√d, which does not depend on the number of rows."""
 
-    def score(self, rows: int) -> scores.Score:
+    def default_score(self, rows: int) -> scores.Score:
         return scores.ScaledDot()
 
 
@@ -148,7 +148,7 @@ def test_mislabelled_rows_are_the_worst(how: Any) -> None:
     D = qkv.Database(keys[:100], names[said[:100]].tolist())
     pairs = list(zip(keys[100:], names[kind[100:]].tolist(), strict=True))
     # As far as they are near to any question.
-    found = D.valuate(pairs, score=scores.Gaussian(0.3), **how)
+    found = D.value_of_rows(pairs, score=scores.Gaussian(0.3), **how)
     near = {row.index for row in found.worst(8) if found.worth[row.index] < 0}
     assert near and near <= set(wrong.tolist())
     assert set(wrong[found.worth[wrong] < 0].tolist()) <= near
@@ -164,8 +164,8 @@ def told(rows: list[Row]) -> list[tuple[int, float, Any]]:
 
 
 def test_a_pickle_of_worth_has_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.database.influence.KEPT", 2)
-    found = qkv.Database(KEYS, NUMBERS).valuate([(QUERY, 3.0)])
+    monkeypatch.setattr("qkv.database.query.influence.PICKLED_ROWS_PER_END", 2)
+    found = qkv.Database(KEYS, NUMBERS).value_of_rows([(QUERY, 3.0)])
     other = pickle.loads(pickle.dumps(found))
     assert told(other.best(2)) == told(found.best(2))
     assert told(other.worst(2)) == told(found.worst(2))
@@ -190,7 +190,7 @@ def test_worth_is_the_growth_of_the_loss(how: Any, values: Any) -> None:
         return found / len(queries)
 
     D = made(values)
-    found = D.valuate(zip(queries, right, strict=True), **how)
+    found = D.value_of_rows(zip(queries, right, strict=True), **how)
     assert found.loss == pytest.approx(loss(D), abs=1e-10)
     wish = [loss(but(values, i)) - loss(D) for i in range(12)]
     np.testing.assert_allclose(found.worth, wish, atol=1e-8)
@@ -199,15 +199,15 @@ def test_worth_is_the_growth_of_the_loss(how: Any, values: Any) -> None:
 def test_what_it_refuses() -> None:
     D = qkv.Database(KEYS, NUMBERS)
     with pytest.raises(DtypeError, match=r"pairs\[0\] must be \(query, right value\)"):
-        D.valuate([QUERY])
+        D.value_of_rows([QUERY])
     with pytest.raises(ArgumentError, match="pairs is empty"):
-        D.valuate([])
+        D.value_of_rows([])
     with pytest.raises(DtypeError, match="right value must be a number"):
-        D.valuate([(QUERY, "red")])
+        D.value_of_rows([(QUERY, "red")])
     with pytest.raises(DtypeError, match=r"right value must be text.* not 3"):
-        qkv.Database(KEYS, ["red"] * len(KEYS)).valuate([(QUERY, 3)])
+        qkv.Database(KEYS, ["red"] * len(KEYS)).value_of_rows([(QUERY, 3)])
     with pytest.raises(ArgumentError, match="no row has the value 'green', so no answer"):
-        qkv.Database(KEYS, ["red"] * len(KEYS)).valuate([(QUERY, "red"), (QUERY, "green")])
+        qkv.Database(KEYS, ["red"] * len(KEYS)).value_of_rows([(QUERY, "red"), (QUERY, "green")])
     answer = D.ask(QUERY, where="value < 0")
     for row in ("Emma", 1.5, True):
         with pytest.raises(DtypeError, match=r"one of answer\.rows"):

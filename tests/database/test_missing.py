@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from qkv import Database
-from qkv.database.faults import SkippedRows
+from qkv.database.errors import SkippedRowsWarning
 from qkv.errors import ArgumentError, DtypeError
 
 NAN = float("nan")
@@ -58,7 +58,7 @@ def test_one_empty_cell_leaves_the_column_what_it_is():
 def test_values_of_several_columns():
     table = {"name": ["a", "b", "c"], "x": [1.0, None, 3.0], "y": [1, 2, None]}
     told = r"2 of 3 rows lack a number in x \(1\) or y \(1\), so no answer counts them: fill it in"
-    with pytest.warns(SkippedRows, match=told):
+    with pytest.warns(SkippedRowsWarning, match=told):
         made = qkv.Database.from_columns(table, key="name")
     numbers = made.ask("b")
     assert (numbers.value, numbers.missing) == ({"x": 1.0, "y": 1.0}, 2)
@@ -66,15 +66,17 @@ def test_values_of_several_columns():
     for shown in (str(numbers), numbers.explain()):
         assert "2 rows that lack x or y" in shown and "its row lacks x" in shown
     assert made.ask("a").hint == "" and made["b"] == {"x": None, "y": 2}
-    with pytest.warns(SkippedRows, match=r"1 of 1 row lacks a number in y \(1\)"):
+    with pytest.warns(SkippedRowsWarning, match=r"1 of 1 row lacks a number in y \(1\)"):
         made.extend([{"name": "d", "x": 4.0, "y": None}])
-    with pytest.warns(SkippedRows, match="such as y$"):  # not the one that lacks it
+    with pytest.warns(SkippedRowsWarning, match="such as y$"):  # not the one that lacks it
         made.extend([{"name": "g", "x": None, "y": 5.0}])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is there to be left out
         made.extend([{"name": "e", "x": None, "y": None}, {"name": "f", "x": 1.0, "y": 1.0}])
     wide = {"name": ["a", "b"]} | {f"x{i}": [i, None if i else 1] for i in range(9)}
-    with pytest.warns(SkippedRows, match=r"in x1 \(1\), x2 \(1\), x3 \(1\) or 5 others, so no"):
+    with pytest.warns(
+        SkippedRowsWarning, match=r"in x1 \(1\), x2 \(1\), x3 \(1\) or 5 others, so no"
+    ):
         told = str(qkv.Database.from_columns(wide, key="name").ask("b"))
     assert "1 row that lacks x0, x1, x2 or 6 others" in told
     assert "b is a key, but its row lacks x1, x2, x3 or 5 others and" in told
@@ -93,10 +95,12 @@ def test_vectors_among_which_some_are_missing():
 
 def test_rows_without_a_key_are_skipped_and_counted(tmp_path):
     table = {"name": ["Li", None, "Mu", None], "age": [1, 2, 3, 4]}
-    with pytest.warns(SkippedRows, match=r"2 of 4 rows have no key \(column name\): skipped"):
+    with pytest.warns(
+        SkippedRowsWarning, match=r"2 of 4 rows have no key \(column name\): skipped"
+    ):
         made = qkv.Database.from_columns(table, key="name", path=tmp_path / "d.qkv")
     assert dict(made.items()) == {"Li": 1, "Mu": 3}
-    with pytest.warns(SkippedRows, match="1 of 2 rows has no key"):
+    with pytest.warns(SkippedRowsWarning, match="1 of 2 rows has no key"):
         made.extend([{"name": None, "age": 5}, {"name": "Hu", "age": 6}])
     assert len(made) == 3
     with pytest.raises(ArgumentError, match="no row has a key"):
@@ -105,10 +109,10 @@ def test_rows_without_a_key_are_skipped_and_counted(tmp_path):
         made.add(None, 3)
     made.close()
     keys = np.array([[1.0, NAN], [2.0, 3.0]])
-    with pytest.warns(SkippedRows, match="1 of 2"):
+    with pytest.warns(SkippedRowsWarning, match="1 of 2"):
         made = qkv.Database.from_columns({"key": keys, "value": ["a", "b"]}, key="key")
     assert made[[2.0, 3.0]] == "b" and len(made) == 1
-    with pytest.warns(SkippedRows, match="columns first, last"):
+    with pytest.warns(SkippedRowsWarning, match="columns first, last"):
         made = qkv.Database.from_columns(
             {"first": ["a", "b"], "last": ["x", None], "age": [1, 2]}, key=("first", "last")
         )
@@ -128,7 +132,7 @@ def test_a_messy_table(tmp_path):
         encoding="utf-8",
         newline="",
     )
-    with pytest.warns(SkippedRows, match="1 of 5") as told:
+    with pytest.warns(SkippedRowsWarning, match="1 of 5") as told:
         made = qkv.Database.from_source(path, value="age", path=tmp_path / "d.qkv")
     assert told[0].filename == __file__
     assert made['Li "the first"'] == 34 and made["Mu"] is None
@@ -199,7 +203,7 @@ def test_whatever_stands_for_a_missing_number_is_missing(cells):
         assert [*D.items()] == [("a", 1), ("b", None), ("c", 3)]
         answer = D.ask("b", weighting="average")
         assert (answer.value, answer.missing) == (2.0, 1)
-    with pytest.warns(SkippedRows, match="1 of 3"):
+    with pytest.warns(SkippedRowsWarning, match="1 of 3"):
         keyed = Database.from_columns(columns, key="n", value="other")
     assert [*keyed.items()] == [(1, 0), (3, 2)]
 
@@ -229,7 +233,7 @@ def test_no_time_is_a_missing_time(cells):
 
 def test_rows_of_columns_with_labels_stay_together():
     names = pandas.Series(["a", None, "c", "d"], index=[0, 1, 3, 2])
-    with pytest.warns(SkippedRows):
+    with pytest.warns(SkippedRowsWarning):
         D = Database.from_columns({"name": names, "n": [10, 20, 30, 40]}, value="n")
     assert [*D.items()] == [("a", 10), ("c", 30), ("d", 40)]
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 import qkv
-from qkv.database import AbsentKey, check
+from qkv.database import KeyNotFoundError, check
 from qkv.database.encoders import Characters
 from qkv.errors import ArgumentError
 
@@ -72,7 +72,7 @@ class Model(RuleBasedStateMachine):
             self.pairs = [(k, v) for k, v in self.pairs if k != key]
             self.noted()
         else:
-            with pytest.raises(AbsentKey):
+            with pytest.raises(KeyNotFoundError):
                 self.D.remove([key])
 
     @rule()
@@ -118,7 +118,7 @@ class Model(RuleBasedStateMachine):
         assert list(self.D.items()) == self.pairs
         for key, _ in self.pairs:
             here = [v for k, v in self.pairs if k == key]
-            assert self.D.all(key) == here
+            assert self.D.get_all(key) == here
             assert self.D[key] == here[-1]
 
 

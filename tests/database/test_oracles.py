@@ -146,7 +146,7 @@ def test_lookup_is_a_dict(start: int) -> None:
                 asked = query  # a look-up takes no text for a date
             assert (asked in D) is (query in oracle), (case, asked)
             assert D.get(asked, "none") == oracle.get(query, "none"), (case, asked)
-            assert D.all(asked) == every.get(query, []), (case, asked)
+            assert D.get_all(asked) == every.get(query, []), (case, asked)
             if query in oracle:
                 assert D[asked] == oracle[query]
             else:

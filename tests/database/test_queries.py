@@ -138,8 +138,8 @@ def test_vectors_stay_vectors():
 
 def test_numbers_far_from_any_text_are_its_encoded_vector():
     D = Database(NAMES)
-    code = D.encoder.query(["aple"])
-    if D.encoder.sparse(["aple"], query=True) is None:
+    code = D.encoder.encode_query(["aple"])
+    if D.encoder.encode_sparse(["aple"], query=True) is None:
         assert D.ask(code[0]).value == pytest.approx(D.ask("aple").value)
     np.testing.assert_allclose(D.attend(code)[0], D.ask(code)[0].value, rtol=1e-5)
 

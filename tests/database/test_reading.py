@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import AbsentKey, Database
-from qkv.database.faults import Closed, DuplicateKey
-from qkv.database.store import sizes
+from qkv.database import Database, KeyNotFoundError
+from qkv.database.errors import DuplicateKeyError, StoreClosedError
+from qkv.database.storage import limits
 from qkv.errors import DtypeError
 
 
@@ -33,7 +33,7 @@ def test_a_change_is_seen_at_once(names):
     assert past["Li"] == past["Li"] == "Mu"
     names.remove("Li")
     assert names.get("Li", "gone") == "gone" and past["Li"] == "Mu"
-    with pytest.raises(AbsentKey):
+    with pytest.raises(KeyNotFoundError):
         names["Li"]
     names.add("Li", "Mu 3")
     assert names["Li"] == "Mu 3"
@@ -45,7 +45,7 @@ def test_a_change_is_seen_at_once(names):
 
 def test_a_change_that_failed_is_not_seen(names):
     assert names["Li"] == "Mu"
-    with pytest.raises(DuplicateKey):
+    with pytest.raises(DuplicateKeyError):
         names.add(["Hu", "Li"], ["Rachel", "another"])
     assert names["Li"] == "Mu" and "Hu" not in names and names.version == 1
 
@@ -55,7 +55,7 @@ def test_a_closed_one_says_so(names):
     assert names["Li"] == past["Li"] == "Mu"
     names.close()
     for D in (names, past):
-        with pytest.raises(Closed):
+        with pytest.raises(StoreClosedError):
             D["Li"]
         assert repr(D).endswith(": closed>") and ": closed<" in D._repr_html_()
 
@@ -74,7 +74,7 @@ def test_what_was_given_can_be_changed(value):
 
 
 def test_rows_are_remembered_by_version(names, monkeypatch):
-    monkeypatch.setattr(sizes, "KNOWN", 2)
+    monkeypatch.setattr(limits, "MAX_CACHED_ROWS", 2)
     for _ in range(2):
         assert {row.key: row.value for row in names.ask("Li").rows} == {
             "Li": "Mu",
@@ -102,7 +102,7 @@ def test_equal_keys_of_several_types():
 
 
 def test_the_newest_of_equal_keys(monkeypatch):
-    monkeypatch.setattr(sizes, "KNOWN", 2)
+    monkeypatch.setattr(limits, "MAX_CACHED_ROWS", 2)
     D = qkv.Database(["a", "b", "a", "c"], [1, 2, 3, 4])
     for _ in range(3):
         assert [D[key] for key in "abcba"] == [3, 2, 4, 2, 3]
@@ -153,12 +153,12 @@ def test_a_moment_is_found_in_every_zone(path, zone, tmp_path):
     D = Database(unique=True) if path is None else qkv.open(tmp_path / path, unique=True)
     D.add([INSTANT.astimezone(zone), INSTANT.astimezone(zone).replace(hour=1)], [1.0, 2.0])
     for same in (INSTANT, INSTANT.astimezone(TOKYO), "2024-01-02T08:30+09:00"):
-        assert D[same] == 1.0 and same in D and D.all(same) == [1.0]
+        assert D[same] == 1.0 and same in D and D.get_all(same) == [1.0]
         answer = D.ask(same, score="exact", weighting="normalized")
         assert [(row.key, row.weight) for row in answer.rows if row.weight] == [(INSTANT, 1.0)]
         assert answer.rows[0].key.tzinfo == zone
     assert INSTANT.replace(tzinfo=None) not in D and INSTANT.replace(tzinfo=TOKYO) not in D
-    with pytest.raises(DuplicateKey):
+    with pytest.raises(DuplicateKeyError):
         D.add([INSTANT.astimezone(TOKYO)], [3.0])
     D.update(INSTANT.astimezone(TOKYO), 4.0)
     assert D[INSTANT] == 4.0 and len(D) == 2
@@ -180,7 +180,7 @@ DAY, NOON = datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 2, 12)
 def test_a_day_and_its_midnight_are_one_key(first):
     D = Database([(first, 1.0), (NOON, 2.0)])
     for same in (DAY, datetime.datetime(2024, 1, 1), "2024-01-01", "2024-01-01 00:00"):
-        assert D[same] == 1.0 and same in D and D.get(same) == 1.0 and D.all(same) == [1.0]
+        assert D[same] == 1.0 and same in D and D.get(same) == 1.0 and D.get_all(same) == [1.0]
         assert D.ask(same).rows[0].key == first
     assert D["2024-01-02T12:00"] == 2.0
     assert [x.query for x in D.ask(["2024-01-01", "2024-01-02T12"])] == [DAY, NOON]

@@ -9,8 +9,8 @@ import pytest
 
 import qkv
 from qkv import scores, weightings
-from qkv.database.absent import AbsentKey
-from qkv.database.faults import UnknownVersion, Unwritable
+from qkv.database.errors import StoreUnwritableError, VersionNotFoundError
+from qkv.database.key_errors import KeyNotFoundError
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 
 TEXT = qkv.Database({"a": 1.0, "b": 2.0})
@@ -93,9 +93,9 @@ def test_a_date_is_asked_in_every_form():
 
 def test_the_nearest_keys_are_each_named_once():
     made = qkv.Database([("Aloe", 1), ("Aloe", 2), ("Ficus", 3)])
-    with pytest.raises(AbsentKey, match=r"nearest are 'Aloe', 'Ficus'$") as caught:
+    with pytest.raises(KeyNotFoundError, match=r"nearest are 'Aloe', 'Ficus'$") as caught:
         made["aloe"]
-    assert caught.value.nearest == ["Aloe", "Ficus"]
+    assert caught.value.nearest_keys == ["Aloe", "Ficus"]
     assert qkv.Database({"Aloe": 1}).ask("Aloe").engine == "scan of 1 row in 1 piece"
 
 
@@ -104,9 +104,11 @@ def test_a_key_that_was_rounded_is_told_how_it_is_found(precision):
     keys = np.random.default_rng(0).normal(size=(5, 40))
     made = qkv.Database(keys, np.arange(5.0), precision=precision)
     assert made[keys[2]] == 2.0
-    with pytest.raises(AbsentKey, match=r"a row is kept with it, rounded: .* that were added$"):
+    with pytest.raises(
+        KeyNotFoundError, match=r"a row is kept with it, rounded: .* that were added$"
+    ):
         made[made.ask(keys[2]).rows[0].key]
-    with pytest.raises(AbsentKey, match="the nearest are") as caught:
+    with pytest.raises(KeyNotFoundError, match="the nearest are") as caught:
         made[keys[2] + 0.5]
     assert "\n" not in str(caught.value)
 
@@ -120,7 +122,7 @@ def test_a_table_of_one_column_is_told_what_to_do():
 def test_an_empty_question_is_asked_where_a_key_is_empty():
     made = qkv.Database({"": "nobody", "Li": "Mu"})
     assert made.ask("").value == made[""] == "nobody"
-    with pytest.raises(AbsentKey, match=r"^no row has the key ''$"):
+    with pytest.raises(KeyNotFoundError, match=r"^no row has the key ''$"):
         TEXT[""]
     with pytest.raises(ArgumentError, match=r"^query 0 is empty"):
         TEXT.attend("")
@@ -130,7 +132,7 @@ def test_an_empty_question_is_asked_where_a_key_is_empty():
 def test_an_absent_key_is_said_in_a_few_words(key):
     key = key * 400_000 if key == "x" else key
     for made in (TEXT, NUMBERS, VECTORS):
-        with pytest.raises(AbsentKey) as caught:
+        with pytest.raises(KeyNotFoundError) as caught:
             made[key]
         assert len(str(caught.value)) < 300
         assert key not in made and made.get(key, "none") == "none"
@@ -171,7 +173,7 @@ def test_arrays_of_text_dates_and_objects_are_cells():
     [
         ("a\0b", ArgumentError, "path holds a NUL character"),
         ("a\ud800", ArgumentError, "path holds half a character"),
-        ("a" * 5000, Unwritable, "cannot be looked at"),
+        ("a" * 5000, StoreUnwritableError, "cannot be looked at"),
         (5, DtypeError, "path must be the name of a folder, not a int"),
     ],
 )
@@ -185,14 +187,14 @@ def test_paths_that_are_none(path, error, says):
     [
         (lambda: TEXT.at(None), DtypeError, "^at: version must be a whole number"),
         (lambda: TEXT.at("1"), DtypeError, "^at: version must be a whole number.*'1'"),
-        (lambda: TEXT.at(10**30), UnknownVersion, "does not exist: the newest is 1"),
+        (lambda: TEXT.at(10**30), VersionNotFoundError, "does not exist: the newest is 1"),
         (lambda: TEXT.compact(20), DtypeError, "^progress must be a function.*not 20"),
         (lambda: qkv.Database(key=None), DtypeError, "^key must be the name of a column"),
         (lambda: qkv.Database(value=5), DtypeError, "^value must be the name of a column.*5"),
         (lambda: qkv.Database({"a": 1}, key=[["a"]]), DtypeError, "^key must be the name"),
-        (lambda: TEXT.by(key=b"x"), DtypeError, "^key must be the name of a column"),
+        (lambda: TEXT.reindex(key=b"x"), DtypeError, "^key must be the name of a column"),
         (lambda: TEXT.calibrate(None), DtypeError, "^calibrate: pairs must be a list"),
-        (lambda: TEXT.valuate(5), DtypeError, "^valuate: pairs must be a list.*int"),
+        (lambda: TEXT.value_of_rows(5), DtypeError, "^valuate: pairs must be a list.*int"),
         (lambda: TEXT.learn(None), DtypeError, "^learn: pairs must be a list.*NoneType"),
         (lambda: TEXT.calibrate([], None), DtypeError, "^calibrate: coverage must be a number"),
         (lambda: TEXT.calibrate([], 2), ArgumentError, "^calibrate: coverage must lie between"),
@@ -208,8 +210,8 @@ def test_paths_that_are_none(path, error, says):
         (lambda: qkv.Database.from_columns("ab"), DtypeError, "^columns must be a mapping.*str"),
         (lambda: qkv.Database.from_columns(5), DtypeError, "^columns must be a mapping.*int"),
         (lambda: qkv.Database.from_source("x.csv", missing=5), DtypeError, "^missing must be"),
-        (lambda: TEXT[np.array(["a"])], AbsentKey, "no row has the key"),
-        (lambda: VECTORS[np.array(["a"])], AbsentKey, "no row has the key"),
+        (lambda: TEXT[np.array(["a"])], KeyNotFoundError, "no row has the key"),
+        (lambda: VECTORS[np.array(["a"])], KeyNotFoundError, "no row has the key"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(call, error, says):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qkv import scores, weightings
-from qkv.database import spelled
+from qkv.database import parsing
 from qkv.errors import ArgumentError
 
 
@@ -30,14 +30,14 @@ class TestSpelled:
         ],
     )
     def test_like(self, text: str, example: Any, expected: Any) -> None:
-        assert spelled.like(text, example) == expected
+        assert parsing.parse_cell_like(text, example) == expected
 
     def test_a_vector(self) -> None:
-        found = spelled.like("0.5, -1", np.zeros(2))
+        found = parsing.parse_cell_like("0.5, -1", np.zeros(2))
         np.testing.assert_array_equal(found, [0.5, -1])
         for text in ("0.5", "a,b", "[1, 2, 3]"):
             with pytest.raises(ArgumentError, match="must be 2 numbers"):
-                spelled.like(text, np.zeros(2))
+                parsing.parse_cell_like(text, np.zeros(2))
 
     @pytest.mark.parametrize(
         ("given", "example", "expected"),
@@ -51,12 +51,12 @@ class TestSpelled:
         ],
     )
     def test_json_as_a_cell(self, given: Any, example: Any, expected: Any) -> None:
-        assert spelled.cell(given, example) == expected
+        assert parsing.cell_from_json(given, example) == expected
 
     def test_json_as_a_vector(self) -> None:
-        np.testing.assert_array_equal(spelled.cell([0.5, -1], np.zeros(2)), [0.5, -1])
+        np.testing.assert_array_equal(parsing.cell_from_json([0.5, -1], np.zeros(2)), [0.5, -1])
         with pytest.raises(ArgumentError, match="must be 2 numbers"):
-            spelled.cell([1, 2, 3], np.zeros(2))
+            parsing.cell_from_json([1, 2, 3], np.zeros(2))
 
 
 ROUND = [
@@ -72,21 +72,25 @@ ROUND = [
 
 @pytest.mark.parametrize(("names", "thing", "text"), ROUND)
 def test_every_parameter_goes_through_text(names: Any, thing: Any, text: str) -> None:
-    read = spelled.score if names is scores.NAMES else spelled.weighting
-    assert spelled.of(thing, names) == text and read(text) == thing
+    read = parsing.parse_score if names is scores.NAMES else parsing.parse_weighting
+    assert parsing.format_component(thing, names) == text and read(text) == thing
 
 
 @pytest.mark.parametrize(
     ("read", "text", "says"),
     [
-        (spelled.weighting, "normalized:nowhere", "on_empty"),
-        (spelled.weighting, "normalized:", "takes a word, not ''"),
-        (spelled.weighting, "hard:3", "takes true or false, not '3'"),
-        (spelled.weighting, "sparsemax:3", "takes no number"),
-        (spelled.weighting, "topk:2,3", "takes a number, not '2,3'"),
-        (spelled.score, "scaled_dot:cap=3", "takes a number, or scale=…, softcap=…, not 'cap=3'"),
-        (spelled.score, "scaled_dot:1,softcap=x", "takes a number"),
-        (spelled.score, "gaussian:bandwidth=", "takes a number"),
+        (parsing.parse_weighting, "normalized:nowhere", "on_empty"),
+        (parsing.parse_weighting, "normalized:", "takes a word, not ''"),
+        (parsing.parse_weighting, "hard:3", "takes true or false, not '3'"),
+        (parsing.parse_weighting, "sparsemax:3", "takes no number"),
+        (parsing.parse_weighting, "topk:2,3", "takes a number, not '2,3'"),
+        (
+            parsing.parse_score,
+            "scaled_dot:cap=3",
+            "takes a number, or scale=…, softcap=…, not 'cap=3'",
+        ),
+        (parsing.parse_score, "scaled_dot:1,softcap=x", "takes a number"),
+        (parsing.parse_score, "gaussian:bandwidth=", "takes a number"),
     ],
 )
 def test_a_parameter_that_is_none_is_refused(read: Any, text: str, says: str) -> None:
@@ -108,27 +112,27 @@ DAY = datetime.date(2024, 1, 1)
     ],
 )
 def test_a_date_is_read_as_the_database_reads_it(text, example, right):
-    found = spelled.like(text, example)
+    found = parsing.parse_cell_like(text, example)
     assert found == right and type(found) is type(right)
     for wrong in ("soon", "2024", "1.1.2024"):
         with pytest.raises(ArgumentError, match="must be a date such as"):
-            spelled.like(wrong, example)
+            parsing.parse_cell_like(wrong, example)
 
 
 def test_a_key_of_two_columns_is_one_line_of_csv() -> None:
     for text in ("a\nb", "a\rb, 1", '"a" \n, 1', f"{'x' * 200_000}, 1"):
         with pytest.raises(ArgumentError, match="must be a line of CSV"):
-            spelled.like(text, ("a", 1), "the key")
-    assert spelled.like('"a\nb", 1', ("a", 1)) == ("a\nb", 1)
+            parsing.parse_cell_like(text, ("a", 1), "the key")
+    assert parsing.parse_cell_like('"a\nb", 1', ("a", 1)) == ("a\nb", 1)
 
 
 @pytest.mark.parametrize("example", [("a", 1), b"a", {"a": 1}])
 def test_deep_nesting_is_refused_or_text(example: Any) -> None:
     for text in ("[" * 50_000, '{"a":' * 50_000):
         with contextlib.suppress(ArgumentError):
-            assert spelled.like(text, example) in (text, text.encode())
+            assert parsing.parse_cell_like(text, example) in (text, text.encode())
 
 
 def test_bytes_have_no_lone_surrogate() -> None:
     with pytest.raises(ArgumentError, match="surrogate"):
-        spelled.like("\ud800", b"a")
+        parsing.parse_cell_like("\ud800", b"a")

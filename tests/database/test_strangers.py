@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import Database, cells, check, encoders
+from qkv.database import Database, check, encoders
 from qkv.database.encoders import Characters, Custom, Exact, Heads, Sentences, Vectors
-from qkv.database.faults import Damaged
-from qkv.database.store import Store, sizes
+from qkv.database.errors import StoreDamagedError
+from qkv.database.storage import Store, limits
+from qkv.database.table import cells
 from qkv.errors import ArgumentError, QkvError
 
 KEYS = ["Zhang", "Lipton", "Li"]
@@ -102,11 +103,14 @@ STORES = {
 def test_nothing_in_a_store_is_executable(name, evil):
     with STORES[name]() as D:
         view = D._view
-        settings, arrays = view.settings, view.snapshot.arrays()
+        settings, arrays = view.settings, view.snapshot.read_arrays()
         key = next(iter(D))
-        rows = list(view.snapshot.rows())
-        tensors = {n: view.snapshot.tensor(n, view.ids) for n in view.snapshot.names}
-        digests = [row[0] for row in D._store._reader.all("SELECT digest FROM rows ORDER BY id")]
+        rows = list(view.snapshot.iterate_rows())
+        tensors = {n: view.snapshot.read_tensor(n, view.ids) for n in view.snapshot.tensor_names}
+        digests = [
+            row[0]
+            for row in D._store._reader_catalog.fetch_all("SELECT digest FROM rows ORDER BY id")
+        ]
     for path in places(settings):
         for value in hostile(evil):
             changed = put(settings, path, value)
@@ -120,7 +124,7 @@ def test_nothing_in_a_store_is_executable(name, evil):
                     settings=changed,
                     arrays=arrays or None,
                 )
-                strange = Database._on(store)
+                strange = Database._from_store(store)
                 for look in (
                     lambda D: D[key],
                     lambda D: D.ask(key),
@@ -166,7 +170,7 @@ def test_what_its_reader_passes_takes_the_place_of_what_a_store_names(tmp_path):
     moved = Vectors(tmp_path / "moved.txt")
     for encoder in (moved, Heads([Characters(8), moved]), function):
         path = tmp_path / f"{encoder.kind}.qkv"
-        with Database._on(Store(path), encoder=encoder) as D:
+        with Database._from_store(Store(path), encoder=encoder) as D:
             assert D.ask("cat", weighting="hard").value == 1
     model = Sentences("models/my-model", size=4)
     told = {"kind": "sentences", "model": "/elsewhere/my-model", "width": 4}
@@ -190,10 +194,13 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
         rows = {"add": lambda: D.add("c", 3), "update": lambda: D.update("a", 4)}
         rows |= {"extend": lambda: D.extend([{"key": 1.0}]), "ask": lambda: D.ask("a")}
         for change in rows.values():
-            with pytest.raises(Damaged, match="settings"):
+            with pytest.raises(StoreDamagedError, match="settings"):
                 change()
     for encoder in (None, Characters(64)):
-        with pytest.raises(Damaged, match="settings"), qkv.open(path, encoder=encoder) as D:
+        with (
+            pytest.raises(StoreDamagedError, match="settings"),
+            qkv.open(path, encoder=encoder) as D,
+        ):
             D.add("c", 3)
     whole = text[0] == "{" or text == "[]"  # as a store's settings may be
     assert bool(check(path)) is not whole
@@ -202,14 +209,14 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
 @pytest.mark.parametrize("cell", ["[]", 1.5, b"x"])
 @pytest.mark.parametrize("table", ["generations", "segments"])
 def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table, cell):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 12)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 12)
     place, told = tmp_path / "names.qkv", "what it says of a file is not what was written"
     with qkv.open(place) as D:
         D.add([f"name {i}" for i in range(300)], range(300))
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
         some = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
         assert catalogue.execute(f"UPDATE {table} SET bytes = ? WHERE {some}", (cell,)).rowcount
-    with pytest.raises(Damaged, match=told), qkv.open(place, create=False) as D:
+    with pytest.raises(StoreDamagedError, match=told), qkv.open(place, create=False) as D:
         D.ask("name 3")
     assert [problem.what for problem in check(place)] == [told]
     assert check(place, repair=True)[0].repaired
@@ -238,7 +245,7 @@ def test_a_version_that_no_store_wrote_is_damage(tmp_path, column, number):
         crc = zlib.crc32("|".join(map(str, told.values())).encode())
         change = f"UPDATE versions SET {column} = ?, crc = ? WHERE number = 1"
         catalogue.execute(change, (number, crc))
-    with pytest.raises(Damaged, match="version 1 is not what was written"):
+    with pytest.raises(StoreDamagedError, match="version 1 is not what was written"):
         len(qkv.open(place, create=False))
 
 
@@ -246,8 +253,8 @@ def test_a_version_that_no_store_wrote_is_damage(tmp_path, column, number):
     "record", ["[" * 100_000, '{"value": {"$bytes": "x"}}', '{"value": {"$array": ["O", [1], ""]}}']
 )
 def test_a_record_that_no_store_wrote_is_damage(record):
-    with pytest.raises(Damaged, match="a record is not what was written"):
-        cells.loads(record)
+    with pytest.raises(StoreDamagedError, match="a record is not what was written"):
+        cells.load_row(record)
 
 
 @pytest.mark.parametrize("name", ["kinds/key", "kinds/value", "code"])
@@ -258,5 +265,8 @@ def test_a_layout_without_what_the_schema_names_is_damage(tmp_path, name):
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
         change = "UPDATE generations SET layout = replace(layout, ?, 'other')"
         catalogue.execute(change, (name,))
-    with pytest.raises(Damaged, match="are lost or not qkv's"), qkv.open(place, create=False) as D:
+    with (
+        pytest.raises(StoreDamagedError, match="are lost or not qkv's"),
+        qkv.open(place, create=False) as D,
+    ):
         D.ask([1.0, 2.0] if name == "code" else 1.0, where="value > 1")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import columns
-from qkv.database.compare import texts_of
-from qkv.database.faults import NoRowsMatchWarning
-from qkv.database.where import condition
+from qkv.database.errors import NoRowsMatchWarning
+from qkv.database.filter.comparisons import read_distinct_texts
+from qkv.database.filter.expressions import compile_condition
+from qkv.database.table import columns
 from qkv.errors import ArgumentError, DtypeError
 
 ROW = {"title": "The Alchemist", "year": 1988, "genre": "fiction", "stock": None, "first name": "P"}
@@ -30,23 +30,23 @@ class Table:
     def __len__(self):
         return len(self.rows)
 
-    def cells(self, name, at):
+    def read_cells(self, name, at):
         return [self.rows[i][name] for i in at]
 
-    def column(self, name):
-        return columns.coded([row[name] for row in self.rows])
+    def read_column(self, name):
+        return columns.encode_column([row[name] for row in self.rows])
 
-    def texts(self, name):
-        return texts_of(self, name)
+    def read_texts(self, name):
+        return read_distinct_texts(self, name)
 
-    def census(self, name):
-        return np.bincount(self.column(name).kinds, minlength=len(columns.KINDS))
+    def cell_kind_counts(self, name):
+        return np.bincount(self.read_column(name).kinds, minlength=len(columns.KIND_NAMES))
 
 
 def passing(where, rows):
-    found = condition(where, list(rows[0]))
+    found = compile_condition(where, list(rows[0]))
     assert found is not None
-    return found(Table(rows)).true.tolist()
+    return found(Table(rows)).passes.tolist()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_conditions(where, passes):
 
 def test_none_lets_all_pass():
     made = qkv.Database({"a": 1, "b": 2})
-    assert made._view.where(None) is None
+    assert made._view.filter_rows(None) is None
     assert made.count(None) == made.ask("a", where=None).total == 2
 
 
@@ -160,13 +160,13 @@ def test_a_backtick_of_a_name_is_written_twice():
     assert passing("`a``tick``b` == 1 and ```` == 2", [row]) == [True]
     for where in ("`a`tick`b` == 1", "`a` == 1", "`a``tick``b` + 1 == 2"):
         with pytest.raises(ArgumentError) as caught:
-            condition(where, list(row))
+            compile_condition(where, list(row))
         assert "_column_" not in str(caught.value)
 
 
 def test_an_error_names_columns_without_their_control_characters():
     with pytest.raises(ArgumentError, match=r"Known: '\\x1b\[31mred', year\.$"):
-        condition("yaer == 1", ["year", "\x1b[31mred"])
+        compile_condition("yaer == 1", ["year", "\x1b[31mred"])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_error_names_columns_without_their_control_characters():
 )
 def test_what_is_not_understood_is_said(where, error, says):
     with pytest.raises(error, match=says):
-        condition(where, list(ROW))
+        compile_condition(where, list(ROW))
 
 
 @pytest.mark.parametrize("where", ["Höhe (cm) > 30", "first name == 'Li'", "q-1 > 3 and x == 1"])
@@ -210,8 +210,8 @@ def test_a_name_that_is_not_read_as_one_is_shown_in_backticks(where):
     names = ["Höhe (cm)", "first name", "q-1", "q", "x"]
     column = next(name for name in names if name in where)
     with pytest.raises(ArgumentError, match=re.escape(f"stands in backticks: `{column}`")):
-        condition(where, names)
-    condition(where.replace(column, f"`{column}`"), names)
+        compile_condition(where, names)
+    compile_condition(where.replace(column, f"`{column}`"), names)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_name_that_is_not_read_as_one_is_shown_in_backticks(where):
 )
 def test_an_error_quotes_little(where):
     with pytest.raises((ArgumentError, DtypeError)) as caught:
-        condition(where.format("y" * 400_000), list(ROW))
+        compile_condition(where.format("y" * 400_000), list(ROW))
     assert len(str(caught.value)) < 500
 
 
@@ -397,7 +397,7 @@ def test_a_database_keeps_the_rows_that_python_would(tmp_path, kept):
     for where, passes in MIXED:
         expected = np.array([bool(passes(row)) for row in rows])
         for _ in range(2):  # the second time it is remembered
-            np.testing.assert_array_equal(made._view.where(where), expected, str(where))
+            np.testing.assert_array_equal(made._view.filter_rows(where), expected, str(where))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.9])
@@ -443,7 +443,7 @@ def test_columns_survive_versions_removals_and_compaction(tmp_path):
         made.update("row 7", 3.0)
         made.add("late 7", None)
         before = made.at(2)
-        assert before._view.where("year < 1900").sum() == sum(
+        assert before._view.filter_rows("year < 1900").sum() == sum(
             row["year"] is not None and row["year"] < 1900 for row in rows[:4000]
         )
         del before
@@ -451,7 +451,7 @@ def test_columns_survive_versions_removals_and_compaction(tmp_path):
     with qkv.open(path) as made:
         for where, passes in MIXED:
             expected = [bool(passes(row)) for row in made.rows()]
-            np.testing.assert_array_equal(made._view.where(where), expected, str(where))
+            np.testing.assert_array_equal(made._view.filter_rows(where), expected, str(where))
         assert made.ask("late 7", score="exact", weighting="hard").missing == 1
 
 
@@ -461,7 +461,7 @@ def test_two_missing_cells_are_equal_whatever_other_rows_hold(others, absent):
     rows = [{"n": absent, "m": None}, *({"n": other, "m": "text"} for other in others)]
     assert passing("n == m", rows) == [True, False, False]
     assert passing("m != n", rows) == [False, True, True]
-    assert columns.coded([row["n"] for row in rows]).codes[0] == 0
+    assert columns.encode_column([row["n"] for row in rows]).codes[0] == 0
 
 
 def test_a_vector_equals_the_list_of_its_numbers():

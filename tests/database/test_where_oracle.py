@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 import qkv
-from qkv.database.faults import NoRowsMatchWarning
+from qkv.database.errors import NoRowsMatchWarning
 from qkv.errors import DtypeError
 
 DEFAULT = 2000 if os.environ.get("QKV_FULL") == "1" else 300

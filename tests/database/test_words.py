@@ -10,7 +10,7 @@ import pytest
 
 import qkv
 from qkv.database.encoders import Characters, Encoder, Heads, Lexical
-from qkv.database.encoding import at_words, kept
+from qkv.database.table.encoding import add_word_columns, encode_as_stored
 from qkv.scores import Cosine, Gaussian, ScaledDot
 from qkv.weightings import Entmax, TopK
 
@@ -42,7 +42,9 @@ def D(
 
 def whole(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Queries and keys as they are kept, with a column for every word there is."""
-    query, key = at_words(encoder, queries, kept(encoder, KEYS), encoder.sparse(KEYS))
+    query, key = add_word_columns(
+        encoder, queries, encode_as_stored(encoder, KEYS), encoder.encode_sparse(KEYS)
+    )
     assert not key[:, -1].any()
     return query.astype(float), key.astype(float)
 
@@ -57,7 +59,7 @@ def expected(D: qkv.Database, score: object, weighting: object = "softmax") -> n
 @pytest.mark.parametrize("score", [None, Cosine(0.2), Gaussian(0.7), "dot"])
 @pytest.mark.parametrize("weighting", ["softmax", TopK(3), Entmax(1.5), "hard"])
 def test_every_score_and_weighting_is_exact(D: qkv.Database, score, weighting) -> None:
-    chosen = D.encoder.score(len(KEYS)) if score is None else score
+    chosen = D.encoder.default_score(len(KEYS)) if score is None else score
     alpha = expected(D, chosen, weighting)
     answers = D.ask(QUERIES, score=score, weighting=weighting)
     for answer, row in zip(answers, alpha, strict=True):
@@ -92,7 +94,7 @@ def test_conditions_and_versions_keep_their_words(tmp_path: Path) -> None:
 
 def test_a_vector_of_the_callers_own_asks_no_words(D: qkv.Database) -> None:
     own = RNG.normal(size=(2, 32)).astype(np.float32)
-    key = kept(D.encoder, KEYS)
+    key = encode_as_stored(D.encoder, KEYS)
     alpha = qkv.weights(own, key, score="dot")
     np.testing.assert_allclose(D.attend(own, score="dot"), alpha @ VALUES, rtol=1e-4)
     np.testing.assert_allclose(D.ask(own, score="dot")[1].weights, alpha[1], rtol=1e-4)
@@ -100,15 +102,15 @@ def test_a_vector_of_the_callers_own_asks_no_words(D: qkv.Database) -> None:
 
 def test_lexical_alone_needs_no_vectors() -> None:
     D = qkv.Database(KEYS, VALUES, encoder="lexical")
-    query, key = D.encoder.pair(QUERIES, KEYS)
-    alpha = qkv.weights(query, key, score=D.encoder.score(120))
+    query, key = D.encoder.encode_pair(QUERIES, KEYS)
+    alpha = qkv.weights(query, key, score=D.encoder.default_score(120))
     np.testing.assert_allclose(D.attend(QUERIES), alpha @ VALUES, rtol=1e-4, atol=1e-6)
     assert D.encoder.width == 0
 
 
 def test_an_answer_can_be_asked_again_elsewhere(D: qkv.Database) -> None:
     answer = D.ask(QUERIES[0])
-    source = answer.source(1000)
+    source = answer._collect_source(1000)
     assert source is not None and source.keys is not None
     alpha = qkv.weights(source.query[None], source.keys, score=source.score)
     np.testing.assert_allclose(alpha[0], answer.weights, atol=1e-6)

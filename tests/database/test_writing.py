@@ -12,9 +12,9 @@ import pytest
 import qkv
 from qkv.database import Database
 from qkv.database.encoders import Characters
-from qkv.database.faults import Damaged, StaleFit, Unwritable
-from qkv.database.store import Store, shelf, sizes
-from qkv.database.view import View
+from qkv.database.errors import StaleFitWarning, StoreDamagedError, StoreUnwritableError
+from qkv.database.storage import Store, blob_storage, limits
+from qkv.database.table.view import TableView
 from qkv.errors import DtypeError, ShapeError
 
 
@@ -59,7 +59,7 @@ def test_updates_from_threads_leave_one_row_for_a_key(names, hurried):
             names.update("Li", i)
 
     assert together(*[update] * 8) == []
-    assert names.all("Li") == [5] and len(names) == 2
+    assert names.get_all("Li") == [5] and len(names) == 2
     assert names.version == 1 + 8 * 6
 
 
@@ -73,7 +73,7 @@ def test_first_rows_from_threads_fix_one_schema(names, hurried):
 def test_removing_from_threads_takes_each_row_once(names, hurried):
     names.add(["Li"] * 3 + ["Hu"], [1, 2, 3, 4])
     faults = together(*[lambda: names.remove("Li")] * 4)
-    assert [type(fault) for fault in faults] == [qkv.database.AbsentKey] * 3
+    assert [type(fault) for fault in faults] == [qkv.database.KeyNotFoundError] * 3
     assert list(names) == ["Hu"] and names.version == 2
 
 
@@ -103,26 +103,26 @@ def test_a_compaction_in_the_middle_of_a_look(names, monkeypatch):
     names.add("Li", "Mu")
     assert names["Li"] == "Mu"
     names.add("Hu", "Rachel")
-    monkeypatch.setattr(View, "inherit", lambda self, old: names.compact())
+    monkeypatch.setattr(TableView, "inherit_encoder", lambda self, old: names.compact())
     assert names["Hu"] == "Rachel"
 
 
 def test_rows_are_in_though_the_disk_was_full_when_their_encoder_was_fitted(tmp_path, monkeypatch):
-    class Full(shelf.Files):
+    class Full(blob_storage.FileSystem):
         def write(self, path, chunks):
             raise OSError(28, "No space left on device")
 
     path = tmp_path / "d.qkv"
     with qkv.open(path, encoder=Characters(64, idf=True)) as D:
         D.add([f"key {i}" for i in range(10)], list(range(10)))
-    D = Database._on(Store(path, files=Full()))
+    D = Database._from_store(Store(path, files=Full()))
     with D:
-        with pytest.warns(StaleFit, match=r"rows were added.*No space left") as told:
+        with pytest.warns(StaleFitWarning, match=r"rows were added.*No space left") as told:
             D.add([f"key {i}" for i in range(10, 30)], [0] * 20)
         assert told[0].filename == __file__
         assert len(D) == 30 and D["key 29"] == 0 and D.version == 2
-        monkeypatch.setattr(sizes, "RESTING_ROWS", 8)
-        with pytest.raises(Unwritable, match="nothing was changed"):
+        monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 8)
+        with pytest.raises(StoreUnwritableError, match="nothing was changed"):
             D.add("new", 0)
         assert len(D) == 30 and D.version == 2
     with qkv.open(path) as D:
@@ -135,7 +135,7 @@ def test_rows_are_in_though_the_disk_was_full_when_their_encoder_was_fitted(tmp_
     "values", [[f"value {i}" for i in range(30)], [0.5 * i for i in range(30)]]
 )
 def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, values, harm):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 16)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 16)
     keys, path = [f"key {i}" for i in range(30)], tmp_path / "d.qkv"
     with qkv.open(path) as D:
         D.add(keys[:20], values[:20])
@@ -149,7 +149,7 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
         segment.write_bytes(segment.read_bytes()[:-100])
     assert [problem.file for problem in qkv.database.check(path)] == [segment.name]
     with qkv.open(path) as D:
-        with pytest.raises(Damaged, match=segment.name):
+        with pytest.raises(StoreDamagedError, match=segment.name):
             D.ask("key 3")
         D.encode()
         assert [answer.value for answer in D.ask(["key 3", "key 25"], weighting="hard")] == [
@@ -166,13 +166,13 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
 
 
 def test_vectors_whose_segment_is_lost_are_not_made_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 16)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 16)
     path = tmp_path / "d.qkv"
     with qkv.open(path) as D:
         D.add(np.eye(20), np.arange(20.0))
     [segment] = path.glob("segment-*")
     segment.unlink()
-    with qkv.open(path) as D, pytest.raises(Damaged, match=segment.name):
+    with qkv.open(path) as D, pytest.raises(StoreDamagedError, match=segment.name):
         D.encode("exact")
 
 
@@ -194,24 +194,24 @@ def test_a_database_in_memory_goes_on_in_a_child(tmp_path):
 
 
 def test_a_commit_is_done_though_its_old_files_cannot_be_removed(tmp_path, monkeypatch):
-    class Sticky(shelf.Files):
+    class Sticky(blob_storage.FileSystem):
         def fsync_folder(self, folder):
             self.count = getattr(self, "count", 0) + 1
             if self.count % 2 == 0:
                 raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 2)
-    monkeypatch.setattr(sizes, "FEW", 2)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 2)
+    monkeypatch.setattr(limits, "SEGMENTS_PER_MERGE", 2)
     with Store(tmp_path, files=Sticky()) as store:
         done = 0
         for i in range(12):
             try:
                 store.commit(records=[str(i)] * 2, digests=[b"%d" % i] * 2)
-            except Unwritable as error:
+            except StoreUnwritableError as error:
                 assert "nothing was changed" in str(error)
             else:
                 done += 1
-            assert (store.version, len(store.at())) == (done, 2 * done)
+            assert (store.version, len(store.open_snapshot())) == (done, 2 * done)
         assert done > 0
 
 

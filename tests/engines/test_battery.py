@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkv import scores, weightings
-from qkv.engines import choose, triton
+from qkv.engines import choice, triton
 from qkv.testing import checks
 from tests import cases
 from tests.cases import LEARNED, SCORES, WEIGHTINGS, case
@@ -18,11 +18,11 @@ from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
 FULL = bool(os.environ.get("QKV_FULL"))
 CASES = cases.product() if FULL else cases.covering()
 SPARSELY = (
-    {} if FULL else {"jax": 16, "strict": 4, "tensorflow": 4, "mxnet": 4}
+    {} if FULL else {"jax": 16, "array_api_strict": 4, "tensorflow": 4, "mxnet": 4}
 )  # one case in so many: each takes its time
 
 # Triton's interpreter has tests/engines/triton, with quicker ones.
-HERE = [e for e in choose.NAMES if e != "triton" or not triton.interpreted()]
+HERE = [e for e in choice.ENGINES_BY_NAME if e != "triton" or not triton.is_interpreted()]
 engines = pytest.mark.parametrize("engine", HERE)
 
 
@@ -39,13 +39,13 @@ def some(given: list[Any], which: list[tuple[str, str, str]], one_in: int = 1) -
 @engines
 @some(FRAMEWORKS, CASES)
 def test_values(fw, engine, score, weighting, mask):
-    checks.values(case(score, weighting, mask), fw, engine)
+    checks.check_values(case(score, weighting, mask), fw, engine)
 
 
 @engines
 @some(WITH_GRADIENTS, CASES)
 def test_gradients(fw, engine, score, weighting, mask):
-    checks.gradients(case(score, weighting, mask), fw, engine)
+    checks.check_gradients(case(score, weighting, mask), fw, engine)
 
 
 EACH = [(s, "softmax", "causal_window") for s in SCORES] + [
@@ -60,7 +60,7 @@ EACH = [(s, "softmax", "causal_window") for s in SCORES] + [
 def test_dtypes(fw, engine, dtype, score, weighting, mask):
     if dtype not in fw.dtypes:
         pytest.skip(f"{fw.name} has no {dtype}")
-    checks.dtype(case(score, weighting, mask), fw, engine, dtype)
+    checks.check_dtype(case(score, weighting, mask), fw, engine, dtype)
 
 
 @engines
@@ -70,11 +70,11 @@ def test_gradients_of_each_dtype(fw, engine, dtype, score, weighting, mask):
     if dtype not in fw.dtypes:
         pytest.skip(f"{fw.name} has no {dtype}")
     one = case(score, weighting, mask)
-    given = one.made(fw, dtype)
-    wide = {name: fw.make(x) for name, x in checks.widened(given).items()}
-    with checks.served(one, fw, engine):
-        found = one.gradients(fw, given, engine)
-    for name, got, want in zip(given, found, one.gradients(fw, wide, "dense"), strict=True):
+    given = one.make_arrays(fw, dtype)
+    wide = {name: fw.make_array(x) for name, x in checks.to_float64(given).items()}
+    with checks.with_small_blocks(one, fw, engine):
+        found = one.compute_gradients(fw, given, engine)
+    for name, got, want in zip(given, found, one.compute_gradients(fw, wide, "dense"), strict=True):
         error, size = np.linalg.norm(got - want), np.linalg.norm(want) + 1
         assert error < 2 * checks.TOLERANCE[dtype] * size, f"the gradient of {name} is off"
 

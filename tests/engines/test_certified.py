@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 import qkv
 from bench import sweep_certified
 from qkv import scores
-from qkv.arrays import int8
-from qkv.arrays.rows import Rows, Stored
-from qkv.attention import weigh
-from qkv.database import codes
-from qkv.database.store import sizes
-from qkv.database.store.segments import Segment
-from qkv.database.store.snapshot import Snapshot
-from qkv.engines import certified, coded
+from qkv.attention import weigh_rows
+from qkv.database.storage import limits as sizes
+from qkv.database.storage.segments import Segment
+from qkv.database.storage.snapshot import Snapshot
+from qkv.database.table import quantization
+from qkv.engines.out_of_core import certified, quantized
 from qkv.errors import ArgumentError, CombinationError
+from qkv.frameworks import int8
+from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from qkv.weightings import Normalized, Softmax, TopK
-from qkv.weightings.bound import Bound
+from qkv.weightings.error_bound import ErrorBound
 
 WIDTH = 32
 SCORES = [
@@ -121,36 +121,38 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
     """Rows that are scanned in blocks, some of them read again, others left out."""
     rng = np.random.default_rng(seed)
     keys, value = made(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
-    kept = codes.found({"code": keys, **codes.near(keys, 0)})
+    kept = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     allowed = rng.random(600) < 0.8 if masked else None
-    rows = Rows(lambda: [Stored(keys, value, near=kept)], keys.shape, width, allowed)
+    rows = StoredRows(lambda: [RowChunk(keys, value, quantized=kept)], keys.shape, width, allowed)
     query = (keys[[3, 400, 9]] * rng.uniform(0.5, 2, (3, 1))).astype(np.float32)
     how = Softmax(temperature)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coded, "AT_ONCE", 100)
-        patch.setattr(certified, "MANY", 1)
-        found = weigh(rows, query, score=score, weighting=how, tolerance=tolerance)
-    asked = coded.Coded(rows, query, score, how)
+        patch.setattr(quantized, "MAX_CODED_ROWS_PER_BLOCK", 100)
+        patch.setattr(certified, "FULL_READ_DIVISOR", 1)
+        found = weigh_rows(rows, query, score=score, weighting=how, tolerance=tolerance)
+    asked = quantized.QuantizedScores(rows, query, score, how)
     # What the one best row may be off by is not what all weights together are.
-    delta = asked.slack().over(asked.terms(kept)[2].stacked()).max(axis=1)
-    errors = np.broadcast_to(found.error, 3)
+    delta = (
+        asked.error_factors().multiply_terms(asked.error_terms(kept)[2].stack_terms()).max(axis=1)
+    )
+    errors = np.broadcast_to(found.weight_error, 3)
     exactly = np.flatnonzero(errors == 0)  # what not even float64 proves
     if len(exactly):
-        same = weigh(rows, query[exactly], score=score, weighting=how)
+        same = weigh_rows(rows, query[exactly], score=score, weighting=how)
         np.testing.assert_array_equal(found.weights[exactly], same.weights)
         np.testing.assert_allclose(found.lse[exactly], same.lse)
     for i in np.flatnonzero(errors):
         true = exact(keys, query[i], score, how, allowed)
         error = 0.5 * np.abs(found.weights[i] - true).sum()
-        assert error <= found.error[i] + 1e-12
+        assert error <= found.weight_error[i] + 1e-12
         some = found.weights[i] @ value
-        np.testing.assert_allclose(found.out[i], some / found.weights[i].sum(), atol=1e-5)
+        np.testing.assert_allclose(found.output[i], some / found.weights[i].sum(), atol=1e-5)
         s = score(query[i].astype(float)[None], keys.astype(float))[0][
             slice(None) if allowed is None else allowed
         ]
-        near = 2 * found.error[i] + 1e-4 * np.abs(s / temperature).max() + 1e-4
+        near = 2 * found.weight_error[i] + 1e-4 * np.abs(s / temperature).max() + 1e-4
         assert abs(found.lse[i] - np.logaddexp.reduce(s / temperature)) <= near
-        assert abs(found.best[i] - s.max()) <= (near + delta[i]) * temperature
+        assert abs(found.best_score[i] - s.max()) <= (near + delta[i]) * temperature
     assert (errors <= tolerance).all()
 
 
@@ -183,39 +185,43 @@ def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
 
 def test_what_rounding_alone_takes_of_a_tolerance_leaves_no_row_out(monkeypatch):
     """The search for lighter rows ends where blocks without any weight are never found."""
-    monkeypatch.setattr(coded, "AT_ONCE", 100)
+    monkeypatch.setattr(quantized, "MAX_CODED_ROWS_PER_BLOCK", 100)
     keys = made(np.random.default_rng(1), "plain")
     keys[100:] -= 50 * keys[3]
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
-    rows = Rows(lambda: [Stored(keys, keys[:, :2], near=near)], keys.shape, 2)
-    scan = coded.Coded(rows, keys[3:4], scores.Dot(), Softmax()).scanned()
+    near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2)
+    scan = quantized.QuantizedScores(rows, keys[3:4], scores.Dot(), Softmax()).scan_codes()
     assert (scan.factor == 0).any()
-    assert scan.prune(float(scan.bound().error[0]) + 1e-6, 300) is None
+    assert scan.prune_rows(float(scan.error_bound().max_error[0]) + 1e-6, 300) is None
 
 
 def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
     keys = made(np.random.default_rng(1), "plain", 60)
     score, query = scores.Epanechnikov(8.0), np.stack([keys[0] * 100, keys[0]])
-    code, scale = codes.in_8_bits(keys)
-    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
-    rows = Rows(lambda: [Stored(code, scale=scale, near=near)], keys.shape)
-    found = weigh(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
+    code, scale = quantization.quantize_int8(keys)
+    near = quantization.read_codes(
+        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+    )
+    rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
+    found = weigh_rows(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
     true = np.stack([exact(keys, q, score, Normalized()) for q in query])
     error = 0.5 * np.abs(found.weights - true).sum(axis=1)
-    assert found.error[0] == error[0] == 0 < error[1] <= found.error[1] <= 0.2
+    assert found.weight_error[0] == error[0] == 0 < error[1] <= found.weight_error[1] <= 0.2
 
 
 def test_a_window_without_keys_changes_nothing_of_another():
     keys = made(np.random.default_rng(1), "plain", 300)
-    code, scale = codes.in_8_bits(keys)
-    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
-    rows = Rows(lambda: [Stored(code, None, scale=scale, near=near)], keys.shape)
+    code, scale = quantization.quantize_int8(keys)
+    near = quantization.read_codes(
+        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+    )
+    rows = StoredRows(lambda: [RowChunk(code, None, scale=scale, quantized=near)], keys.shape)
     query, score = np.stack([keys[3], keys[3] + 1e3]), scores.Epanechnikov(8.0)
     for how in (Normalized(), Normalized("uniform")):
-        both = weigh(rows, query, score=score, weighting=how, tolerance=0.2)
-        alone = weigh(rows, query[:1], score=score, weighting=how, tolerance=0.2)
+        both = weigh_rows(rows, query, score=score, weighting=how, tolerance=0.2)
+        alone = weigh_rows(rows, query[:1], score=score, weighting=how, tolerance=0.2)
         assert np.array_equal(both.weights[:1], alone.weights)
-        assert both.error[0] == alone.error[0] > 0 and both.error[1] == 0
+        assert both.weight_error[0] == alone.weight_error[0] > 0 and both.weight_error[1] == 0
         assert np.allclose(both.weights[1], how(np.zeros((1, 300)))[0])
 
 
@@ -231,11 +237,14 @@ def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
 @pytest.mark.parametrize("how", [Softmax(), TopK(3), "hard", Normalized()], ids=str)
 def test_where_no_row_is_allowed_no_row_has_weight(how):
     keys = made(np.random.default_rng(0), "plain", 60)
-    near, allowed = codes.found({"code": keys, **codes.near(keys, 0)}), np.zeros(60, bool)
-    rows = Rows(lambda: [Stored(keys, keys[:, :2], near=near)], keys.shape, 2, allowed)
+    near, allowed = (
+        quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)}),
+        np.zeros(60, bool),
+    )
+    rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2, allowed)
     score = WINDOWS[0] if isinstance(how, Normalized) else SCORES[0]
-    found = weigh(rows, keys[:2], score=score, weighting=how, tolerance=0.01)
-    assert not found.weights.any() and not found.out.any() and (found.error == 0).all()
+    found = weigh_rows(rows, keys[:2], score=score, weighting=how, tolerance=0.01)
+    assert not found.weights.any() and not found.output.any() and (found.weight_error == 0).all()
 
 
 @pytest.mark.parametrize("score", WINDOWS, ids=lambda s: type(s).__name__)
@@ -274,20 +283,20 @@ def test_rows_at_the_edge_of_a_window_are_those_of_the_exact_answer(size, kind, 
 
 def test_a_query_at_the_edge_changes_nothing_of_another():
     keys = made(np.random.default_rng(1), "plain", 300)
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
-    rows = Rows(lambda: [Stored(keys, keys[:, :2], near=near)], keys.shape, 2)
+    near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2)
     query = keys[[3, 4]].copy()
     query[1] += 20
     far = np.linalg.norm(query[1].astype(float) - keys.astype(float), axis=1)
     how = {"score": scores.Boxcar(float(far.min())), "weighting": Normalized()}
-    both = weigh(rows, query, **how, tolerance=0.1)
-    alone = weigh(rows, query[:1], **how, tolerance=0.1)
-    edge = weigh(rows, query[1:], **how)
+    both = weigh_rows(rows, query, **how, tolerance=0.1)
+    alone = weigh_rows(rows, query[:1], **how, tolerance=0.1)
+    edge = weigh_rows(rows, query[1:], **how)
     due = np.concatenate([alone.weights, edge.weights])
     np.testing.assert_allclose(both.weights, due, rtol=1e-6)
-    np.testing.assert_allclose(both.out, np.concatenate([alone.out, edge.out]), rtol=1e-6)
-    assert 0 == both.error[1] < both.error[0] <= 0.1
-    assert both.bound is not None and both.read == 300
+    np.testing.assert_allclose(both.output, np.concatenate([alone.output, edge.output]), rtol=1e-6)
+    assert 0 == both.weight_error[1] < both.weight_error[0] <= 0.1
+    assert both.bound is not None and both.rows_read == 300
 
 
 @pytest.mark.parametrize("first", [0, 10**6])
@@ -310,7 +319,9 @@ def test_conditions_and_missing_values_are_left_out():
     for where, passed in ((None, has), ("group == 1", has & (np.arange(500) % 3 == 1))):
         for how in ("softmax", "hard", TopK(5)):
             found = D.ask(keys[9], where=where, weighting=how, tolerance=0.05)
-            true = exact(keys, keys[9], D.encoder.score(500), qkv.weightings.resolve(how), passed)
+            true = exact(
+                keys, keys[9], D.encoder.default_score(500), qkv.weightings.resolve(how), passed
+            )
             error = 0.5 * np.abs(found.weights - true).sum()
             assert error <= found.error_bound + 1e-12 <= 0.05
             assert found.missing == (has.size - has.sum() if where is None else 24)
@@ -343,14 +354,16 @@ def test_a_query_that_is_almost_flat_reads_few_rows_too():
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((20_000, 64), np.float32)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
-    rows = Rows(lambda: [Stored(keys, near=near)], keys.shape)
+    near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    rows = StoredRows(lambda: [RowChunk(keys, quantized=near)], keys.shape)
     query, how = keys[:2][:, ::-1].copy(), Softmax(1 / 8)
-    found = weigh(rows, query, score=scores.Dot(), weighting=how, tolerance=0.01)
+    found = weigh_rows(rows, query, score=scores.Dot(), weighting=how, tolerance=0.01)
     true = np.stack([exact(keys, q, scores.Dot(), how) for q in query])
     error = 0.5 * np.abs(found.weights - true).sum(axis=1)
-    assert (error <= found.error).all() and found.error.max() <= 0.01 <= 20 * error.max()
-    assert 0 < found.read < len(keys) / certified.MANY
+    assert (
+        error <= found.weight_error
+    ).all() and found.weight_error.max() <= 0.01 <= 20 * error.max()
+    assert 0 < found.rows_read < len(keys) / certified.FULL_READ_DIVISOR
 
 
 def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
@@ -361,17 +374,17 @@ def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
     def bar(label, total):
         yield lambda done, total: told.append((done, total))
 
-    monkeypatch.setattr(Snapshot, "scarce", lambda self, resident=0: True)
-    monkeypatch.setattr(sizes, "WINDOW", 400 * 1000)
-    monkeypatch.setattr(sizes, "READ", 0)
-    monkeypatch.setattr("qkv.arrays.rows.bar", bar)
-    ahead = Segment.ahead
+    monkeypatch.setattr(Snapshot, "exceeds_memory", lambda self, resident=0: True)
+    monkeypatch.setattr(sizes, "WINDOW_BYTES", 400 * 1000)
+    monkeypatch.setattr(sizes, "MAX_UNMAPPED_BYTES", 0)
+    monkeypatch.setattr("qkv.frameworks.stored_rows.progress_bar", bar)
+    ahead = Segment.prefetch_tensors
 
     def seen(self, names):
         advised.append((set(names), len(self.ids), len(told)))
         ahead(self, names)
 
-    monkeypatch.setattr(Segment, "ahead", seen)
+    monkeypatch.setattr(Segment, "prefetch_tensors", seen)
     keys = np.random.default_rng(12).normal(size=(9000, 64)).astype(np.float32)
     with qkv.open(tmp_path / "d.qkv") as D:
         D.add(keys, np.arange(9000.0))
@@ -431,7 +444,10 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
         if precision == "int8":
             with pytest.raises(CombinationError, match="cannot be proven"):
                 D.ask(keys[7], score=scores.ScaledDot(0.3), tolerance=1e-6)
-            size = {name: x.nbytes for name, x in next(D._view.snapshot.parts()).tensors.items()}
+            size = {
+                name: x.nbytes
+                for name, x in next(D._view.snapshot.iterate_segments()).tensors.items()
+            }
             assert sum(n for name, n in size.items() if not name.startswith(("kinds", "cells"))) < (
                 0.35 * keys.nbytes
             )
@@ -522,25 +538,31 @@ def test_what_float32_rounds_to_nothing_is_no_tie():
 
 def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
     keys = (made(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
-    code, scale = codes.in_8_bits(keys)
-    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
-    rows = Rows(lambda: [Stored(code, scale=scale, near=near)], keys.shape)
+    code, scale = quantization.quantize_int8(keys)
+    near = quantization.read_codes(
+        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+    )
+    rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     with pytest.raises(CombinationError, match="cannot be proven"):
-        weigh(rows, 0 * keys[:1], score=scores.Gaussian(0.5), weighting=TopK(3), tolerance=0.01)
+        weigh_rows(
+            rows, 0 * keys[:1], score=scores.Gaussian(0.5), weighting=TopK(3), tolerance=0.01
+        )
 
 
 def test_a_weight_of_almost_1_is_rounded_too():
     rng = np.random.default_rng(4)
     keys = made(rng, "plain")
     keys[7] *= 3
-    code, scale = codes.in_8_bits(keys)
-    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
-    rows = Rows(lambda: [Stored(code, scale=scale, near=near)], keys.shape)
+    code, scale = quantization.quantize_int8(keys)
+    near = quantization.read_codes(
+        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+    )
+    rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     for size in np.linspace(0.1, 0.3, 40):
         query = (size * keys[7:8]).astype(np.float32)
-        found = weigh(rows, query, score=scores.Dot(), weighting=Softmax(), tolerance=0.5)
+        found = weigh_rows(rows, query, score=scores.Dot(), weighting=Softmax(), tolerance=0.5)
         true = exact(keys, query[0], scores.Dot(), Softmax())
-        assert 0.5 * np.abs(found.weights - true).sum() <= found.error[0]
+        assert 0.5 * np.abs(found.weights - true).sum() <= found.weight_error[0]
 
 
 def test_few_rows_that_all_count():
@@ -554,7 +576,7 @@ def test_few_rows_that_all_count():
 
 def test_what_is_not_known_is_no_bound():
     for gain, loss in ((np.nan, 0.0), (0.0, np.nan), (np.inf, np.inf)):
-        assert Bound(*(np.full(1, x) for x in (0.0, 1.0, gain, loss))).error == 1
+        assert ErrorBound(*(np.full(1, x) for x in (0.0, 1.0, gain, loss))).max_error == 1
 
 
 def test_what_8_bits_have_lost_is_told_of_narrow_keys_too():
@@ -592,8 +614,8 @@ def test_numbers_that_a_precision_does_not_hold_are_refused():
 
 
 def test_a_drawn_bound_says_so(monkeypatch):
-    monkeypatch.setattr(certified, "DRAWN", 500)
-    monkeypatch.setattr(certified, "MANY", 64)  # few are read before all are
+    monkeypatch.setattr(certified, "SAMPLED_ROWS", 500)
+    monkeypatch.setattr(certified, "FULL_READ_DIVISOR", 64)  # few are read before all are
     rng = np.random.default_rng(7)
     keys = rng.normal(size=(6000, WIDTH)).astype(np.float32)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
@@ -601,7 +623,7 @@ def test_a_drawn_bound_says_so(monkeypatch):
     score = scores.ScaledDot(9.0)
     proven = D.ask(keys[0], score=score, tolerance=0.012)
     drawn = D.ask(keys[0], score=score, tolerance=0.012, confidence=0.999)
-    assert not proven.statistical and drawn.statistical
+    assert not proven.bound_is_probabilistic and drawn.bound_is_probabilistic
     assert drawn.rows_read < proven.rows_read
     true = exact(keys, keys[0], score, Softmax())
     assert 0.5 * np.abs(drawn.weights - true).sum() <= drawn.error_bound <= 0.012
@@ -618,11 +640,11 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
         top = s.max()
         w, most = np.exp(s - top), np.abs(error)
         sums = (w.sum(), (w * np.expm1(most)).sum(), (w * -np.expm1(-most)).sum())
-        parts.append(Bound(*(np.atleast_1d(x) for x in (top, *sums))))
+        parts.append(ErrorBound(*(np.atleast_1d(x) for x in (top, *sums))))
         nu.append(np.exp(s))
         mu.append(np.exp(s + error))
     parts.append(
-        Bound(*np.array([[1.0], [0.0], [3.0], [0.0]]))
+        ErrorBound(*np.array([[1.0], [0.0], [3.0], [0.0]]))
     )  # three rows that nobody could read
     nu.append(np.zeros(3))
     mu.append(np.exp(rng.uniform(-3, 1, 3)))
@@ -631,14 +653,14 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
     for i in order[1:]:
         whole = whole.merge(parts[i])
     p, q = (np.concatenate(x) for x in (nu, mu))
-    assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= whole.error[0] <= 1
+    assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= whole.max_error[0] <= 1
 
 
 def test_a_bound_that_is_no_number_is_no_bound():
     none, one = np.zeros(1), np.ones(1)
     for bad in (np.nan, np.inf):
         for parts in ((bad, 0, 0), (1, bad, 0), (1, 0, bad)):
-            assert Bound(none, *(one * x for x in parts)).error == 1
+            assert ErrorBound(none, *(one * x for x in parts)).max_error == 1
 
 
 @pytest.mark.parametrize(
@@ -649,8 +671,8 @@ def test_codes_bound_what_they_have_lost(dtype, unit):
     rng = np.random.default_rng(8)
     keys = (made(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
     keys[::7] = (1e-25 * keys[::7].astype(float)).astype(dtype)
-    found = codes.found({"code": keys, **codes.near(keys, 0)})
-    code, scale = codes.in_8_bits(keys)  # which a store keeps beside the same bounds
+    found = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    code, scale = quantization.quantize_int8(keys)  # which a store keeps beside the same bounds
     assert (code == found.code).all() and (scale == found.scale).all()
     left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
     assert (np.linalg.norm(left, axis=1) <= found.residual).all()
@@ -659,29 +681,29 @@ def test_codes_bound_what_they_have_lost(dtype, unit):
     for mark in np.unique(found.block):
         some = found.block == mark
         together = ((phi @ left[some].T) ** 2).sum(axis=1)
-        spread = float(found.spread[some][0])
+        spread = float(found.block_spread[some][0])
         assert (together <= spread**2 * (phi**2).sum(axis=1)).all()
         assert spread <= 1.06 * np.linalg.norm(left[some], 2)
 
 
-@pytest.mark.parametrize("kernel", [None, "_torchs", "_simsimds"])
+@pytest.mark.parametrize("kernel", [None, "_torch_kernel", "_simsimd_kernel"])
 def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
-    if kernel == "_torchs":
+    if kernel == "_torch_kernel":
         pytest.importorskip("torch")
-    if kernel == "_simsimds":
+    if kernel == "_simsimd_kernel":
         pytest.importorskip("simsimd")
     found = kernel and getattr(int8, kernel)
-    monkeypatch.setattr(int8, "_kernel", lambda n: found)
-    monkeypatch.setattr(int8, "PIECE", 300 * 48)
+    monkeypatch.setattr(int8, "_choose_kernel", lambda n: found)
+    monkeypatch.setattr(int8, "CODES_PER_TORCH_CALL", 300 * 48)
     rng = np.random.default_rng(9)
     query = rng.normal(size=(3, 48))
     code = rng.integers(-127, 128, (700, 48)).astype(np.int8)
     code.flags.writeable = False
-    queries = int8.Queries(query)
-    off = np.abs(queries.inner(code) - query @ code.T.astype(float))
+    queries = int8.Int8Queries(query)
+    off = np.abs(queries.inner_products(code) - query @ code.T.astype(float))
     length = np.linalg.norm(code.astype(float), axis=1)
     slack = 1e-6 * np.linalg.norm(query, axis=1)[:, None] * length
-    assert (off <= queries.rest[:, None] * length + slack).all()
+    assert (off <= queries.residual_norm[:, None] * length + slack).all()
 
 
 def test_a_score_that_codes_do_not_bound_is_exact_and_says_so():
@@ -697,7 +719,7 @@ def test_many_queries_are_attended_some_at_a_time(monkeypatch):
     keys = np.random.default_rng(3).normal(size=(900, WIDTH)).astype(np.float32)
     D, how = qkv.Database(keys, keys[:, :2]), {"score": scores.ScaledDot(2.0)}
     whole = D.attend(keys[:7], tolerance=0.01, **how)
-    monkeypatch.setattr(certified, "AT_ONCE", 2 * 900)
+    monkeypatch.setattr(certified, "MAX_WEIGHTS_PER_BATCH", 2 * 900)
     np.testing.assert_allclose(D.attend(keys[:7], tolerance=0.01, **how), whole, atol=0.1)
     assert D.attend(keys[:0], tolerance=0.01, **how).shape == (0, 2)
 

@@ -7,7 +7,7 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import to_numpy
+from qkv.frameworks import to_numpy
 from tests.cases import SCORES, WEIGHTINGS
 
 N, M, D, DV = 3, 5, 2, 2
@@ -33,7 +33,7 @@ SMOOTH = [
     *(
         ("dot", name)
         for name in WEIGHTINGS
-        if WEIGHTINGS[name].smooth and not WEIGHTINGS[name].needs_nonnegative
+        if WEIGHTINGS[name].is_differentiable and not WEIGHTINGS[name].needs_nonnegative
     ),
 ]
 SMOOTH.remove(("dot", "straight_through"))  # its gradient is meant to be another weighting's
@@ -53,16 +53,16 @@ def engine(request, monkeypatch):
 
 def torch_call(score, weighting, engine, with_lse=False):
     torch = pytest.importorskip("torch")
-    from qkv.arrays import framework, tree
+    from qkv.frameworks import load_framework, tree
 
-    fw = framework("torch")
+    fw = load_framework("torch")
     built = scores.resolve(score_of(score, torch.tensor))
-    inside = tree.leaves(fw, built)
+    inside = tree.array_leaves(fw, built)
     main = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
     def function(query, key, value, *arrays):
         how = {
-            "score": tree.rebuild(fw, built, arrays),
+            "score": tree.replace_arrays(fw, built, arrays),
             "weighting": WEIGHTINGS[weighting],
             "mask": masks.causal(align="bottom_right"),
         }
@@ -311,7 +311,7 @@ def test_a_module_as_a_score_learns_through_the_weights(monkeypatch):
     query, key, _ = (torch.tensor(x) for x in (QUERY, KEY, VALUE))
     found = []
     for block in (2**20, 4 * M):
-        monkeypatch.setattr(streaming, "BLOCK", block)
+        monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", block)
         alpha = qkv.weights(query, key, score=lambda q, k: (q * w) @ k.T)
         found.append(torch.autograd.grad(alpha.square().sum(), w)[0])
     assert found[0].abs().sum() > 0
@@ -355,7 +355,7 @@ def test_weights_have_gradients_in_rows(monkeypatch):
     torch = pytest.importorskip("torch")
     from qkv.engines import streaming
 
-    monkeypatch.setattr(streaming, "BLOCK", 2 * M)
+    monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 2 * M)
     given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY)]
     assert torch.autograd.gradcheck(lambda q, k: qkv.weights(q, k, weighting="entmax15"), given)
     assert torch.autograd.gradgradcheck(lambda q, k: qkv.weights(q, k), given)

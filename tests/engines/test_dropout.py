@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.arrays import framework
 from qkv.engines.dropout import seed_array
+from qkv.frameworks import load_framework
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +20,7 @@ def test_the_seed_is_on_the_device_of_the_query(seed):
         "tensor": torch.tensor(7),
     }.get(seed, seed)
     like = torch.empty(2, 3, device="meta")
-    found = seed_array(framework("torch"), given, like)
+    found = seed_array(load_framework("torch"), given, like)
     assert found.device == like.device and found.dtype == torch.int32 and found.shape == (1, 1)
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import qkv
 from qkv import scores
-from qkv.arrays.rows import Cut, Rows, Stored
-from qkv.attention import over
-from qkv.database import codes
-from qkv.engines import flat
+from qkv.attention import attend_rows
+from qkv.database.table import quantization
+from qkv.engines.out_of_core import block_sums
+from qkv.frameworks.stored_rows import RowChunk, RowSpan, StoredRows
 from qkv.weightings import Softmax
 
 WIDTH = 32
@@ -38,17 +38,20 @@ def made(rng, kind, count):
 
 def stored(keys, value, live=None, pieces=1):
     """Rows in pieces, with codes beside them."""
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
-    whole = Stored(keys, value, live, near=near)
+    near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    whole = RowChunk(keys, value, live, quantized=near)
     step = -(-len(keys) // pieces)
-    parts = [whole.some(slice(at, at + step)) for at in range(0, len(keys), step)]
+    parts = [whole.slice_rows(slice(at, at + step)) for at in range(0, len(keys), step)]
     m = len(keys) if live is None else int(live.sum())
-    return Rows(lambda: parts, (m, keys.shape[1]), value.shape[1])
+    return StoredRows(lambda: parts, (m, keys.shape[1]), value.shape[1])
 
 
 def blocked(rows, phi):
     """The weights (n, m) in float64 that the sums stand for: one for each block."""
-    groups = [[cut.key().astype(float) for cut in group] for group in rows.cuts(flat.BLOCK)]
+    groups = [
+        [cut.read_keys().astype(float) for cut in group]
+        for group in rows.iter_spans(block_sums.ROWS_PER_BLOCK)
+    ]
     keys = [key for group in groups for key in group]
     a = np.concatenate([np.tile(phi @ key.mean(axis=0), (len(key), 1)) for key in keys]).T
     return Softmax()(a)
@@ -76,8 +79,8 @@ def test_the_bound_is_never_below_the_error(seed, kind, count, block, scale, dea
     phi = scale * some / size**2
     left = slice(None) if live is None else live
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        patch.setattr(flat, "BLOCK", block)
-        out, error = flat.summed(rows).pooled(phi)
+        patch.setattr(block_sums, "ROWS_PER_BLOCK", block)
+        out, error = block_sums.sum_blocks(rows).pool_queries(phi)
         given = blocked(rows, phi)
     true = Softmax()(phi @ keys[left].astype(float).T)
     assert (0.5 * np.abs(given - true).sum(axis=1) <= error + 1e-12).all()
@@ -93,7 +96,10 @@ def test_the_bound_is_near_the_error_where_keys_point_everywhere():
     keys = made(rng, "unit", 6000)
     rows = stored(keys, np.zeros((6000, 1), np.float32))
     phi = 0.06 * made(rng, "unit", 4).astype(float)
-    true, error = Softmax()(phi @ keys.astype(float).T), flat.summed(rows).pooled(phi)[1]
+    true, error = (
+        Softmax()(phi @ keys.astype(float).T),
+        block_sums.sum_blocks(rows).pool_queries(phi)[1],
+    )
     found = 0.5 * np.abs(blocked(rows, phi) - true).sum(axis=1)
     assert (found <= error).all() and (error < 1.6 * found).all()
 
@@ -106,11 +112,11 @@ def unread(monkeypatch):
         raise AssertionError("rows were read")
 
     def shut():
-        for name in ("key", "value", "vectors"):
-            monkeypatch.setattr(Cut, name, refuse)
-        monkeypatch.setattr("qkv.engines.coded.Coded.scanned", refuse)
+        for name in ("read_keys", "read_values", "read_keys_at"):
+            monkeypatch.setattr(RowSpan, name, refuse)
+        monkeypatch.setattr("qkv.engines.out_of_core.quantized.QuantizedScores.scan_codes", refuse)
 
-    monkeypatch.setattr(flat, "PAID", WIDTH)  # the first query pays
+    monkeypatch.setattr(block_sums, "PAYBACK_DIVISOR", WIDTH)  # the first query pays
     return shut
 
 
@@ -153,20 +159,20 @@ def test_sharp_queries_beside_flat_ones_are_asked_of_codes(unread):
     keys, value = made(rng, "unit", 400), rng.normal(size=(400, 2)).astype(np.float32)
     rows = stored(keys, value)
     query = keys[:4] * np.array([[0.1], [60.0], [0.2], [90.0]], np.float32)
-    found = over(rows, query, score="dot", weighting="softmax", tolerance=0.02)
+    found = attend_rows(rows, query, score="dot", weighting="softmax", tolerance=0.02)
     true = Softmax()(query.astype(float) @ keys.astype(float).T) @ value
     assert np.abs(found - true).max() <= 0.02 * np.ptp(value)
-    assert isinstance(rows.bounds["flat", 2], flat.Means)
+    assert isinstance(rows.bounds_cache["flat", 2], block_sums.BlockMeans)
 
 
 def test_sums_are_made_when_as_many_flat_queries_have_come_as_pay_for_them():
     keys = made(np.random.default_rng(6), "unit", 200)
     rows, how = stored(keys, keys[:, :1]), {"score": "dot", "weighting": "softmax"}
     for size, come in ((90.0, 0), (0.1, 1), (90.0, 1), (0.1, 2)):
-        over(rows, size * keys[:1], **how, tolerance=0.02)
-        assert rows.bounds["flat", 1].come == come < WIDTH / flat.PAID
-    over(rows, 0.1 * keys[:1], **how, tolerance=0.02)
-    assert isinstance(rows.bounds["flat", 1], flat.Means)
+        attend_rows(rows, size * keys[:1], **how, tolerance=0.02)
+        assert rows.bounds_cache["flat", 1].query_count == come < WIDTH / block_sums.PAYBACK_DIVISOR
+    attend_rows(rows, 0.1 * keys[:1], **how, tolerance=0.02)
+    assert isinstance(rows.bounds_cache["flat", 1], block_sums.BlockMeans)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +191,7 @@ def test_what_has_no_such_sums_is_asked_of_codes(unread, score, how, allowed):
     keys = made(np.random.default_rng(7), "unit", 200)
     rows = stored(keys, keys[:, :1])
     rows.allowed = np.arange(200) % 2 == 0 if allowed else None
-    found = over(rows, keys[:1], score=score, weighting=how, tolerance=0.02)
+    found = attend_rows(rows, keys[:1], score=score, weighting=how, tolerance=0.02)
     live = None if rows.allowed is None else rows.allowed[None]
     true = how(score(keys[:1].astype(float), keys.astype(float)), live) @ keys[:, :1]
-    assert np.abs(found - true).max() <= 0.02 and not rows.bounds.get(("flat", 1))
+    assert np.abs(found - true).max() <= 0.02 and not rows.bounds_cache.get(("flat", 1))

@@ -9,10 +9,10 @@ import pytest
 
 import qkv
 from qkv import masks, scores
-from qkv.arrays import to_numpy
 from qkv.engines import lowered, streaming
 from qkv.errors import EngineError
-from qkv.scores.separable import factors
+from qkv.frameworks import to_numpy
+from qkv.scores.tanh_factors import find_factors
 from tests import cases
 from tests.cases import MASKS, SCORES, case
 from tests.engines.test_battery import SPARSELY
@@ -29,12 +29,12 @@ NEAR = 1e-7
 """The error in a score that float64 is told to accept, so that Additive is lowered at all."""
 
 
-@pytest.fixture(autouse=True, params=[lowered.ROOM, 0], ids=["whole", "in blocks"])
+@pytest.fixture(autouse=True, params=[lowered.MAX_FORM_NUMBERS, 0], ids=["whole", "in blocks"])
 def room(request, monkeypatch):
     """φ and ψ whole, or made block by block; and blocks that do not divide the call."""
-    monkeypatch.setattr(lowered, "ROOM", request.param)
+    monkeypatch.setattr(lowered, "MAX_FORM_NUMBERS", request.param)
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 4))
-    monkeypatch.setattr(streaming, "SMALL", 0)
+    monkeypatch.setattr(streaming, "MAX_DENSE_NUMBERS", 0)
 
 
 def some(fw: Any, case: tuple[str, str, str]) -> None:
@@ -47,7 +47,7 @@ def some(fw: Any, case: tuple[str, str, str]) -> None:
 def test_values(fw, score, weighting, mask):
     some(fw, (score, weighting, mask))
     call = case(score, weighting, mask)
-    out = call.attend(call.made(fw), engine="lowered", tolerance=NEAR)
+    out = call.attend(call.make_arrays(fw), engine="lowered", tolerance=NEAR)
     np.testing.assert_allclose(to_numpy(out), call.expected, atol=10 * NEAR)
 
 
@@ -59,7 +59,7 @@ def test_gradients(fw, score, weighting, mask):
     call = case(score, weighting, mask)
 
     def gradients(engine: str) -> list[np.ndarray]:
-        return call.gradients(fw, call.made(fw), engine, tolerance=NEAR)
+        return call.compute_gradients(fw, call.make_arrays(fw), engine, tolerance=NEAR)
 
     for name, got, want in zip(call.arrays, gradients("lowered"), gradients("dense"), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * (1 + np.abs(want).max()), err_msg=name)
@@ -78,7 +78,7 @@ def additive(dtype: str, wide: float = 1.0) -> tuple[list[np.ndarray], scores.Ad
 def test_additive_keeps_the_accuracy_of_float32(wide):
     """Within 2e-6 of ‖v‖₁ of the float64 scores, and within the bound that it promised."""
     (query, key, _), score = additive("float32", wide)
-    near = score.lowered(query, key, None, "float32")
+    near = score.find_lowering(query, key, None, "float32")
     assert not isinstance(near, str)
     parts = [getattr(score, name).astype("float64") for name in ("w_query", "w_key", "v", "bias")]
     wanted = scores.Additive(*parts)(query.astype("float64"), key.astype("float64"))
@@ -92,21 +92,21 @@ def test_additive_keeps_the_accuracy_of_float32(wide):
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-3, 1e-6, 1e-9])
 def test_tolerance_bounds_the_error_of_a_score(tolerance):
     (query, key, _), score = additive("float64")
-    near = score.lowered(query, key, tolerance, "float64")
+    near = score.find_lowering(query, key, tolerance, "float64")
     assert not isinstance(near, str)
     off = np.abs(near[0](query, key) - score(query, key)).max()
     assert off <= near[1] + 1e-12
     assert near[1] <= tolerance * (1 + 1e-9)
-    assert near[0].form_width(16) <= score.lowered(query, key, tolerance / 100, "float64")[
-        0
-    ].form_width(16)
+    assert near[0].dot_product_width(16) <= score.find_lowering(
+        query, key, tolerance / 100, "float64"
+    )[0].dot_product_width(16)
 
 
 @pytest.mark.parametrize("reach", [(0.01, 0.01), (1.0, 1.0), (0.1, 9.0), (5.0, 5.0), (20.0, 20.0)])
 @pytest.mark.parametrize("error", [1e-2, 1e-4, 1e-6, 1e-10])
 def test_factors_keep_their_bound_everywhere(reach, error):
     """Also at the corners, and at points that the fit never looked at."""
-    found = factors(*reach, error)
+    found = find_factors(*reach, error)
     assert found.error <= error
     rng = np.random.default_rng(0)
     a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in reach)
@@ -125,7 +125,7 @@ def test_factors_keep_their_bound_everywhere(reach, error):
 
 def test_far_ranges_keep_tanh():
     arrays, score = additive("float32", 40.0)
-    assert "tanh" in score.lowered(*arrays[:2], None, "float32")
+    assert "tanh" in score.find_lowering(*arrays[:2], None, "float32")
     with pytest.raises(EngineError, match="slower than tanh"):
         qkv.attend(*arrays, score=score, engine="lowered")
 
@@ -149,7 +149,7 @@ def test_of_nothing_no_range_is_looked_for(lead):
 
 def test_float64_keeps_tanh_unless_told():
     arrays, score = additive("float64")
-    assert "tolerance" in score.lowered(*arrays[:2], None, "float64")
+    assert "tolerance" in score.find_lowering(*arrays[:2], None, "float64")
 
 
 @pytest.mark.parametrize("shift", [0.0, 100.0, 1e4])
@@ -191,9 +191,9 @@ def test_lse_is_that_of_the_formula():
 def test_explain_tells_how_wide_and_how_near(room):
     """The same whether φ and ψ are made whole or in blocks."""
     arrays, score = additive("float32")
-    near = score.lowered(*arrays[:2], None, "float32")
+    near = score.find_lowering(*arrays[:2], None, "float32")
     told = qkv.explain(*arrays, score=score, engine="lowered")
-    assert f"dot products of {near[0].form_width(16):,} numbers" in told.detail
+    assert f"dot products of {near[0].dot_product_width(16):,} numbers" in told.detail
     assert f"within {near[1]:.1g}" in told.detail
 
 
@@ -210,11 +210,11 @@ def test_a_short_additive_call_stays_as_it_is(monkeypatch):
     engine, why = told()
     assert engine != "lowered"
     assert "200 queries and 200 keys" in why
-    monkeypatch.setattr(lowered, "SHORT", 0)
+    monkeypatch.setattr(lowered, "MAX_DIRECT_TANHS", 0)
     engine, why = told()
     assert engine != "lowered"
     assert "functions of each hidden unit" in why
-    monkeypatch.setattr(lowered, "PAIRS", 0)
+    monkeypatch.setattr(lowered, "MIN_PAIRS_PER_FUNCTION", 0)
     assert told() == ("lowered", "")
 
 
@@ -222,7 +222,7 @@ def test_a_short_additive_call_stays_as_it_is(monkeypatch):
 def test_bandwidths_of_each_head_over_keys_that_heads_share(fw):
     rng = np.random.default_rng(3)
     shapes = ((2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 2))
-    given = [fw.make(rng.normal(size=shape), "float64") for shape in shapes]
-    score = scores.Gaussian(fw.make(rng.uniform(1, 2, size=(4, 1, 1)), "float64"))
+    given = [fw.make_array(rng.normal(size=shape), "float64") for shape in shapes]
+    score = scores.Gaussian(fw.make_array(rng.uniform(1, 2, size=(4, 1, 1)), "float64"))
     out, want = (qkv.attend(*given, score=score, engine=x) for x in ("lowered", "dense"))
     np.testing.assert_allclose(to_numpy(out), to_numpy(want), atol=1e-12)

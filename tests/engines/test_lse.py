@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.arrays import of, to_numpy
-from qkv.engines import choose
+from qkv.engines import choice
 from qkv.errors import EngineError
+from qkv.frameworks import get_framework, to_numpy
 from tests.frameworks import FRAMEWORKS
 
 M, N, D = 4096, 8, 4
@@ -27,17 +27,17 @@ def merged(parts):
 
 
 @pytest.mark.parametrize("score", ["scaled_dot", "gaussian"])
-@pytest.mark.parametrize("engine", [None, *(x for x in choose.NAMES if x != "triton")])
+@pytest.mark.parametrize("engine", [None, *(x for x in choice.ENGINES_BY_NAME if x != "triton")])
 @pytest.mark.parametrize(("fw", "dtype"), SIXTEEN, ids=lambda x: getattr(x, "name", x))
 def test_two_halves_merge(fw, dtype, engine, score):
-    query, key, value = (fw.make(x, dtype) for x in ARRAYS)
+    query, key, value = (fw.make_array(x, dtype) for x in ARRAYS)
     how = {"score": score, "engine": engine, "return_lse": True}
     cuts = (slice(0, M // 2), slice(M // 2, M))
     try:
         parts = [qkv.attend(query, key[at], value[at], **how) for at in cuts]
     except EngineError as refusal:
         pytest.skip(str(refusal))
-    assert {of(lse).dtype(lse) for _, lse in parts} == {"float32"}
+    assert {get_framework(lse).dtype_name(lse) for _, lse in parts} == {"float32"}
     wide = [to_numpy(x).astype("float64") for x in (query, key, value)]
     want = qkv.attend(*wide, score=score, engine="dense")
     for at, (_, found) in zip(cuts, parts, strict=True):

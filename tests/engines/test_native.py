@@ -87,10 +87,10 @@ TORCH_MASKS = {
 def test_torch_agrees_with_dense(how, mask, most, monkeypatch):
     """Values and gradients, in groups along the diagonal, in runs of keys, and of other widths."""
     torch = pytest.importorskip("torch")
-    from qkv.engines.native import spans as native
+    from qkv.engines.native import query_spans as native
 
-    monkeypatch.setattr(native, "ROWS", 7)
-    monkeypatch.setattr(native, "MOST", most)
+    monkeypatch.setattr(native, "QUERIES_PER_SPAN", 7)
+    monkeypatch.setattr(native, "MAX_VISIBLE_SHARE", most)
     found = {}
     for engine in ("native", "dense"):
         given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
@@ -103,9 +103,9 @@ def test_torch_agrees_with_dense(how, mask, most, monkeypatch):
 
 def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
     torch = pytest.importorskip("torch")
-    from qkv.engines.native import spans as native
+    from qkv.engines.native import query_spans as native
 
-    monkeypatch.setattr(native, "ROWS", 10)
+    monkeypatch.setattr(native, "QUERIES_PER_SPAN", 10)
     given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
     def told(keys):
@@ -114,7 +114,7 @@ def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
 
     assert told(45) == "torch's scaled_dot_product_attention"
     assert told(20) == "torch's scaled_dot_product_attention, 10 queries at a time"
-    monkeypatch.setattr(native, "WHOLE", 10)  # too large to be held
+    monkeypatch.setattr(native, "MAX_MASK_NUMBERS", 10)  # too large to be held
     assert told(45) == told(20)
 
 
@@ -158,21 +158,21 @@ def test_one_number_behind_a_shared_mask_does_not_leak(number, at):
 
 def test_a_row_that_all_keys_share_is_whole_on_a_device():
     torch = pytest.importorskip("torch")
-    from qkv.engines.native.kernel import whole_rows
+    from qkv.engines.native.sdpa_kernel import expand_mask_rows
 
     thin = torch.arange(3.0)[:, None]
-    whole = whole_rows(thin, 4)
+    whole = expand_mask_rows(thin, 4)
     assert whole.is_contiguous() and whole.tolist() == [[i] * 4 for i in (0.0, 1.0, 2.0)]
-    assert whole_rows(whole, 4) is whole
+    assert expand_mask_rows(whole, 4) is whole
 
 
 def test_rows_that_see_nothing_are_told():
     torch = pytest.importorskip("torch")
-    from qkv.engines.native.kernel import seeing
+    from qkv.engines.native.sdpa_kernel import rows_with_keys
 
     live = torch.tensor([[True, False], [False, False]])
     for mask in (live, torch.zeros(2, 2).masked_fill(~live, -torch.inf)):
-        assert seeing(mask).tolist() == [[True], [False]]
+        assert rows_with_keys(mask).tolist() == [[True], [False]]
 
 
 REFUSALS = {
@@ -236,7 +236,7 @@ def test_triton_is_not_imported_after_tensorflow(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
-    assert "import triton first" in native.no_triton() and not native.has_triton()
+    assert "import triton first" in native.triton_missing_reason() and not native.has_triton()
     monkeypatch.setitem(sys.modules, "triton", sys)
     assert native.has_triton()
 
@@ -356,9 +356,9 @@ def test_a_number_under_a_mask_spoils_no_gradient_beside_weights(at, number):
 @pytest.mark.parametrize("n", [3, 16, 190])
 def test_weights_of_keys_that_were_copied_for_the_product(n, mask, mkl, learned, monkeypatch):
     torch = pytest.importorskip("torch")
-    from qkv.arrays import torch as adapter
+    from qkv.frameworks import torch as adapter
 
-    monkeypatch.setattr(adapter, "MKL", mkl)
+    monkeypatch.setattr(adapter, "HAS_MKL", mkl)
     chance = torch.Generator().manual_seed(n)
     packed = torch.randn(2, n, 9, 4, generator=chance, dtype=torch.float64).transpose(1, 2)
     given = [x.requires_grad_(learned) for x in packed.split(3, 1)]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from qkv import attention, scores
-from qkv.engines import dense, grid, near
+from qkv.engines import dense
+from qkv.engines.gaussian_pruning import boxes as grid
+from qkv.engines.gaussian_pruning import engine as near
 
 rng = np.random.default_rng(13)
 
@@ -23,14 +25,14 @@ def same_draws(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_boxes(monkeypatch):
     """So that few keys make many boxes, and few queries several chunks."""
-    monkeypatch.setattr(grid, "LEAF", 32)
-    monkeypatch.setattr(near, "CHUNK", 40)
-    monkeypatch.setattr(grid, "BLOCK", 32 * 24)
+    monkeypatch.setattr(grid, "KEYS_PER_BOX", 32)
+    monkeypatch.setattr(near, "MAX_QUERIES_PER_CHUNK", 40)
+    monkeypatch.setattr(grid, "MAX_SCORES_PER_BLOCK", 32 * 24)
 
 
 def request(query, key, value, sigma, weighting="softmax", tolerance=None, lse=False):
     score = scores.Gaussian(sigma)
-    call = attention.request(query, key, value, score, weighting, None, 0.0, None, tolerance)
+    call = attention.build_call(query, key, value, score, weighting, None, 0.0, None, tolerance)
     return replace(call, wants_lse=lse)
 
 
@@ -65,7 +67,7 @@ def moved(query, key, alpha, sigma):
 def check(call, sigma, atol, rtol=1e-12):
     given = [np.asarray(x, "float64") for x in (call.query, call.key, call.value)]
     want = exact(*given, sigma)
-    assert near.cannot(call) is None
+    assert near.unsupported_reason(call) is None
     out, lse, _ = near.run(call)
     off = moved(*given[:2], want[2], sigma) @ abs(given[2])
     assert (abs(out - want[0]) <= atol + off).all()
@@ -86,12 +88,19 @@ def test_agrees_in_float32(d, sigma):
 
 def left_out(call):
     """For each query, (…, n): the share of its weight that `run` leaves out, at most."""
-    call = call.precise()
+    call = call.upcast()
 
     def unread(query, boxes):
-        return (grid.reach(query, boxes, near.share_of(call)).lost[:, None].astype(np.float64),)
+        return (
+            grid.select_boxes(query, boxes, near.droppable_share(call))
+            .lost_share_bound[:, None]
+            .astype(np.float64),
+        )
 
-    parts = [near._in_chunks(q, grid.boxed(k, v), unread)[0] for _, q, k, v in near._parts(call)]
+    parts = [
+        near._map_chunks(q, grid.build_boxes(k, v), unread)[0]
+        for _, q, k, v in near._split_problems(call)
+    ]
     return np.concatenate(parts).reshape(*call.lead, call.n)
 
 
@@ -102,20 +111,20 @@ def test_what_is_left_out_is_within_the_bound(sigma, tolerance, dtype):
     """The true share of the unread keys, and the error that follows from it."""
     query, key, value = problem(m=4000, dtype=dtype)
     call = request(query, key, value, sigma, tolerance=tolerance)
-    share = near.share_of(call)
+    share = near.droppable_share(call)
     bound = left_out(call)
     assert (bound <= share).all()
 
     scaled = [np.ascontiguousarray(x.T, "float64") / sigma for x in (query, key)]
-    boxes = grid.boxed(scaled[1], value)
-    found = grid.reach(scaled[0], boxes, share)
+    boxes = grid.build_boxes(scaled[1], value)
+    found = grid.select_boxes(scaled[0], boxes, share)
     assert found.keep.mean() < 0.8
     want, _, alpha = exact(query, key, value, sigma)
     of_key = np.empty(len(key), int)
     real = boxes.order < len(key)
     of_key[boxes.order[real]] = np.flatnonzero(real) // boxes.points.shape[-1]
     lost = np.where(found.keep[:, of_key], 0, alpha).sum(axis=1)
-    assert (lost <= found.lost).all()
+    assert (lost <= found.lost_share_bound).all()
     if tolerance == 1e-2:
         assert lost.max() > 0
 
@@ -128,14 +137,17 @@ def test_what_is_left_out_is_within_the_bound(sigma, tolerance, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_each_way_of_scoring_is_taken(dtype, monkeypatch):
     taken = set()
-    for name in ("by_differences", "columns_of"):
+    for name in ("scores_by_differences", "float64_columns"):
         function = getattr(grid, name)
         monkeypatch.setattr(
             grid, name, lambda *x, name=name, function=function: taken.add(name) or function(*x)
         )
     query, key, value = problem(dtype=dtype)
-    ways = {30.0: set(), 0.02: {"columns_of" if dtype == "float32" else "by_differences"}}
-    ways[1e-6] = {"by_differences"}
+    ways = {
+        30.0: set(),
+        0.02: {"float64_columns" if dtype == "float32" else "scores_by_differences"},
+    }
+    ways[1e-6] = {"scores_by_differences"}
     for sigma, way in ways.items():
         taken.clear()
         near.run(request(query, key, value, sigma))
@@ -308,7 +320,7 @@ def test_sixteen_bits_are_widened(dtype):
     torch = pytest.importorskip("torch")
     given = [torch.tensor(x).to(getattr(torch, dtype)) for x in problem()]
     call = request(*given, 0.3)
-    assert near.cannot(call) is None
+    assert near.unsupported_reason(call) is None
     want = exact(*(x.double().numpy() for x in given), 0.3)[0]
     np.testing.assert_allclose(near.run(call)[0].numpy(), want, atol=3e-6)
 
@@ -338,25 +350,25 @@ def refusals():
 
 @pytest.mark.parametrize("word", refusals())
 def test_a_refusal_says_why(word):
-    assert word in near.cannot(refusals()[word])
+    assert word in near.unsupported_reason(refusals()[word])
 
 
 def test_other_frameworks_are_refused():
     jnp = pytest.importorskip("jax").numpy
     call = request(*(jnp.asarray(x, "float32") for x in problem(n=4, m=8)), 0.3)
-    assert "not jax" in near.cannot(call)
+    assert "not jax" in near.unsupported_reason(call)
 
 
 def test_torch_refusals():
     torch = pytest.importorskip("torch")
     given = [torch.tensor(x) for x in problem(n=4, m=8)]
     learned = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    assert "no gradient" in near.cannot(request(*given, learned))
+    assert "no gradient" in near.unsupported_reason(request(*given, learned))
     with torch.no_grad():
-        assert near.cannot(request(*given, learned)) is None
+        assert near.unsupported_reason(request(*given, learned)) is None
 
     def told(query):
-        said.append(near.cannot(request(query, *given[1:], 0.3)))
+        said.append(near.unsupported_reason(request(query, *given[1:], 0.3)))
         return query
 
     said: list[str | None] = []
@@ -368,22 +380,22 @@ def test_what_does_not_pay_is_declined():
     x = np.zeros((1, 1))
     big = np.broadcast_to(x, (10**7, 3))
     call = request(np.zeros((1000, 3)), big, big, 1.0)
-    assert near.glance(call) is near.declines(call) is None
-    assert "do not pay" in near.glance(request(np.zeros((1, 3)), big, big, 1.0))
-    assert "do not pay" in near.glance(request(*problem(), 1.0))
+    assert near.shape_based_reason(call) is near.slower_reason(call) is None
+    assert "do not pay" in near.shape_based_reason(request(np.zeros((1, 3)), big, big, 1.0))
+    assert "do not pay" in near.shape_based_reason(request(*problem(), 1.0))
     wide = np.broadcast_to(x, (10**5, 9))
-    assert "9 dimensions" in near.glance(request(np.zeros((1000, 9)), wide, wide, 1.0))
+    assert "9 dimensions" in near.shape_based_reason(request(np.zeros((1000, 9)), wide, wide, 1.0))
 
 
 def test_a_product_that_serves_is_left_all_the_pairs(monkeypatch):
     """Where boxes rule little out and are too wide for the plain product."""
-    monkeypatch.setattr(near, "PAIRS", 1)
+    monkeypatch.setattr(near, "MIN_PAIRS", 1)
     given = problem(d=8, m=4000)
     call = request(*given, 0.4)
-    assert near.outlook(call)[1] > 2
-    assert "slow to score" in near.declines(call)
-    assert near.declines(request(*given, 30.0)) is None
-    assert near.declines(request(*given, 1e-3)) is None
+    assert near.estimate_work(call)[1] > 2
+    assert "slow to score" in near.slower_reason(call)
+    assert near.slower_reason(request(*given, 30.0)) is None
+    assert near.slower_reason(request(*given, 1e-3)) is None
 
 
 def test_description_tells_what_is_read_and_what_may_be_lost():
@@ -391,5 +403,5 @@ def test_description_tells_what_is_read_and_what_may_be_lost():
     told = near.describe(request(*given, 0.05, tolerance=1e-6))
     assert told.startswith("reads about ")
     assert told.endswith("drops at most 1e-06 of each row's weight")
-    assert math.isclose(near.share_of(request(*given, 1.0, tolerance=0.0)), 2**-52)
+    assert math.isclose(near.droppable_share(request(*given, 1.0, tolerance=0.0)), 2**-52)
     assert "nearly all" in near.describe(request(*given, 9.0))

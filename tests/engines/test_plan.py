@@ -17,9 +17,9 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import of, to_numpy
-from qkv.engines import plan
+from qkv.engines import plan_cache
 from qkv.errors import QkvError, ShapeError
+from qkv.frameworks import get_framework, to_numpy
 
 torch = pytest.importorskip("torch")
 
@@ -63,7 +63,7 @@ def truth(given: Any, how: dict[str, Any]) -> np.ndarray:
 def agree(given: Any, how: dict[str, Any], **more: Any) -> Any:
     """`attend` is right on these arrays; what it gave."""
     found = qkv.attend(*given, **how, **more)
-    within = TOLERANCE[of(given[0]).dtype(given[0])]
+    within = TOLERANCE[get_framework(given[0]).dtype_name(given[0])]
     np.testing.assert_allclose(host(found), truth(given, how), atol=within, rtol=within)
     return found
 
@@ -78,7 +78,9 @@ def test_attend_spells_the_key_of_a_plan_as_find_does(make, mask, flags, monkeyp
     how = {"mask": mask, "weighting": "softmax", "score": "scaled_dot", **flags}
     given = [make(x) for x in three(3, 6)]
     want = qkv.attend(*given, **how)
-    monkeypatch.setattr(plan, "find", None)  # what it would find, attend has found already
+    monkeypatch.setattr(
+        plan_cache, "find_plan", None
+    )  # what it would find, attend has found already
     found = qkv.attend(*given, **how)
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, want)), strict=True):
         np.testing.assert_array_equal(host(a), host(b))
@@ -459,7 +461,7 @@ class Warm(weightings.Softmax):
 
     heat: float = field(default=1.0, compare=False)
 
-    def scale(self, scores):
+    def scale_scores(self, scores):
         return scores / self.heat
 
 
@@ -470,7 +472,7 @@ class Warmer(weightings.Softmax):
         super().__init__()
         object.__setattr__(self, "heat", heat)
 
-    def scale(self, scores):
+    def scale_scores(self, scores):
         return scores / self.heat
 
 

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
 from qkv import scores  # noqa: E402
-from qkv.attention import among  # noqa: E402
+from qkv.attention import attend_sharded  # noqa: E402
 from qkv.errors import CombinationError  # noqa: E402
-from qkv.types import At  # noqa: E402
+from qkv.util.types import ShardPosition  # noqa: E402
 from qkv.weightings import Softmax  # noqa: E402
 
 KEYS, QUERIES = (4, 0, 3), (2, 3, 0)
@@ -30,7 +30,7 @@ class Beside:
     """One of some threads; each puts something down, and takes what all have put."""
 
     def __init__(self, rank, rows, board, barrier):
-        self.rank, self.rows, self.board, self.barrier = rank, rows, board, barrier
+        self.rank, self.query_counts, self.board, self.barrier = rank, rows, board, barrier
 
     def _all(self, mine):
         self.board[self.rank] = mine
@@ -39,18 +39,18 @@ class Beside:
         self.barrier.wait(60)
         return found
 
-    def merged(self, state, merge):
+    def all_reduce_state(self, state, merge):
         return reduce(merge, self._all(state))
 
-    def summed(self, arrays):
+    def all_reduce_sum(self, arrays):
         return tuple(map(sum, zip(*self._all(arrays), strict=True)))
 
-    def passed(self, arrays, rows):
+    def ring_shift(self, arrays, rows):
         found = self._all(arrays)[self.rank - 1]
         assert {x.shape[-2] for x in found} == {rows}
         return tuple(found)
 
-    def gathered(self, array):
+    def all_gather_rows(self, array):
         return torch.cat(self._all(array), -2)
 
 
@@ -76,7 +76,7 @@ def together(how, rows=()):
         given = [x.clone().requires_grad_() for x in parts]
         across = Beside(rank, rows, board, barrier)
         try:
-            out = among(across, At(first, col, n, m), *given, **how)
+            out = attend_sharded(across, ShardPosition(first, col, n, m), *given, **how)
             slopes = torch.autograd.grad((out**2).sum(), given, materialize_grads=True)
         except BaseException:
             barrier.abort()
@@ -105,4 +105,4 @@ def test_a_number_for_each_query_does_not_travel():
     across = Beside(0, (5,), [None], threading.Barrier(1))
     each = Softmax(torch.ones(2, 5, 1, dtype=torch.float64))
     with pytest.raises(CombinationError, match="cannot travel"):
-        among(across, At(0, 0, 5, 7), query, key, value, weighting=each)
+        attend_sharded(across, ShardPosition(0, 0, 5, 7), query, key, value, weighting=each)

@@ -11,12 +11,12 @@ import pytest
 import qkv
 import tests.cases
 from qkv import attention, scores, weightings
-from qkv.arrays import to_numpy
-from qkv.arrays.rows import Rows, Stored
-from qkv.engines import read as engines_read
-from qkv.engines import stored as engine
 from qkv.engines import streaming
+from qkv.engines.out_of_core import backward as engines_read
+from qkv.engines.out_of_core import forward as engine
 from qkv.errors import ArgumentError, CombinationError, FrameworkError
+from qkv.frameworks import to_numpy
+from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from qkv.weightings import Weighting
 from tests.frameworks import WITH_GRADIENTS
 
@@ -35,18 +35,18 @@ ALONG = rng.normal(size=(4, 3))
 def read():
     for start in range(0, ROWS, 250):
         some = slice(start, start + 250)
-        yield Stored(KEY[some], VALUE[some], LIVE[some] if start else None)
+        yield RowChunk(KEY[some], VALUE[some], LIVE[some] if start else None)
 
 
 def stored(**how):
-    return Rows(read, (int(LIVE.sum()), D), 3, **how)
+    return StoredRows(read, (int(LIVE.sum()), D), 3, **how)
 
 
 @dataclass(frozen=True)
 class Cubed(weightings.Softmax):
     """A weighting of the caller's own that is a softmax by its class alone."""
 
-    def scale(self, s):
+    def scale_scores(self, s):
         return s * s * s * 0.1
 
 
@@ -54,15 +54,15 @@ class Cubed(weightings.Softmax):
 class Squares(Weighting):
     """αᵢ = sᵢ² / 8, by the two methods that a weighting needs."""
 
-    sparse: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
 
     def weights(self, s, live, k):
-        return qkv.arrays.of(s).keep(s * s / 8.0, live)
+        return qkv.frameworks.get_framework(s).fill_unless(s * s / 8.0, live)
 
-    def weight(self, s, live, k, found):
+    def block_weights(self, s, live, k, found):
         return self.weights(s, live, k)
 
-    def slope(self, s, weight, along, centre, found):
+    def score_gradient(self, s, weight, along, centre, found):
         return along * s / 4.0
 
 
@@ -96,7 +96,7 @@ each_allowed = pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "
 def small(monkeypatch):
     """Cuts that do not divide what is stored, and more than one span of queries."""
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 64))
-    monkeypatch.setattr(engine, "CACHED", 256)
+    monkeypatch.setattr(engine, "MAX_CACHED_SCORES", 256)
 
 
 def dense(q, make, score, weighting, allowed):
@@ -107,7 +107,7 @@ def dense(q, make, score, weighting, allowed):
 
 def slopes(fw, loss, arrays):
     if fw.name != "jax":
-        return fw.grads(loss, arrays)
+        return fw.compute_gradients(loss, arrays)
     import jax
 
     return list(jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays))  # not traced by jit
@@ -123,17 +123,17 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
         pytest.skip("each shape takes them seconds")
     make, held = SCORES[score]
     how = WEIGHTINGS[weighting]
-    arrays = [fw.make(x) for x in (QUERY, *held)]
+    arrays = [fw.make_array(x) for x in (QUERY, *held)]
     found = []
     for attend in (
-        lambda q, s: attention.over(stored(allowed=allowed), q, score=s, weighting=how),
-        lambda q, s: dense(q, fw.make, s, how, allowed)[0],
+        lambda q, s: attention.attend_rows(stored(allowed=allowed), q, score=s, weighting=how),
+        lambda q, s: dense(q, fw.make_array, s, how, allowed)[0],
     ):
 
         def loss(q, *held, attend=attend):
             out = attend(q, make(*held))
-            xp = qkv.arrays.of(out).xp
-            return xp.sum(out * fw.make(ALONG)) + xp.sum(q) * 0.0  # some know of no way back
+            xp = qkv.frameworks.get_framework(out).xp
+            return xp.sum(out * fw.make_array(ALONG)) + xp.sum(q) * 0.0  # some know of no way back
 
         found.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])
         found[-1] += slopes(fw, loss, arrays)
@@ -148,17 +148,19 @@ def test_scores_that_are_held_give_the_same_gradient(score, weighting, allowed, 
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(streaming, "block_size", lambda call: (4, 64))
     how, found, left = WEIGHTINGS[weighting], [], []
-    leave = streaming.Held.leave
-    monkeypatch.setattr(streaming.Held, "leave", lambda self: left.append(1) or leave(self))
+    leave = streaming.SavedScores.take_blocks
+    monkeypatch.setattr(
+        streaming.SavedScores, "take_blocks", lambda self: left.append(1) or leave(self)
+    )
     for most in (2**25, 0):
-        monkeypatch.setattr(engines_read, "HELD", most)
+        monkeypatch.setattr(engines_read, "MAX_SAVED_SCORES", most)
         q = torch.tensor(QUERY, requires_grad=True)
-        out = attention.over(stored(allowed=allowed), q, score=score, weighting=how)
+        out = attention.attend_rows(stored(allowed=allowed), q, score=score, weighting=how)
         for _ in range(2):  # what was held serves a second way back too
             out.backward(torch.tensor(ALONG), retain_graph=True)
         found.append(None if q.grad is None else q.grad.numpy())
     linear = not isinstance(score, scores.Cosine)
-    assert len(left) == (linear and how.smooth and weighting != "cubed")
+    assert len(left) == (linear and how.is_differentiable and weighting != "cubed")
     q = torch.tensor(QUERY, requires_grad=True)
     (2 * dense(q, torch.tensor, score, how, allowed)[0] * torch.tensor(ALONG)).sum().backward()
     for got in found:
@@ -172,8 +174,8 @@ def test_a_score_that_only_inherits_from_a_product_is_scored_as_it_is():
         def __call__(self, query, key):
             return super().__call__(query, key) ** 3
 
-    assert scores.Dot().linear and scores.ScaledDot(3.0).linear
-    assert not Cube().linear and not scores.ScaledDot(softcap=2.0).linear
+    assert scores.Dot().is_linear and scores.ScaledDot(3.0).is_linear
+    assert not Cube().is_linear and not scores.ScaledDot(softcap=2.0).is_linear
 
 
 @each_allowed
@@ -184,13 +186,13 @@ def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch)
     make, held = SCORES[score]
     how, s = WEIGHTINGS[weighting], make(*held)
     out, alpha = dense(QUERY, np.asarray, s, how, allowed)
-    got = attention.weigh(stored(allowed=allowed, apart=apart), QUERY, score=s, weighting=how)
-    np.testing.assert_allclose(got.out, out, rtol=1e-9, atol=1e-11)
+    got = attention.weigh_rows(stored(allowed=allowed, apart=apart), QUERY, score=s, weighting=how)
+    np.testing.assert_allclose(got.output, out, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(got.weights, alpha, rtol=1e-9, atol=1e-11)
     with np.errstate(all="ignore"):
         mass = np.abs(alpha) / np.abs(alpha).sum(axis=1, keepdims=True)
         entropy = -np.where(mass > 0, mass * np.log(mass), 0).sum(axis=1)
-    np.testing.assert_allclose(engine.entropy_in(got), entropy, atol=1e-9)
+    np.testing.assert_allclose(engine.get_entropy(got), entropy, atol=1e-9)
     assert (got.lse is not None) == how.has_lse
     if how.has_lse:
         mask = None if allowed is None else allowed[None]
@@ -205,19 +207,19 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
     key = KEY.astype(dtype)
     key[:250] *= np.array(1e15 if dtype == "float32" else 1e150, dtype)  # whose squares overflow
     key[300], key[301], key[302:] = 0, key[301] * 1e-10, key[302:] * 1e-5
-    parts = [Stored(x) for x in np.split(key, [250, 500])]
-    rows, query = Rows(lambda: parts, key.shape), QUERY.astype(dtype)
+    parts = [RowChunk(x) for x in np.split(key, [250, 500])]
+    rows, query = StoredRows(lambda: parts, key.shape), QUERY.astype(dtype)
     want = scores.Cosine(0.3)(QUERY, key.astype("float64"))
     for _ in range(2):
-        got = engine.scored(rows, query, scores.Cosine(0.3))
+        got = engine.score_rows(rows, query, scores.Cosine(0.3))
         np.testing.assert_allclose(got, want, atol=4e-6 if dtype == "float32" else 1e-14)
-    ((_, kept),) = rows.kept.items()
+    ((_, kept),) = rows.key_terms_cache.items()
     assert np.isnan(kept[:250]).all() and np.isfinite(kept[350:]).all()
 
 
 def test_what_means_nothing_is_refused():
     how = {"score": "dot", "weighting": "normalized"}
-    for door in (attention.over, attention.weigh):
+    for door in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(CombinationError, match="can be negative"):
             door(stored(), QUERY, **how)
         strict = {"score": "boxcar", "weighting": weightings.Normalized("raise")}
@@ -228,16 +230,18 @@ def test_what_means_nothing_is_refused():
 def test_a_trace_cannot_read():
     jax = pytest.importorskip("jax")
     with pytest.raises(FrameworkError, match="outside of jit"):
-        jax.jit(lambda q: attention.over(stored(), q, score="dot", weighting="softmax"))(QUERY)
+        jax.jit(lambda q: attention.attend_rows(stored(), q, score="dot", weighting="softmax"))(
+            QUERY
+        )
 
 
 def test_the_gradient_for_k_equal_v_is_the_covariance_of_the_keys():
     """∇_q Attention = Cov_p[k], of the seeds."""
     torch = pytest.importorskip("torch")
-    same = Rows(lambda: [Stored(KEY, KEY)], (ROWS, D), D)
+    same = StoredRows(lambda: [RowChunk(KEY, KEY)], (ROWS, D), D)
     q = torch.tensor(QUERY[:1], requires_grad=True)
     jacobian = torch.autograd.functional.jacobian(
-        lambda q: attention.over(same, q, score="dot", weighting="softmax"), q
+        lambda q: attention.attend_rows(same, q, score="dot", weighting="softmax"), q
     )[0, :, 0]
     p = np.exp(KEY @ QUERY[0])
     p /= p.sum()
@@ -258,13 +262,15 @@ def test_how_often_the_rows_are_read(weighting, forth):
             yield some
 
     q = torch.tensor(QUERY, requires_grad=True)
-    rows = Rows(counted, (int(LIVE.sum()), D), 3)
-    out = attention.over(rows, q, score="dot", weighting=weighting)
+    rows = StoredRows(counted, (int(LIVE.sum()), D), 3)
+    out = attention.attend_rows(rows, q, score="dot", weighting=weighting)
     scored = sum(reads)
     out.sum().backward()
     assert reads[-1] == 3 and sum(reads) == scored + 3
     reads.clear()
-    attention.weigh(Rows(counted, (int(LIVE.sum()), D), 0), QUERY, score="dot", weighting=weighting)
+    attention.weigh_rows(
+        StoredRows(counted, (int(LIVE.sum()), D), 0), QUERY, score="dot", weighting=weighting
+    )
     assert reads == [3]
 
 
@@ -273,7 +279,7 @@ def test_second_derivatives():
     q = torch.tensor(QUERY[:2], requires_grad=True)
     for rows in (stored(), stored(allowed=ALLOWED)):
         assert torch.autograd.gradgradcheck(
-            lambda q, rows=rows: attention.over(rows, q, score="dot", weighting="softmax"), q
+            lambda q, rows=rows: attention.attend_rows(rows, q, score="dot", weighting="softmax"), q
         )
 
 
@@ -291,28 +297,32 @@ def test_what_lies_apart_is_done_with_before_the_next(monkeypatch):
             assert sum(done) >= 200 * i
             yield some
 
-    rows = Rows(lazily, (int(LIVE.sum()), D), 3, apart=True)
-    attention.weigh(rows, QUERY, score=Watched(), weighting="softmax")
+    rows = StoredRows(lazily, (int(LIVE.sum()), D), 3, apart=True)
+    attention.weigh_rows(rows, QUERY, score=Watched(), weighting="softmax")
     done.clear()
-    attention.over(rows, QUERY[:3], score=Watched(), weighting="softmax")
+    attention.attend_rows(rows, QUERY[:3], score=Watched(), weighting="softmax")
 
 
 def test_a_value_that_does_not_count_cannot_spoil_the_sum():
     value = np.array([[1.0], [np.nan], [3.0]])
-    rows = Rows(lambda: [Stored(np.zeros((3, 1)), value)], (3, 1), 1)
+    rows = StoredRows(lambda: [RowChunk(np.zeros((3, 1)), value)], (3, 1), 1)
     np.testing.assert_array_equal(
-        engine.sums(rows, np.array([[0.5, 0.0, 0.5]]), mean=False)[0], [[2.0]]
+        engine.pool_values(rows, np.array([[0.5, 0.0, 0.5]]), mean=False)[0], [[2.0]]
     )
-    assert np.isnan(engine.sums(rows, np.array([[0.5, 0.1, 0.4]]), mean=False)[0]).all()
-    for door in (attention.over, lambda *a, **how: attention.weigh(*a, **how).out):
-        rows = Rows(rows.read, (3, 1), 1, np.array([True, False, True]))
+    assert np.isnan(engine.pool_values(rows, np.array([[0.5, 0.1, 0.4]]), mean=False)[0]).all()
+    for door in (attention.attend_rows, lambda *a, **how: attention.weigh_rows(*a, **how).output):
+        rows = StoredRows(rows.read_chunks, (3, 1), 1, np.array([True, False, True]))
         out = door(rows, np.zeros((1, 1)), score="dot", weighting="softmax")
         np.testing.assert_array_equal(out, [[2.0]])
 
 
 def test_the_sum_keeps_the_values_digits():
-    rows = Rows(lambda: [Stored(np.eye(2, dtype="f4"), np.array([[123456789.0], [0]]))], (2, 2), 1)
-    out = attention.weigh(rows, np.eye(2, dtype="f4")[:1], score="dot", weighting="hard").out
+    rows = StoredRows(
+        lambda: [RowChunk(np.eye(2, dtype="f4"), np.array([[123456789.0], [0]]))], (2, 2), 1
+    )
+    out = attention.weigh_rows(
+        rows, np.eye(2, dtype="f4")[:1], score="dot", weighting="hard"
+    ).output
     assert out.tolist() == [[123456789.0]]
 
 
@@ -321,21 +331,23 @@ def test_every_row_ruled_out_gives_nought(weighting):
     torch = pytest.importorskip("torch")
     rows = stored(allowed=np.zeros(int(LIVE.sum()), bool))
     q = torch.tensor(QUERY, requires_grad=True)
-    out = attention.over(rows, q, score="dot", weighting=weighting)
+    out = attention.attend_rows(rows, q, score="dot", weighting=weighting)
     assert (out == 0).all()
     out.sum().backward()
     assert q.grad is None or (q.grad == 0).all()
-    found = attention.weigh(rows, QUERY, score="dot", weighting=weighting)
-    assert not found.weights.any() and not found.out.any() and not engine.entropy_in(found).any()
+    found = attention.weigh_rows(rows, QUERY, score="dot", weighting=weighting)
+    assert (
+        not found.weights.any() and not found.output.any() and not engine.get_entropy(found).any()
+    )
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15", "average"])
 def test_no_queries(weighting):
     how = {"score": "dot", "weighting": weighting}
-    assert attention.over(stored(), QUERY[:0], **how).shape == (0, 3)
-    assert attention.over(stored(allowed=ALLOWED), QUERY[:0], **how).shape == (0, 3)
-    found = attention.weigh(stored(), QUERY[:0], **how)
-    assert found.out.shape == (0, 3) and found.weights.shape == (0, int(LIVE.sum()))
+    assert attention.attend_rows(stored(), QUERY[:0], **how).shape == (0, 3)
+    assert attention.attend_rows(stored(allowed=ALLOWED), QUERY[:0], **how).shape == (0, 3)
+    found = attention.weigh_rows(stored(), QUERY[:0], **how)
+    assert found.output.shape == (0, 3) and found.weights.shape == (0, int(LIVE.sum()))
 
 
 def test_a_function_s_own_array_has_its_gradient():
@@ -349,7 +361,7 @@ def test_a_function_s_own_array_has_its_gradient():
     got, want = (
         torch.autograd.grad((out * torch.tensor(ALONG)).sum(), w)[0]
         for out in (
-            attention.over(stored(), q, score=score, weighting="softmax"),
+            attention.attend_rows(stored(), q, score=score, weighting="softmax"),
             qkv.attend(q, k, v, score=score, engine="dense"),
         )
     )
@@ -361,14 +373,14 @@ def test_a_function_s_own_array_has_its_gradient():
 def test_scores_that_float64_does_not_hold_are_refused_as_by_attend(weighting, allowed):
     # They were answered as if there were nothing to look at.
     key, how = np.array([[1.0], [2.0], [3.0]]), {"weighting": weighting}
-    rows = Rows(lambda: [Stored(key, 10 * key)], (3, 1), 1, allowed)
+    rows = StoredRows(lambda: [RowChunk(key, 10 * key)], (3, 1), 1, allowed)
     near, far = np.array([[3.0]]), np.array([[2.2]])
     how["score"] = scores.Gaussian(1e-160)
-    assert attention.over(rows, near, **how).tolist() == [[30.0]]
-    assert attention.weigh(rows, near, **how).weights.tolist() == [[0.0, 0.0, 1.0]]
-    for door in (attention.over, attention.weigh):
+    assert attention.attend_rows(rows, near, **how).tolist() == [[30.0]]
+    assert attention.weigh_rows(rows, near, **how).weights.tolist() == [[0.0, 0.0, 1.0]]
+    for door in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(ArgumentError, match="float64 does not hold the scores"):
             door(rows, far, **how)
-    none = Rows(lambda: [Stored(key, key)], (3, 1), 1, np.zeros(3, bool))
-    assert attention.over(none, far, **how).tolist() == [[0.0]]
-    assert attention.weigh(none, far, **how).weights.tolist() == [[0.0] * 3]
+    none = StoredRows(lambda: [RowChunk(key, key)], (3, 1), 1, np.zeros(3, bool))
+    assert attention.attend_rows(none, far, **how).tolist() == [[0.0]]
+    assert attention.weigh_rows(none, far, **how).weights.tolist() == [[0.0] * 3]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.arrays import threads, to_numpy
-from qkv.attention import request
+from qkv.attention import build_call
 from qkv.engines import streaming
+from qkv.frameworks import threads, to_numpy
 from tests.cases import WEIGHTINGS
 from tests.frameworks import FRAMEWORKS
 
-EAGER = [fw for fw in FRAMEWORKS if fw.name in ("numpy", "torch", "strict")]
+EAGER = [fw for fw in FRAMEWORKS if fw.name in ("numpy", "torch", "array_api_strict")]
 
 
 def arrays(n: int, m: int) -> list[np.ndarray]:
@@ -24,15 +24,17 @@ def arrays(n: int, m: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("weighting", [w for w, k in WEIGHTINGS.items() if not k.needs_nonnegative])
 def test_few_queries_among_many_keys(fw, weighting, monkeypatch):
     """The keys are shared out, whatever the weighting; the states are merged in their order."""
-    monkeypatch.setattr(streaming, "READ", 1)
-    monkeypatch.setattr(threads, "CORES", 3)
+    monkeypatch.setattr(streaming, "MAX_KEY_NUMBERS_PER_READ", 1)
+    monkeypatch.setattr(threads, "CORE_COUNT", 3)
     given = arrays(3, 2600)
     given[1][2000] = given[1][100]  # a tie, far apart
-    tiling = streaming.tiling_of(request(*given, "dot", "softmax", None, 0.0, None, None), 3, 512)
+    tiling = streaming.build_tiling(
+        build_call(*given, "dot", "softmax", None, 0.0, None, None), 3, 512
+    )
     assert len(tiling) == 1 and len(tiling[0][1]) > 3
     how = WEIGHTINGS[weighting]
     want = qkv.attend(*given, weighting=how, engine="dense")
-    got = qkv.attend(*(fw.make(x) for x in given), weighting=how, engine="streaming")
+    got = qkv.attend(*(fw.make_array(x) for x in given), weighting=how, engine="streaming")
     np.testing.assert_allclose(to_numpy(got), want, atol=1e-10)
 
 
@@ -42,7 +44,9 @@ def test_many_queries_in_threads(fw, monkeypatch):
     given = arrays(200, 130)
     want = qkv.attend(*given, mask=qkv.masks.causal, engine="dense")
     for _ in range(3):
-        got = qkv.attend(*(fw.make(x) for x in given), mask=qkv.masks.causal, engine="streaming")
+        got = qkv.attend(
+            *(fw.make_array(x) for x in given), mask=qkv.masks.causal, engine="streaming"
+        )
         np.testing.assert_allclose(to_numpy(got), want, atol=1e-12)
 
 
@@ -65,8 +69,8 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
 @pytest.mark.parametrize("m", [100, 512, 700])
 def test_rows_searched_in_one_go(fw, alpha, m, monkeypatch):
     """Entmax from the few scores that may count; rows of large scores, and of one key."""
-    monkeypatch.setattr(threads, "CORES", 3)
-    monkeypatch.setattr(streaming, "SEARCHED", 2**13)
+    monkeypatch.setattr(threads, "CORE_COUNT", 3)
+    monkeypatch.setattr(streaming, "MAX_SEARCHED_NUMBERS_PER_BLOCK", 2**13)
     given = arrays(64, m)
     given[0][3] *= 1e15
     given[1][-1] *= 9.0  # the largest of many rows stands last, beyond the last whole SOME
@@ -76,8 +80,8 @@ def test_rows_searched_in_one_go(fw, alpha, m, monkeypatch):
     for mask in (None, np.arange(m) < np.arange(64)[:, None]):
         want = qkv.attend(*given, **how, mask=mask, engine="dense")
         assert 0 < np.isnan(want).any(-1).sum() < 64
-        mask = None if mask is None else fw.make(mask)
-        got = qkv.attend(*(fw.make(x) for x in given), **how, mask=mask, engine="streaming")
+        mask = None if mask is None else fw.make_array(mask)
+        got = qkv.attend(*(fw.make_array(x) for x in given), **how, mask=mask, engine="streaming")
         np.testing.assert_allclose(to_numpy(got), want, atol=1e-10)
 
 
@@ -110,8 +114,8 @@ def test_a_score_that_is_kept_by_its_owner_is_not_overwritten():
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
 def test_blocks_that_are_searched_are_shared_out_and_not_too_small(cores, monkeypatch):
-    monkeypatch.setattr(threads, "CORES", cores)
-    call = request(*arrays(2048, 2048), "dot", "sparsemax", None, 0.0, None, None)
+    monkeypatch.setattr(threads, "CORE_COUNT", cores)
+    call = build_call(*arrays(2048, 2048), "dot", "sparsemax", None, 0.0, None, None)
     rows, cols = streaming.block_size(call)
     assert cols == 2048 and 64 <= rows <= 512
 
@@ -206,7 +210,7 @@ CAPTURES = {
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_hook_on_what_a_function_holds_sees_its_gradient_once(capture, weights, monkeypatch):
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr("qkv.engines.weights.BLOCK", 64)
+    monkeypatch.setattr("qkv.engines.weights.MAX_SCORES_PER_BLOCK", 64)
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(12, 4, generator=make, dtype=torch.float64) for _ in range(3))
     w = torch.randn(4, generator=make, dtype=torch.float64).requires_grad_()
@@ -222,7 +226,7 @@ def test_a_hook_on_what_a_function_holds_sees_its_gradient_once(capture, weights
         (plain,) = torch.autograd.grad(out.square().sum(), w, retain_graph=True)
         return slope, second, plain
 
-    monkeypatch.setattr("qkv.engines.streaming.BLOCK", 2**8)
+    monkeypatch.setattr("qkv.engines.streaming.MAX_NUMBERS_PER_BLOCK", 2**8)
     torch.testing.assert_close(slopes("streaming"), slopes("dense"))
 
 

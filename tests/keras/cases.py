@@ -13,8 +13,8 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.arrays import to_numpy
 from qkv.errors import ArgumentError, DtypeError, QkvError, ShapeError
+from qkv.frameworks import to_numpy
 from qkv.keras import (
     AdditiveAttention,
     Attention,

@@ -35,4 +35,4 @@ def test_cases(backend: str, file: str) -> None:
 def test_without_keras_one_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['keras'] = None\nimport qkv.keras"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert 'MissingExtra: qkv.keras needs Keras 3: pip install "qkv[keras]"' in run.stderr
+    assert 'MissingExtraError: qkv.keras needs Keras 3: pip install "qkv[keras]"' in run.stderr

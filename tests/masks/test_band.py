@@ -7,7 +7,7 @@ import pytest
 
 import qkv
 from qkv import masks
-from qkv.types import Span
+from qkv.util.types import Span
 
 
 def test_rules_of_the_same_numbers_are_one_kind():
@@ -35,9 +35,9 @@ def test_what_is_said_of_a_block_holds_for_its_pairs(rule):
     for top in range(0, n, 5):
         rows = Span(top, min(5, n - top))
         part = expected[top : top + 5]
-        start, end = rule.extent(rows, n, m)
+        start, end = rule.key_extent(rows, n, m)
         assert not part[:, :start].any() and not part[:, end:].any()
         for left in range(0, m, 4):
-            verdict = rule.verdict(rows, Span(left, min(4, m - left)), n, m)
+            verdict = rule.block_verdict(rows, Span(left, min(4, m - left)), n, m)
             block = part[:, left : left + 4]
             assert verdict is None or block.all() == block.any() == verdict

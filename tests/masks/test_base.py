@@ -7,14 +7,14 @@ import pytest
 
 import qkv
 from qkv import errors, masks
-from qkv.arrays import of, to_numpy
+from qkv.frameworks import get_framework, to_numpy
 from tests.frameworks import FRAMEWORKS
 
 
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 def test_the_opposite_of_everything_is_nothing(fw, engine):
-    x = fw.make(np.ones((3, 2)))
+    x = fw.make_array(np.ones((3, 2)))
     everything = masks.window(float("inf"))
     assert (to_numpy(qkv.attend(x, x, x, mask=everything, engine=engine)) == 1).all()
     assert (to_numpy(qkv.attend(x, x, x, mask=~everything, engine=engine)) == 0).all()
@@ -44,7 +44,7 @@ def test_queries_without_a_batch_have_each_their_own_number(fw, engine):
     x = np.random.default_rng(0).normal(size=(3, 2))
     sees = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
     want = qkv.attend(x, x, x, mask=sees)
-    y = fw.make(x)
+    y = fw.make_array(x)
     for mask in (masks.lengths([1, 3, 2]), masks.causal(offset=[0, 1, -1])):
         got = to_numpy(qkv.attend(y, y, y, mask=mask, engine=engine))
         np.testing.assert_allclose(got, want, atol=1e-6)
@@ -52,7 +52,7 @@ def test_queries_without_a_batch_have_each_their_own_number(fw, engine):
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 def test_a_batch_of_nothing_has_no_lengths(fw):
-    x = fw.make(np.ones((0, 3, 2)))
+    x = fw.make_array(np.ones((0, 3, 2)))
     for mask in (masks.lengths([]), masks.causal(offset=[])):
         assert to_numpy(qkv.attend(x, x, x, mask=mask)).shape == (0, 3, 2)
 
@@ -60,7 +60,7 @@ def test_a_batch_of_nothing_has_no_lengths(fw):
 @pytest.mark.parametrize("fw", [f for f in FRAMEWORKS if f.name != "numpy"], ids=lambda f: f.name)
 def test_one_word_for_all_pairs(fw):
     """FlexAttention's `noop_mask` gives an array of no axes."""
-    x = fw.make(np.arange(24.0).reshape(2, 3, 4) / 10)
+    x = fw.make_array(np.arange(24.0).reshape(2, 3, 4) / 10)
     for word, want in ((0, qkv.attend(x, x, x)), (1, x * 0)):
         rule = masks.custom(lambda b, h, i, j, word=word: i[0, 0] * 0 == word)
         found = qkv.attend(x, x, x, mask=rule)
@@ -92,7 +92,7 @@ def test_a_block_mask_of_flex_attention_names_its_function():
 def test_floats_that_were_meant_as_booleans_are_told_of(name):
     like = pytest.importorskip(name).asarray
     x, drawn = like(np.eye(4)), np.tril(np.ones((4, 4)))
-    with pytest.warns(errors.AddedMask, match="pass booleans") as told:
+    with pytest.warns(errors.AddedMaskWarning, match="pass booleans") as told:
         found = qkv.attend(x, x, x, mask=like(drawn))
     assert told[0].filename == __file__
     scores = np.eye(4) / 2 + drawn
@@ -107,9 +107,9 @@ LAYOUT = np.array([[True, False], [True, True]])
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 def test_a_layout_of_blocks_may_be_an_array_of_any_framework(fw, monkeypatch):
-    layout = fw.make(LAYOUT)
+    layout = fw.make_array(LAYOUT)
     # As of an array on a device, which the rules of other masks do not wait for.
-    monkeypatch.setattr(type(of(layout)), "concrete", lambda self, x: None)
+    monkeypatch.setattr(type(get_framework(layout)), "concrete_value", lambda self, x: None)
     made = masks.blocks(layout, 2)
     assert type(made.layout) is np.ndarray and made.layout.tolist() == LAYOUT.tolist()
 

@@ -207,7 +207,9 @@ def test_a_row_without_keys_gives_zero(wish):
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("attn", ["none", "bool2", "float3"])
 def test_weights_in_pieces_equal_torch(monkeypatch, average, attn):
-    monkeypatch.setattr("qkv.engines.weights.BLOCK", N * H * S * 2)  # two queries at a time
+    monkeypatch.setattr(
+        "qkv.engines.weights.MAX_SCORES_PER_BLOCK", N * H * S * 2
+    )  # two queries at a time
     theirs, ours = pair(**F64)
     given = inputs(theirs, ("apart", True))
     how = {"average_attn_weights": average, "attn_mask": pairs_mask(attn, True, L)}
@@ -657,7 +659,7 @@ def test_weights_beside_torchs_kernel(average, block, monkeypatch):
     """Values, gradients through the weights alone and through both, and second derivatives."""
     from qkv.engines.native import weights
 
-    monkeypatch.setattr(weights, "BLOCK", block)
+    monkeypatch.setattr(weights, "MAX_WEIGHTS_PER_BLOCK", block)
     ours = MultiHeadAttention(4, 2, batch_first=True, dtype=torch.float64)
     theirs = torch.nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
     theirs.load_state_dict(ours.state_dict())
@@ -712,10 +714,12 @@ def test_an_exported_causal_layer_takes_more_keys_than_queries_and_fewer():
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_short_layer_with_and_without_mkl(weights, large, mkl, monkeypatch):
     """By torch's operator for all of it, or by its parts."""
-    from qkv.engines.native import layer
+    from qkv.engines.native import multi_head_layer as layer
 
-    monkeypatch.setattr(layer, "MKL", mkl)
-    monkeypatch.setattr(layer, "LARGE", 0 if large else layer.LARGE)
+    monkeypatch.setattr(layer, "HAS_MKL", mkl)
+    monkeypatch.setattr(
+        layer, "MAX_PROJECTION_PRODUCTS", 0 if large else layer.MAX_PROJECTION_PRODUCTS
+    )
     theirs, ours = (layer.eval() for layer in pair(batch_first=True))
     x, hidden = torch.randn(N, L, E), torch.ones(L, L, dtype=torch.bool).triu(1)
     with torch.no_grad():

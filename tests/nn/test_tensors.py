@@ -168,7 +168,11 @@ class Attending(torch.nn.Module):
 SCRIPTED = {
     "Attention": Attention,
     "SelfAttention": lambda: SelfAttention(4),
-    "MultiHeadAttention": lambda: torch.nn.Sequential(TransformerEncoder(1, 4, 2)),
+    "MultiHeadAttention": lambda: torch.nn.Sequential(
+        MultiHeadAttention(4, 2, weighting="entmax15")
+    ),
+    "TransformerEncoder": lambda: torch.nn.Sequential(TransformerEncoder(1, 4, 2)),
+    "TransformerBlock": lambda: TransformerBlock(4, 2),
     "AdditiveScore": lambda: BahdanauDecoder(5, 2, 3, 4),
     "FeedForward": lambda: FeedForward(4),
     "SqueezeExcitation": lambda: SqueezeExcitation(4),

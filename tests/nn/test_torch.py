@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -196,3 +197,65 @@ def test_transforms_of_layers(make, transform):
 
     x = torch.randn(2, 5, 8, dtype=torch.double)
     TORCH[transform](function, lambda n: [x, *(p.detach() for p in layer.parameters())])
+
+
+class Custom(torch.nn.TransformerEncoderLayer):
+    """A subclass of torch's layer, as torch's own tests have it."""
+
+
+def encoder(kind=torch.nn.TransformerEncoderLayer, dropout=0.0, layers=2):
+    """torch's stack, and the same with our heads inside."""
+    torch.manual_seed(3)
+    layer = kind(8, 4, 16, dropout=dropout, batch_first=True)
+    ours = copy.deepcopy(layer)
+    heads = MultiHeadAttention(8, 4, dropout=dropout, batch_first=True)
+    heads.load_state_dict(layer.self_attn.state_dict())
+    ours.self_attn = heads
+    return [torch.nn.TransformerEncoder(x, layers) for x in (layer, ours)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [torch.nn.TransformerEncoderLayer, Custom])
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_encoder_with_our_heads_inside(kind, is_causal, training):
+    theirs, ours = (x.train(training) for x in encoder(kind))
+    x = torch.randn(2, 5, 8)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    for masks_given in ({}, {"mask": causal}, {"src_key_padding_mask": padding}):
+        how = {**masks_given, "is_causal": is_causal} if "mask" in masks_given else masks_given
+        with torch.set_grad_enabled(training):  # without gradients: torch's fast path
+            want, found = theirs(x, **how), ours(x, **how)
+        torch.testing.assert_close(found, want)
+        if training:
+            slopes = [
+                torch.autograd.grad(out.square().sum(), list(model.parameters()))
+                for model, out in ((theirs, want), (ours, found))
+            ]
+            torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("kind", [torch.nn.TransformerEncoderLayer, Custom])
+def test_torchscript_of_torchs_encoder_with_our_heads_inside(kind):
+    x, mask = torch.randn(2, 5, 8), torch.zeros(5, 5, dtype=torch.bool)
+    _, ours = encoder(kind)
+    want = ours(x, mask=mask)
+    torch.testing.assert_close(torch.jit.script(ours)(x, mask=mask), want)
+    ours.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.script(ours)(x, mask=mask), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("extra", [False, True])
+def test_torchscript_of_plain_heads(extra):
+    layer = MultiHeadAttention(16, 4, kdim=6, vdim=5, add_bias_kv=extra, add_zero_attn=extra)
+    given = torch.rand(3, 2, 16), torch.rand(4, 2, 6), torch.rand(4, 2, 5)
+    made = torch.jit.script(layer)
+    torch.testing.assert_close(made(*given), layer(*given))
+    assert list(made.state_dict()) == list(layer.state_dict())

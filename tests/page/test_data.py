@@ -10,9 +10,9 @@ import pytest
 import qkv
 from qkv.database import sources
 from qkv.page import to_html
-from qkv.page.pack import pack
-from qkv.serve.guard import Access
-from qkv.serve.served import Served
+from qkv.page.packing import pack_arrays
+from qkv.serve.databases import DatabaseRegistry
+from qkv.serve.security import Access
 from tests.serve.test_page import at_work
 
 LARGE = 2**53 + 1
@@ -39,7 +39,7 @@ def given(page: Any, name: str, data: bytes) -> None:
     page.get_by_test_id("data-file").set_input_files(file)
 
 
-@pytest.mark.filterwarnings("ignore::qkv.MixedColumn")
+@pytest.mark.filterwarnings("ignore::qkv.MixedColumnWarning")
 def test_cells_are_what_python_reads(page: Any, tmp_path: Path) -> None:
     opened(page, tmp_path)
     for name, text in TABLES.items():
@@ -70,10 +70,10 @@ def test_a_workbook_is_told_what_to_do(page: Any, tmp_path: Path) -> None:
 
 
 def test_integers_that_no_float_holds_keep_their_digits(page: Any) -> None:
-    assert pack([LARGE, -LARGE, 2**53])[0] == [str(LARGE), str(-LARGE), 2**53]
+    assert pack_arrays([LARGE, -LARGE, 2**53])[0] == [str(LARGE), str(-LARGE), 2**53]
     D: Any = qkv.Database.from_columns({"name": ["a", "b"], "id": [LARGE, LARGE + 1], "n": [1, 2]})
-    served = Served()
-    served.put("ids", D)
+    served = DatabaseRegistry()
+    served.add_database("ids", D)
     with at_work(served, Access()) as url:
         page.goto(url)
         page.get_by_test_id("tab-data").click()

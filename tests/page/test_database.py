@@ -13,11 +13,11 @@ import pytest
 import qkv
 from qkv import Database, scores, weightings
 from qkv.page import to_html
-from qkv.page.calls import call
-from qkv.page.file import module
-from qkv.page.pack import pack
-from qkv.page.views import views
-from qkv.told import short
+from qkv.page.calls import run_call
+from qkv.page.html_file import read_module
+from qkv.page.packing import pack_arrays
+from qkv.page.views import build_views
+from qkv.util.formatting import format_one_line
 from tests.browser import until
 from tests.page.test_file import number, weights
 
@@ -328,7 +328,7 @@ def live(page: Any) -> Any:
     """Views with Python behind them; `databases` are those that a call may name."""
 
     def wire(x: Any) -> dict[str, Any]:
-        result, buffers = pack(x)
+        result, buffers = pack_arrays(x)
         return {"result": result, "buffers": [base64.b64encode(b).decode() for b in buffers]}
 
     def start(shown: Any, databases: dict[str, Any]) -> list[str]:
@@ -337,12 +337,12 @@ def live(page: Any) -> Any:
         def python(name: str, args: Any) -> Any:
             asked.append(name)
             try:
-                return wire(call(name, args, databases))
+                return wire(run_call(name, args, databases))
             except qkv.QkvError as error:
                 return {"error": str(error)}
 
         page.expose_function("python", python)
-        page.evaluate(LIVE, [module(), wire(views(shown))])
+        page.evaluate(LIVE, [read_module(), wire(build_views(shown))])
         return asked
 
     return start
@@ -364,7 +364,7 @@ def test_what_was_typed_is_encoded_by_python(page: Any, live: Any) -> None:
 def test_an_encoder_that_knows_its_keys_is_the_databases_own(page: Any, live: Any) -> None:
     keys = [f"{a} {b}" for a in ("red", "blue", "old", "new") for b in "abcdefghijklmnopqrst"]
     D: Any = Database([(key, key.upper()) for key in keys])
-    [descriptor] = views(D)
+    [descriptor] = build_views(D)
     descriptor["data"]["database"] = "mine"
     live(descriptor, {"mine": D})
     page.get_by_test_id("query").fill("blew c")
@@ -389,7 +389,7 @@ def pooled(page: Any, D: Any, query: str, **how: Any) -> None:
     shown = page.get_by_test_id("answer-value")
     told = json.loads(shown.get_attribute("data-value"))
     assert told == pytest.approx(found.value, rel=1e-5)
-    assert shown.inner_text() == short(told, 100)
+    assert shown.inner_text() == format_one_line(told, 100)
     hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
     assert hard == pytest.approx(best.value)
     assert number(page, "answer-effective") == pytest.approx(found.effective_rows, rel=1e-4)
@@ -417,7 +417,7 @@ def test_columns_of_numbers_are_pooled_in_a_file(page: Any, tmp_path: Path) -> N
 
 def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: Any) -> None:
     D = wares(700)
-    [descriptor] = views(D)
+    [descriptor] = build_views(D)
     descriptor["data"]["database"] = "wares"
     asked = live(descriptor, {"wares": D})
     pooled(page, D, next(iter(D)))
@@ -445,7 +445,7 @@ def test_an_answer_that_does_not_come_is_told_of(page: Any, live: Any) -> None:
     """The one before it does not stand beside another question; and it may come late."""
     page.clock.install()
     D = wares(700)
-    [descriptor] = views(D)
+    [descriptor] = build_views(D)
     descriptor["data"]["database"] = "wares"
     asked = live(descriptor, {"wares": D})
     page.evaluate("() => { window.held = new Promise((go) => { window.answer = go; }); }")

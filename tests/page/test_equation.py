@@ -12,12 +12,12 @@ import pytest
 
 import qkv
 from qkv import attention, scores, weightings
-from qkv.arrays.rows import Rows, Stored
 from qkv.database import encoders
-from qkv.database.encoding import at_words, kept
+from qkv.database.table.encoding import add_word_columns, encode_as_stored
 from qkv.errors import QkvError
-from qkv.page.file import module
-from qkv.parts import entropy_in
+from qkv.frameworks.stored_rows import RowChunk, StoredRows
+from qkv.page.html_file import read_module
+from qkv.partial_attention import get_entropy
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -102,7 +102,7 @@ async (source) => {
 def run(page: Any) -> Any:
     """run(body, cases): a function body of `equation` and `given`, in Chromium; JSON both ways."""
     page.goto("about:blank")
-    page.evaluate(LOAD, module())
+    page.evaluate(LOAD, read_module())
 
     def run(body: str, given: Any) -> Any:
         code = f"(text) => written(((given) => {{ {body} }})(read(text)))"
@@ -167,17 +167,17 @@ def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | Non
     """What Python gives; None where it refuses."""
     score = built(scores.NAMES, how["score"])
     weighting = built(weightings.NAMES, how["weighting"])
-    if weighting.refuses(score, biased=False):
+    if weighting.incompatible_reason(score, biased=False):
         return None
-    rows = Rows(lambda: [Stored(key, value)], key.shape, 2)
-    seen = attention.weigh(rows, query, score=score, weighting=weighting)
+    rows = StoredRows(lambda: [RowChunk(key, value)], key.shape, 2)
+    seen = attention.weigh_rows(rows, query, score=score, weighting=weighting)
     out, alpha = qkv.attend(
         query, key, value, score=score, weighting=weighting, engine="dense", return_weights=True
     )
     some = bool((np.abs(alpha[0]) > 0).any())
-    entropy = entropy_in(seen)[0]
+    entropy = get_entropy(seen)[0]
     return {
-        "scores": weighting.reads(score)(query, key)[0],
+        "scores": weighting.adapt_score(score)(query, key)[0],
         "weights": alpha[0],
         "value": out[0],
         "entropy": entropy,
@@ -232,7 +232,7 @@ def test_rows_on_the_edge(run: Any) -> None:
                 assert lse is None
                 continue
             with np.errstate(invalid="ignore"):
-                due = weighting.lse_of(weighting.scale(x), mask, at)[0, 0]
+                due = weighting.compute_lse(weighting.scale_scores(x), mask, at)[0, 0]
             np.testing.assert_allclose(lse, due, err_msg=told, **CLOSE)
 
 
@@ -341,10 +341,12 @@ def test_encoders(run: Any) -> None:
         ENCODED, run(body, ENCODED), strict=True
     ):
         encoder = encoders.resolve(name).fit(keys)
-        query, key = at_words(encoder, queries, kept(encoder, keys), encoder.sparse(keys))
+        query, key = add_word_columns(
+            encoder, queries, encode_as_stored(encoder, keys), encoder.encode_sparse(keys)
+        )
         np.testing.assert_allclose(vectors, key, err_msg=name, **CLOSE)
         np.testing.assert_allclose(asked, query, err_msg=name, **CLOSE)
-        mine, own = built(scores.NAMES, told), encoder.score(len(keys))
+        mine, own = built(scores.NAMES, told), encoder.default_score(len(keys))
         assert type(mine) is type(own)
         for field in ("scale", "bandwidth"):
             if getattr(own, field, None) is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from qkv import Database, scores, weightings
 from qkv.page import to_html
-from qkv.page.file import module
+from qkv.page.html_file import read_module
 
 NAMES = {"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex", "Hu": "Rachel"}
 SALARIES = {2.5: 60.0, 3.0: 70.0, 3.2: 71.0, 3.6: 86.0, 3.9: 95.0}
@@ -157,7 +157,7 @@ def test_a_link_opens_a_tab_and_the_way_back_leads_to_it(page: Any, tmp_path: Pa
 def test_the_same_page_is_the_same_file() -> None:
     D: Any = Database(NAMES)
     assert to_html(D.ask("Li")) == to_html(D.ask("Li"))
-    assert module() in to_html(D.ask("Li"))
+    assert read_module() in to_html(D.ask("Li"))
 
 
 def test_without_scripts_the_answer_still_shows(browser: Any, tmp_path: Path, page: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 import qkv
 from qkv.errors import DtypeError
 from qkv.page import to_html
-from qkv.page.heads import heads
-from qkv.page.views import views
+from qkv.page.heads import heads_view
+from qkv.page.views import build_views
 from tests.browser import until
 
 RNG = np.random.default_rng(14)
@@ -31,7 +31,7 @@ def entropy(weights: np.ndarray) -> Any:
 
 def test_a_weight_is_its_byte_s_square_to_half_a_step() -> None:
     weights = alpha(2, 3, 5, 7)
-    data = heads(weights, ["a", "b"])["data"]
+    data = heads_view(weights, ["a", "b"])["data"]
     scale, cells = data["scale"][..., None, None], data["weights"].astype(np.float64)
     assert np.all(abs(scale * cells**2 - weights) <= scale * (cells + 0.25) * (1 + 1e-9))
     assert np.allclose(data["entropy"], entropy(weights))
@@ -40,54 +40,58 @@ def test_a_weight_is_its_byte_s_square_to_half_a_step() -> None:
 
 
 def test_among_others_a_large_head_is_pooled_by_its_largest() -> None:
-    data = heads(alpha(1, 2, 128, 256), ["a"])["data"]
+    data = heads_view(alpha(1, 2, 128, 256), ["a"])["data"]
     assert data["small"].dtype == np.uint8
     blocks = data["weights"].reshape(1, 2, 64, 2, 64, 4)
     assert np.array_equal(data["small"], blocks.max((3, 5)))
 
 
 def test_a_head_that_looks_at_nothing_is_zero() -> None:
-    data = heads(np.zeros((1, 1, 2, 2)), ["a"])["data"]
+    data = heads_view(np.zeros((1, 1, 2, 2)), ["a"])["data"]
     assert not data["weights"].any() and np.isnan(data["entropy"]).all()
 
 
 def test_what_a_transformer_s_capture_kept() -> None:
     pytest.importorskip("transformers")
-    from qkv.transformers import Captured, Layer
+    from qkv.transformers import CapturedAttention, CapturedLayer
 
     weights = alpha(2, 1, 3, 5, 5).astype(np.float32)
-    layers = [Layer(f"layer.{i}", 5, 5, cells=x) for i, x in enumerate(weights)]
-    [view] = views(Captured(layers, TOKENS))
+    layers = [CapturedLayer(f"layer.{i}", 5, 5, cells=x) for i, x in enumerate(weights)]
+    [view] = build_views(CapturedAttention(layers, TOKENS))
     assert view["data"]["names"] == ["layer.0", "layer.1"]
     assert view["data"]["tokens"] == TOKENS
     assert np.allclose(view["data"]["entropy"], entropy(weights[:, 0].astype(np.float64)))
     # Pooled: what is there cannot tell the entropy.
-    pooled = [Layer(x.name, 9, 9, cells=x.cells) for x in layers]
-    [view] = views(Captured(pooled))
+    pooled = [CapturedLayer(x.name, 9, 9, cells=x.cells) for x in layers]
+    [view] = build_views(CapturedAttention(pooled))
     assert np.isnan(view["data"]["entropy"]).all() and "largest" in view["data"]["note"]
     assert (view["data"]["queries"], view["data"]["weights"].shape[-1]) == (9, 5)
 
 
 def test_what_a_capture_of_nn_saw(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from qkv.nn.seen import Seen
+    from qkv.nn.captured_attention import CapturedAttention
 
     weights = alpha(2, 2, 3, 4, 4)
-    seen = Seen({f"layers.{i}": torch.tensor(x) for i, x in enumerate(weights)})
-    [view] = views(seen.one(1))
+    seen = CapturedAttention({f"layers.{i}": torch.tensor(x) for i, x in enumerate(weights)})
+    [view] = build_views(seen.select_sequence(1))
     assert view["data"]["names"] == ["layers.0", "layers.1"]
     assert np.allclose(view["data"]["entropy"], entropy(weights[:, 1]))
-    assert seen.one(1).to_html(tmp_path / "seen.html") is None  # a notebook would print it
-    assert seen.one(1).to_html() == (tmp_path / "seen.html").read_text() != seen.to_html()
+    assert (
+        seen.select_sequence(1).to_html(tmp_path / "seen.html") is None
+    )  # a notebook would print it
+    assert (
+        seen.select_sequence(1).to_html() == (tmp_path / "seen.html").read_text() != seen.to_html()
+    )
     with pytest.raises(qkv.QkvError, match="nothing was recorded"):
-        Seen().to_html()
+        CapturedAttention().to_html()
 
 
 def test_what_cannot_be_shown_is_named() -> None:
     with pytest.raises(DtypeError, match="or a sentence, not object"):
-        views(object())
+        build_views(object())
     with pytest.raises(qkv.QkvError, match="no view is called 'nope': there are database, data"):
-        views({"view": "nope"})
+        build_views({"view": "nope"})
     for nothing in ([], {}):
         with pytest.raises(qkv.QkvError, match="nothing to show"):
             to_html(nothing)
@@ -95,7 +99,7 @@ def test_what_cannot_be_shown_is_named() -> None:
 
 def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     weights = alpha(2, 3, 5, 5)
-    view = heads(weights, ["layer.0", "layer.1"], labels=TOKENS)
+    view = heads_view(weights, ["layer.0", "layer.1"], labels=TOKENS)
     to_html(view, tmp_path / "heads.html")
     page.goto((tmp_path / "heads.html").as_uri())
     found = entropy(weights)
@@ -128,9 +132,9 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
 def test_the_heads_of_a_large_model_are_opened_one_by_one(
     page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkv.page.pack.LATE", 50)
+    monkeypatch.setattr("qkv.page.packing.MIN_DEFERRED_BYTES", 50)
     weights = alpha(2, 2, 5, 5)
-    to_html(heads(weights, ["a", "b"]), tmp_path / "late.html")
+    to_html(heads_view(weights, ["a", "b"]), tmp_path / "late.html")
     assert (tmp_path / "late.html").read_text().count('id="qkv-part-') == 4
     page.goto((tmp_path / "late.html").as_uri())
     for i, j in np.ndindex(2, 2):
@@ -146,7 +150,7 @@ def test_a_large_head_is_read_cell_by_cell(page: Any, tmp_path: Path) -> None:
     n = 2048
     weights = np.zeros((1, 1, n, n))
     weights[0, 0, 3, 2047] = 0.5
-    to_html(heads(weights, ["long"]), tmp_path / "long.html")
+    to_html(heads_view(weights, ["long"]), tmp_path / "long.html")
     page.goto((tmp_path / "long.html").as_uri())
     note = page.get_by_test_id("head-note")
     assert "the largest of 4 × 4 numbers" in note.inner_text()
@@ -166,7 +170,7 @@ def test_a_large_head_is_read_cell_by_cell(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_head_is_zoomed_and_dragged_by_hand(page: Any, tmp_path: Path) -> None:
-    view = heads(alpha(1, 1, 64, 64), ["a"])
+    view = heads_view(alpha(1, 1, 64, 64), ["a"])
     to_html([view], tmp_path / "heads.html")
     page.goto((tmp_path / "heads.html").as_uri())
     canvas, readout = page.get_by_test_id("head"), page.get_by_test_id("head-readout")

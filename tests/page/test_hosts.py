@@ -11,9 +11,9 @@ import pytest
 import qkv
 from qkv import scores
 from qkv.page import to_html
-from qkv.page.calls import call
-from qkv.page.heads import heads
-from qkv.serve.guard import Access
+from qkv.page.calls import run_call
+from qkv.page.heads import heads_view
+from qkv.serve.security import Access
 from tests.page.jupyter import Lab
 from tests.page.test_sentence import numbers, softmax
 from tests.serve.conftest import serving
@@ -116,7 +116,7 @@ def toured(at: Any, **instead: Any) -> None:
 
 
 def test_a_file(page: Any, tmp_path: Path) -> None:
-    to_html([*VIEWS, heads(np.array(ALPHA), ["layer"])], tmp_path / "all.html")
+    to_html([*VIEWS, heads_view(np.array(ALPHA), ["layer"])], tmp_path / "all.html")
     page.goto((tmp_path / "all.html").as_uri())
     toured(page)
 
@@ -134,7 +134,7 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
                 at.get_by_test_id("model-text").fill(told)
                 at.get_by_test_id("model-read").click()
             text = told or at.get_by_test_id("model-text").input_value()
-            alpha = call("sentence", {"text": text}, {})["weights"]
+            alpha = run_call("sentence", {"text": text}, {})["weights"]
             with np.errstate(divide="ignore", invalid="ignore"):
                 due = -np.nansum(alpha * np.log(alpha), -1).mean(-1)
             words = f"Entropy {due[0, 0]:.3f}"
@@ -144,7 +144,7 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
 
     def read(at: Any) -> None:
         sentence(at)
-        due = call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
+        due = run_call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
         assert due["words"] == due["tokens"]
         at.get_by_test_id("sentence-model").select_option("minilm")
         at.get_by_test_id("head-5-11").wait_for()
@@ -161,8 +161,8 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
 def test_a_notebook(page: Any, lab: Lab) -> None:
     lab.run(
         page,
-        "import numpy as np, qkv\nfrom qkv.page.heads import heads\n"
-        f"qkv.show(*{VIEWS}, heads(np.array({ALPHA}), ['layer']))",
+        "import numpy as np, qkv\nfrom qkv.page.heads import heads_view\n"
+        f"qkv.show(*{VIEWS}, heads_view(np.array({ALPHA}), ['layer']))",
     )
     cell = page.locator(".jp-CodeCell").first
     cell.get_by_test_id("tab-database").wait_for()

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 import qkv
-from qkv.errors import MissingExtra
-from qkv.page.calls import call
-from qkv.page.pack import pack
+from qkv.errors import MissingExtraError
+from qkv.page.calls import run_call
+from qkv.page.packing import pack_arrays
 from tests.page.jupyter import Lab
 
 MARKUP = "<img src=x onerror=alert(1)>"
 ROWS = {"Zhang": "Aston", "Li": "Mu", "Smola": "Alex", MARKUP: "markup"}
 FIRST = f"""import numpy as np
 import qkv
-from qkv.page.heads import heads
+from qkv.page.heads import heads_view
 D = qkv.Database({ROWS!r}, encoder="text")
 D.show()"""
-SECOND = f"""qkv.page.pack.LATE = 4  # so that weights wait in the kernel until they are looked at
+SECOND = f"""qkv.page.packing.MIN_DEFERRED_BYTES = 4  # so that weights wait in the kernel
 alpha = np.array([[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]])
-qkv.show(heads(alpha, ["layer"], labels=["dog", {MARKUP!r}]), "I like {MARKUP}")"""
+qkv.show(heads_view(alpha, ["layer"], labels=["dog", {MARKUP!r}]), "I like {MARKUP}")"""
 
 
 def test_it_answers_what_it_is_asked() -> None:
@@ -30,17 +30,17 @@ def test_it_answers_what_it_is_asked() -> None:
     page = qkv.show(D)
     [view] = page.views
     asked = {"database": view["data"]["database"], "query": "Lee"}
-    told, _ = page.answer({"id": 7, "call": "ask", "args": asked})
+    told, _ = page.answer_message({"id": 7, "call": "ask", "args": asked})
     assert told == {"id": 7, "result": told["result"] | D.ask("Lee").to_dict()}
     args = {"keys": list(ROWS), "query": "Li", "encoder": "text"}
-    told, buffers = page.answer({"id": 8, "call": "encode", "args": args})
-    assert (told["result"], buffers) == pack(call("encode", args, {}))
-    page.whole.append(b"0123456")
-    at = {"buffer": len(page.whole) - 1, "start": 2, "stop": 5}
-    assert page.answer({"id": 0, "call": "part", "args": at})[1] == [b"234"]
-    told, _ = page.answer({"id": 9, "call": "fly", "args": {}})
+    told, buffers = page.answer_message({"id": 8, "call": "encode", "args": args})
+    assert (told["result"], buffers) == pack_arrays(run_call("encode", args, {}))
+    page.all_buffers.append(b"0123456")
+    at = {"buffer": len(page.all_buffers) - 1, "start": 2, "stop": 5}
+    assert page.answer_message({"id": 0, "call": "part", "args": at})[1] == [b"234"]
+    told, _ = page.answer_message({"id": 9, "call": "fly", "args": {}})
     assert told["id"] == 9 and "not 'fly'" in told["error"]
-    told, _ = page.answer({"id": 10, "call": "ask", "args": {}})
+    told, _ = page.answer_message({"id": 10, "call": "ask", "args": {}})
     assert told["id"] == 10 and told["error"]
 
 
@@ -49,16 +49,18 @@ def test_a_message_that_is_none_is_ignored(monkeypatch: pytest.MonkeyPatch) -> N
     sent: list[Any] = []
     monkeypatch.setattr(page, "send", lambda *told: sent.append(told))
     for message in ("str", [1], None, {}, {"call": "databases", "args": {}}):
-        page._told(page, message, [])
+        page._handle_message(page, message, [])
     assert sent == []
-    page._told(page, {"id": 1, "call": "fly", "args": {}}, [])
+    page._handle_message(page, {"id": 1, "call": "fly", "args": {}}, [])
     assert sent[0][0]["id"] == 1
 
 
 def test_without_anywidget_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "qkv.page.widget", raising=False)
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    with pytest.raises(MissingExtra, match=r'^show needs anywidget: pip install "qkv\[widget\]"$'):
+    with pytest.raises(
+        MissingExtraError, match=r'^show needs anywidget: pip install "qkv\[widget\]"$'
+    ):
         qkv.show("a sentence")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from qkv.errors import ArgumentError
 from qkv.page import to_html
-from qkv.page.calls import call
+from qkv.page.calls import run_call
 from qkv.page.sentence import sentence
 
 RNG = np.random.default_rng(14)
@@ -153,7 +153,7 @@ def test_what_a_model_read_is_static_in_a_file(page: Any, tmp_path: Path) -> Non
 
 def test_what_minilm_reads_is_its_own_attention() -> None:
     pytest.importorskip("sentence_transformers")
-    read = call("sentence", {"text": "The dog was overjoyed."}, {})
+    read = run_call("sentence", {"text": "The dog was overjoyed."}, {})
     assert read["words"] == ["[CLS]", "the", "dog", "was", "overjoyed", ".", "[SEP]"]
     assert [read["words"][i] for i in read["groups"]].count("overjoyed") == 3
     n = len(read["tokens"])
@@ -161,4 +161,4 @@ def test_what_minilm_reads_is_its_own_attention() -> None:
     q, k = (read[name].astype(np.float64) for name in "qk")
     assert np.allclose(softmax(q @ k.swapaxes(-1, -2) / np.sqrt(32)), read["weights"], atol=1e-5)
     with pytest.raises(ArgumentError, match="at most 128"):
-        call("sentence", {"text": "word " * 200}, {})
+        run_call("sentence", {"text": "word " * 200}, {})

@@ -17,8 +17,8 @@ import pytest
 import qkv
 from qkv import QkvError
 from qkv.errors import ArgumentError
-from qkv.page import bounds
-from qkv.page.calls import call
+from qkv.page import limits
+from qkv.page.calls import run_call
 
 CSV = b"name,major,year\nAnn,art,1\nBo,law,2\n"
 
@@ -27,51 +27,51 @@ CSV = b"name,major,year\nAnn,art,1\nBo,law,2\n"
 def known() -> dict[str, Any]:
     args = {"name": "students", "format": "csv", "base64": base64.b64encode(CSV).decode()}
     known: dict[str, Any] = {}
-    told = call("upload", args, known)
+    told = run_call("upload", args, known)
     assert told["columns"] == ["name", "major", "year"] and told["rows"] == 2
     return known
 
 
 def test_an_upload_is_asked_as_the_database_it_is(known: dict[str, Any]) -> None:
     how = {"top": 1, "where": "year > 1", "score": "cosine:0.2", "weighting": "topk:1"}
-    found = call("ask", {"database": "students", "query": "Ann", **how}, known)
+    found = run_call("ask", {"database": "students", "query": "Ann", **how}, known)
     assert found["value"] == {"major": "law", "year": 2} and found["total"] == 1
     assert found["explained"].startswith("Of 1 row, Bo counts 100 %")
 
 
 def test_an_upload_says_which_rows_it_skipped(known: dict[str, Any]) -> None:
     data = base64.b64encode(b"name,age\nAnn,1\n,2\nBo,\n,4\n").decode()
-    told = call("upload", {"name": "ages", "format": "csv", "base64": data}, known)
+    told = run_call("upload", {"name": "ages", "format": "csv", "base64": data}, known)
     why = "2 of 4 rows have no key (column name): skipped"
     assert (told["rows"], told["skipped"]) == (2, [{"why": why, "rows": [2, 4]}])
-    told = call("columns", {"database": "ages", "key": ["age"], "name": "by"}, known)
+    told = run_call("columns", {"database": "ages", "key": ["age"], "name": "by"}, known)
     assert [one["rows"] for one in told["skipped"]] == [[2]]
-    told = call("columns", {"database": "ages", "key": ["name"], "name": "whole"}, known)
+    told = run_call("columns", {"database": "ages", "key": ["name"], "name": "whole"}, known)
     assert told["skipped"] == []
 
 
 def test_other_columns(known: dict[str, Any]) -> None:
-    told = call("columns", {"database": "students", "name": "by", "key": ["year"]}, known)
+    told = run_call("columns", {"database": "students", "name": "by", "key": ["year"]}, known)
     assert told["key"] == ["year"] and set(known) == {"students", "by"}
-    assert call("ask", {"database": "by", "query": "2"}, known)["rows"][0]["key"] == 2
-    assert [one["name"] for one in call("databases", {}, known)] == ["students", "by"]
+    assert run_call("ask", {"database": "by", "query": "2"}, known)["rows"][0]["key"] == 2
+    assert [one["name"] for one in run_call("databases", {}, known)] == ["students", "by"]
 
 
 def test_the_first_rows(known: dict[str, Any]) -> None:
     bo = {"name": "Bo", "major": "law", "year": 2}
-    assert call("rows", {"database": "students", "where": "year > 1"}, known) == [bo]
+    assert run_call("rows", {"database": "students", "where": "year > 1"}, known) == [bo]
     known["students"].remove("Ann")
-    assert call("rows", {"database": "students"}, known) == [bo]
-    past = call("rows", {"database": "students", "at": 1, "where": ""}, known)
+    assert run_call("rows", {"database": "students"}, known) == [bo]
+    past = run_call("rows", {"database": "students", "at": 1, "where": ""}, known)
     assert [row["name"] for row in past] == ["Ann", "Bo"]
     known["many"] = qkv.Database({i: [i, 0.5] for i in range(50)})
-    assert [row["key"] for row in call("rows", {"database": "many"}, known)] == list(range(10))
+    assert [row["key"] for row in run_call("rows", {"database": "many"}, known)] == list(range(10))
 
 
 def test_versions(known: dict[str, Any]) -> None:
     known["students"].remove("Ann")
-    assert [v["rows"] for v in call("versions", {"database": "students"}, known)] == [2, 1]
-    past = call("ask", {"database": "students", "query": "Ann", "at": 1}, known)
+    assert [v["rows"] for v in run_call("versions", {"database": "students"}, known)] == [2, 1]
+    past = run_call("ask", {"database": "students", "query": "Ann", "at": 1}, known)
     assert past["rows"][0]["key"] == "Ann" and past["total"] == 2
 
 
@@ -90,9 +90,9 @@ def test_the_folder_of_a_database(tmp_path: Path, known: dict[str, Any]) -> None
         database.add("Li", "Mu")
         database.add("Hu", "Rachel")
     files = {file.name: file.read_bytes() for file in (tmp_path / "names.qkv").iterdir()}
-    told = call("upload", {"name": "names", "format": "qkv", "base64": tar(files)}, known)
+    told = run_call("upload", {"name": "names", "format": "qkv", "base64": tar(files)}, known)
     assert (told["rows"], told["version"]) == (2, 2)
-    assert call("ask", {"database": "names", "query": "Hu"}, known)["value"] == "Rachel"
+    assert run_call("ask", {"database": "names", "query": "Hu"}, known)["value"] == "Rachel"
     place = known["names"].path
     assert place.is_dir()
     known.pop("names").close()
@@ -104,7 +104,7 @@ def test_the_folder_of_a_database(tmp_path: Path, known: dict[str, Any]) -> None
 def test_a_folder_holds_nothing_else(known: dict[str, Any], name: str) -> None:
     args = {"name": "x", "format": "qkv", "base64": tar({"readers": b"", name: b""})}
     with pytest.raises(QkvError, match="no file of a database"):
-        call("upload", args, known)
+        run_call("upload", args, known)
 
 
 def test_a_link_in_a_folder_is_refused(known: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def test_a_link_in_a_folder_is_refused(known: dict[str, Any]) -> None:
         archive.addfile(part)
     args = {"name": "x", "format": "qkv", "base64": base64.b64encode(made.getvalue()).decode()}
     with pytest.raises(QkvError, match="no file of a database"):
-        call("upload", args, known)
+        run_call("upload", args, known)
 
 
 def test_a_sparse_file_is_refused(known: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def test_a_sparse_file_is_refused(known: dict[str, Any]) -> None:
     head[148:156] = b"%06o\0 " % sum(head)
     data = bytes(head) + bytes(1024)
     with pytest.raises(QkvError, match="no file of a database"):
-        call("upload", {"name": "x", "format": "qkv", "data": data}, known)
+        run_call("upload", {"name": "x", "format": "qkv", "data": data}, known)
 
 
 @pytest.mark.parametrize("damage", ["settings", "layout"])
@@ -145,7 +145,7 @@ def test_a_damaged_folder_names_no_place(
             catalogue.execute("UPDATE settings SET text = '{'")
     files = {file.name: file.read_bytes() for file in (tmp_path / "names.qkv").iterdir()}
     with pytest.raises(ArgumentError) as refused:
-        call("upload", {"name": "mine", "format": "qkv", "base64": tar(files)}, known)
+        run_call("upload", {"name": "mine", "format": "qkv", "base64": tar(files)}, known)
     assert "mine" in str(refused.value) and tempfile.gettempdir() not in str(refused.value)
 
 
@@ -155,14 +155,14 @@ def test_a_small_file_that_unpacks_to_a_large_one(
     import pyarrow.feather
     import pyarrow.parquet
 
-    monkeypatch.setattr(bounds, "BYTES", 10_000)
-    monkeypatch.setattr(bounds, "ROWS", 50)
-    monkeypatch.setattr(bounds, "COLUMNS", 5)
-    monkeypatch.setattr(bounds, "CELLS", 100)
+    monkeypatch.setattr(limits, "MAX_UNPACKED_BYTES", 10_000)
+    monkeypatch.setattr(limits, "MAX_ROWS", 50)
+    monkeypatch.setattr(limits, "MAX_COLUMNS", 5)
+    monkeypatch.setattr(limits, "MAX_CELLS", 100)
 
     def refused(form: str, data: bytes, what: str) -> None:
         with pytest.raises(ArgumentError, match=f"at most .* {what}"):
-            call("upload", {"name": "x", "format": form, "data": data}, known)
+            run_call("upload", {"name": "x", "format": form, "data": data}, known)
 
     def packed(**columns: Any) -> tuple[bytes, bytes]:
         table, one, two = pyarrow.table(columns), io.BytesIO(), io.BytesIO()
@@ -196,12 +196,12 @@ def test_what_an_arrow_file_unpacks_to_is_known_before(stream: bool, compression
     how = pyarrow.ipc.IpcWriteOptions(compression=compression)
     with kind(made, table.schema, options=how) as writer:
         writer.write_table(table, max_chunksize=16)
-    found = bounds.arrow_length(made.getvalue())
+    found = limits.unpacked_arrow_bytes(made.getvalue())
     assert found == 0 if compression is None else 41_000 <= found <= 43_000
     if compression is None:
         return
     with pytest.raises(ArgumentError, match="ends before it says"):
-        bounds.arrow_length(made.getvalue()[: -100 if stream else -20])
+        limits.unpacked_arrow_bytes(made.getvalue()[: -100 if stream else -20])
 
 
 def test_words_that_repeat_are_counted_before_they_are_written_out(
@@ -209,7 +209,7 @@ def test_words_that_repeat_are_counted_before_they_are_written_out(
 ) -> None:
     import pyarrow.parquet
 
-    monkeypatch.setattr(bounds, "BYTES", 100_000)
+    monkeypatch.setattr(limits, "MAX_UNPACKED_BYTES", 100_000)
     words = pyarrow.array(["a" * 1000] * 400)
     fixed = words.cast(pyarrow.binary(1000))
     runs = pyarrow.RunEndEncodedArray.from_arrays([400], words[:1])
@@ -230,7 +230,7 @@ def test_words_that_repeat_are_counted_before_they_are_written_out(
                 writer.write_table(table)
         assert len(made.getvalue()) < 50_000
         with pytest.raises(ArgumentError, match=what):
-            call("upload", {"name": "x", "format": form, "data": made.getvalue()}, known)
+            run_call("upload", {"name": "x", "format": form, "data": made.getvalue()}, known)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_words_that_repeat_are_counted_before_they_are_written_out(
 )
 def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, Any]) -> None:
     with pytest.raises(QkvError):
-        call(name, args, known)
+        run_call(name, args, known)
     assert set(known) == {"students"}
 
 
@@ -260,24 +260,24 @@ def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, A
         ("ask", {"query": "x", "at": True}, "at must be"),
         ("rows", {"at": 10**30}, "at must be"),
         ("ask", {"query": ["Ann"] * 3}, "one at a time"),
-        ("ask", {"query": "x" * (bounds.TEXT + 1)}, "characters of a query"),
+        ("ask", {"query": "x" * (limits.MAX_TEXT_CHARACTERS + 1)}, "characters of a query"),
     ],
 )
 def test_what_a_page_may_not_ask(
     known: dict[str, Any], name: str, args: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ArgumentError, match=told):
-        call(name, {"database": "students", **args}, known)
+        run_call(name, {"database": "students", **args}, known)
 
 
 def test_what_is_encoded_is_limited() -> None:
     def refused(keys: Any, told: str) -> None:
         with pytest.raises(ArgumentError, match=told):
-            call("encode", {"keys": keys, "query": "x", "encoder": "text"}, {})
+            run_call("encode", {"keys": keys, "query": "x", "encoder": "text"}, {})
 
     refused([f"name {i}" for i in range(1500)], "at most 1,048,576 numbers")
     refused([f"word{i} other{i}" for i in range(800)], "at most 1,048,576 numbers")
-    refused(["x" * (bounds.TEXT + 1)], "characters of keys")
+    refused(["x" * (limits.MAX_TEXT_CHARACTERS + 1)], "characters of keys")
     refused([], "a list")
     refused({"a": 1}, "a list")
 
@@ -285,4 +285,4 @@ def test_what_is_encoded_is_limited() -> None:
 def test_a_page_names_an_encoder_and_imports_nothing() -> None:
     for encoder in ("os:system", "qkv.page:show", "nothing"):
         with pytest.raises(QkvError, match="unknown encoder"):
-            call("encode", {"keys": ["Li"], "query": "Li", "encoder": encoder}, {})
+            run_call("encode", {"keys": ["Li"], "query": "Li", "encoder": encoder}, {})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv.errors import ArgumentError, DtypeError, MissingExtra, QkvError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, MissingExtraError, QkvError, ShapeError
 from qkv.plot import heatmaps
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -484,7 +484,7 @@ class TestImport:
         monkeypatch.delitem(sys.modules, "qkv.plot.figures", raising=False)
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(MissingExtra) as caught:
+        with pytest.raises(MissingExtraError) as caught:
             heatmaps(np.eye(3))
         assert str(caught.value) == 'a picture needs matplotlib: pip install "qkv[plot]"'
         assert isinstance(caught.value, ImportError)

@@ -47,7 +47,7 @@ def test_products_have_the_slope_of_tanh_as_near_as_the_dtype_rounds(dtype):
     one = torch.ones(1, 1, dtype=torch.float64)
     tanh = Additive(one, one, one[0])
     a, b = (torch.linspace(-3, 3, n, dtype=torch.float64)[:, None] for n in (201, 41))
-    found = tanh.lowered(a, b, None, dtype)[0]
+    found = tanh.find_lowering(a, b, None, dtype)[0]
     a.requires_grad_()
     for key in b:  # the slope in a of each pair
         got, want = (

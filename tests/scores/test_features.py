@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qkv.arrays import to_numpy
-from qkv.scores import features, separable
+from qkv.frameworks import to_numpy
+from qkv.scores import tanh_factors, tanh_features
 from tests.frameworks import FRAMEWORKS
 
 REACH = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
@@ -15,10 +15,10 @@ REACH = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
 @pytest.fixture(params=[1, 2, 8])
 def units(request, monkeypatch):
     """Units of several shapes, in groups of one, two, or as many as are alike."""
-    monkeypatch.setattr(separable, "GROUP", request.param)
-    separable._units.cache_clear()
-    yield separable.units(REACH, REACH[::-1], 1e-9)
-    separable._units.cache_clear()
+    monkeypatch.setattr(tanh_factors, "UNITS_PER_GROUP", request.param)
+    tanh_factors._cached_units.cache_clear()
+    yield tanh_factors.build_units(REACH, REACH[::-1], 1e-9)
+    tanh_factors._cached_units.cache_clear()
 
 
 def sides(rows: int = 7) -> list[np.ndarray]:
@@ -31,8 +31,8 @@ def sides(rows: int = 7) -> list[np.ndarray]:
 def test_products_are_tanh(fw, units):
     a, b = sides()
     v = np.linspace(-1, 2, len(REACH))
-    f = to_numpy(features.features(units, 0, fw.make(a)))
-    g = to_numpy(features.features(units, 1, fw.make(b), fw.make(v)))
+    f = to_numpy(tanh_features.evaluate_features(units, 0, fw.make_array(a)))
+    g = to_numpy(tanh_features.evaluate_features(units, 1, fw.make_array(b), fw.make_array(v)))
     assert f.shape == g.shape == (2, 7, units.width)
     want = np.tanh(a[:, :, None] + b[:, None]) @ v
     np.testing.assert_allclose(f @ np.swapaxes(g, -1, -2), want, atol=1e-8)
@@ -41,8 +41,10 @@ def test_products_are_tanh(fw, units):
 @pytest.mark.parametrize("side", [0, 1])
 def test_in_place_is_the_same(units, side):
     x, v = sides()[side], np.linspace(-1, 2, len(REACH))
-    whole = np.concatenate(features._all(units, side, x, v)).T.reshape(2, 7, -1)
-    np.testing.assert_allclose(features.features(units, side, x, v), whole, atol=1e-12)
+    whole = np.concatenate(tanh_features._features_by_group(units, side, x, v)).T.reshape(2, 7, -1)
+    np.testing.assert_allclose(
+        tanh_features.evaluate_features(units, side, x, v), whole, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -54,19 +56,23 @@ def test_gradients_of_our_own(units, side):
     along = torch.randn(2, 3, units.width, dtype=torch.float64)
 
     def by_torch(*given):
-        return torch.cat(features._all(units, side, *given)).mT.reshape(2, 3, -1)
+        return torch.cat(tanh_features._features_by_group(units, side, *given)).mT.reshape(2, 3, -1)
 
     for given in ([x, v], [x]):
-        got = torch.autograd.grad(features.features(units, side, *given), given, along)
+        got = torch.autograd.grad(
+            tanh_features.evaluate_features(units, side, *given), given, along
+        )
         want = torch.autograd.grad(by_torch(*given), given, along)
         for one, two in zip(got, want, strict=True):
             torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-9)
     few = torch.from_numpy(sides(1)[side] * 0.9).requires_grad_()  # two rows: it moves each number
-    assert torch.autograd.gradgradcheck(lambda x, v: features.features(units, side, x, v), (few, v))
+    assert torch.autograd.gradgradcheck(
+        lambda x, v: tanh_features.evaluate_features(units, side, x, v), (few, v)
+    )
 
 
 def test_tanh_is_the_same_the_other_way_round():
-    one, two = separable.factors(0.5, 4.0, 1e-6), separable.factors(4.0, 0.5, 1e-6)
-    assert one.terms == two.terms and one.reach == two.reach[::-1]
+    one, two = tanh_factors.find_factors(0.5, 4.0, 1e-6), tanh_factors.find_factors(4.0, 0.5, 1e-6)
+    assert one.term_count == two.term_count and one.reach == two.reach[::-1]
     np.testing.assert_array_equal(one.even[0], two.odd[1])
     np.testing.assert_array_equal(one.odd[1], two.even[0])

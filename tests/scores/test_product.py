@@ -21,7 +21,7 @@ def test_who_writes_another_formula_inherits_no_other_way_to_it(known):
 
     rng, score = np.random.default_rng(0), Sharper()
     query, key, value = (rng.normal(size=(300, d)) for d in (4, 4, 2))
-    how = {"weighting": "normalized"} if score.nonnegative else {}
+    how = {"weighting": "normalized"} if score.is_nonnegative else {}
     want = qkv.attend(query, key, value, score=score, engine="dense", **how)
     np.testing.assert_allclose(qkv.attend(query, key, value, score=score, **how), want, atol=1e-12)
     with pytest.raises(EngineError, match="Sharper has no form"):

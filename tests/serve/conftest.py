@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 import qkv
-from qkv.serve.app import app
-from qkv.serve.guard import Access
-from qkv.serve.served import Served, opened
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry, open_sources
+from qkv.serve.security import Access
 
 BOOKS = {
     "title": ["Emma", "Ulysses", "Dubliners", "Persuasion", "Leaves of Grass"],
@@ -25,26 +25,26 @@ VALUES = np.random.default_rng(1).standard_normal((30, 2)).astype(np.float32)
 LOCAL = "http://localhost"
 
 
-def serving(folder: Path) -> Served:
+def serving(folder: Path) -> DatabaseRegistry:
     """Books and grades on disk; vectors, keys of two columns, and nothing yet in memory."""
     how: dict[str, Any] = {"key": "title", "value": "genre", "encoder": "characters"}
     qkv.Database.from_columns(BOOKS, **how, path=folder / "books.qkv").close()
     grades = {"gpa": [3.1, 3.5, 3.6, 4.0], "salary": [70.0, 82.0, 86.0, 95.0]}
     qkv.Database.from_columns(grades, key="gpa", path=folder / "grades.qkv").close()
-    served = opened([folder / "books.qkv", folder / "grades.qkv"])
-    served.put("vectors", qkv.Database(KEYS, VALUES))
+    served = open_sources([folder / "books.qkv", folder / "grades.qkv"])
+    served.add_database("vectors", qkv.Database(KEYS, VALUES))
     places = {("Li", 1): "Mu", ("Hu", 2): "Rachel"}
-    served.put("places", qkv.Database(places, key=("name", "number")))
+    served.add_database("places", qkv.Database(places, key=("name", "number")))
     return served
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(tmp_path_factory: pytest.TempPathFactory) -> DatabaseRegistry:
     return serving(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[TestClient]:
+def client(served: DatabaseRegistry) -> Iterator[TestClient]:
     """Whoever reaches this app may write."""
-    with TestClient(app(served, Access(write=True)), base_url=LOCAL) as client:
+    with TestClient(create_app(served, Access(write=True)), base_url=LOCAL) as client:
         yield client

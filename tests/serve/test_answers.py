@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from qkv.serve.answers import written
-from qkv.told import jsonable
+from qkv.serve.responses import json_response
+from qkv.util.formatting import to_jsonable
 
 
 class Pair(NamedTuple):
@@ -40,4 +40,6 @@ class Pair(NamedTuple):
     ],
 )
 def test_as_python_writes_it(found: Any) -> None:
-    assert json.loads(bytes(written(found).body)) == json.loads(json.dumps(jsonable(found)))
+    assert json.loads(bytes(json_response(found).body)) == json.loads(
+        json.dumps(to_jsonable(found))
+    )

@@ -13,11 +13,11 @@ from starlette.testclient import TestClient
 import qkv
 from qkv.answer import Answer
 from qkv.scores import Gaussian
-from qkv.serve import limits, wire
-from qkv.serve.app import app
-from qkv.serve.guard import Access
-from qkv.serve.served import Served, opened
-from qkv.told import jsonable
+from qkv.serve import encoding, limits
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry, open_sources
+from qkv.serve.security import Access
+from qkv.util.formatting import to_jsonable
 from qkv.weightings import TopK
 from tests.serve.conftest import BOOKS, KEYS, LOCAL
 
@@ -66,7 +66,7 @@ ASKS: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "query", "sent", "meant"), ASKS)
 def test_ask(
-    client: TestClient, served: Served, name: str, query: Any, sent: Any, meant: Any
+    client: TestClient, served: DatabaseRegistry, name: str, query: Any, sent: Any, meant: Any
 ) -> None:
     found = post(client, f"/v1/databases/{name}/ask", query=query, **sent)
     database = served.databases[name].database
@@ -80,7 +80,7 @@ def test_ask(
         alike(found, expected)
 
 
-def test_a_key_of_several_columns_is_a_list(client: TestClient, served: Served) -> None:
+def test_a_key_of_several_columns_is_a_list(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["places"].database
     found = post(client, "/v1/databases/places/ask", query=["Li", 1])
     alike(found, database.ask(("Li", 1)))
@@ -89,7 +89,7 @@ def test_a_key_of_several_columns_is_a_list(client: TestClient, served: Served) 
     assert client.get('/v1/databases/places/rows/["Hu", 2]').json()["value"] == "Rachel"
 
 
-def test_text_is_read_as_the_keys_are(client: TestClient, served: Served) -> None:
+def test_text_is_read_as_the_keys_are(client: TestClient, served: DatabaseRegistry) -> None:
     assert post(client, "/v1/databases/grades/ask", query="3.5")["query"] == 3.5
     for told in ("many", ["3.5", "many"]):
         with pytest.raises(qkv.errors.DtypeError) as here:
@@ -98,7 +98,7 @@ def test_text_is_read_as_the_keys_are(client: TestClient, served: Served) -> Non
         assert answer.status_code == 422 and str(here.value) in answer.text
 
 
-def test_attend(client: TestClient, served: Served) -> None:
+def test_attend(client: TestClient, served: DatabaseRegistry) -> None:
     vectors, grades = (served.databases[name].database for name in ("vectors", "grades"))
     found = post(
         client, "/v1/databases/vectors/attend", query=KEYS[:3].tolist(), score="gaussian:2"
@@ -124,7 +124,7 @@ def test_weights(client: TestClient) -> None:
     np.testing.assert_allclose(found["weights"], qkv.weights(query, key, mask="causal"))
 
 
-def test_rows(client: TestClient, served: Served) -> None:
+def test_rows(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["books"].database
     assert client.get("/v1/databases/books/rows?at=1").json() == {
         "from": 0,
@@ -139,7 +139,7 @@ def test_rows(client: TestClient, served: Served) -> None:
     assert found == {"from": 1, "total": 4, "rows": expected}
 
 
-def test_write_update_remove_and_look_back(client: TestClient, served: Served) -> None:
+def test_write_update_remove_and_look_back(client: TestClient, served: DatabaseRegistry) -> None:
     database, path = served.databases["books"].database, "/v1/databases/books/rows"
     before = database.version
     row = {"title": "Middlemarch/1", "genre": "novel", "year": 1871}
@@ -157,7 +157,7 @@ def test_write_update_remove_and_look_back(client: TestClient, served: Served) -
     told = client.delete(f"{path}/Middlemarch/1").json()
     assert told == {"removed": 2, "name": "books", "rows": 5, "version": before + 4}
     found = client.get("/v1/databases/books/versions").json()
-    assert found["versions"] == jsonable(
+    assert found["versions"] == to_jsonable(
         [
             {n: getattr(v, n) for n in ("number", "time", "what", "added", "removed", "rows")}
             for v in database.versions()
@@ -174,7 +174,7 @@ def test_an_absent_key_names_the_nearest(client: TestClient) -> None:
         assert answer.json()["nearest"][0] == "Emma" and answer.json()["key"] == "Ema"
 
 
-def test_cells_are_read_as_the_columns_are(client: TestClient, served: Served) -> None:
+def test_cells_are_read_as_the_columns_are(client: TestClient, served: DatabaseRegistry) -> None:
     path = "/v1/databases/grades/rows"
     post(client, path, rows=[{"gpa": "3.8", "salary": "90"}])
     assert served.databases["grades"].database[3.8] == 90
@@ -185,8 +185,8 @@ def test_cells_are_read_as_the_columns_are(client: TestClient, served: Served) -
 def test_text_stays_text_in_a_column_of_several_kinds(tmp_path: Path) -> None:
     with qkv.open(tmp_path / "mixed.qkv") as database:
         database.add(["a", "b"], [b"raw", "text"])
-    served = opened([tmp_path / "mixed.qkv"])
-    with TestClient(app(served, Access(write=True)), base_url=LOCAL) as client:
+    served = open_sources([tmp_path / "mixed.qkv"])
+    with TestClient(create_app(served, Access(write=True)), base_url=LOCAL) as client:
         post(client, "/v1/databases/mixed/rows", rows=[{"key": "c", "value": "more"}])
         assert served["mixed"]["c"] == "more"
 
@@ -195,13 +195,15 @@ def test_text_stays_text_in_a_column_of_several_kinds(tmp_path: Path) -> None:
     "row", ['{"$float": "inf"}', '{"$tuple": [1]}', '{"$bytes": ""}', '{"gpa": {"$dict": 5}}']
 )
 def test_a_row_that_is_tagged_as_a_cell_is_refused(client: TestClient, row: str) -> None:
-    how = {"content-type": wire.CELLS}
+    how = {"content-type": encoding.CELLS_MEDIA_TYPE}
     path = "/v1/databases/grades/rows"
     answer = client.post(path, content=f'{{"rows": [{row}]}}', headers=how)
     assert answer.status_code == 422 and answer.json()["kind"] in ("ArgumentError", "DtypeError")
 
 
-def test_numbers_that_no_float_holds_are_refused(client: TestClient, served: Served) -> None:
+def test_numbers_that_no_float_holds_are_refused(
+    client: TestClient, served: DatabaseRegistry
+) -> None:
     rows = len(served["grades"])
     for body in ('{"rows": [{"gpa": 1.5, "salary": 1e400}]}', '{"rows": [{"gpa": -1e999}]}'):
         answer = client.post(
@@ -211,7 +213,7 @@ def test_numbers_that_no_float_holds_are_refused(client: TestClient, served: Ser
     assert len(served["grades"]) == rows
 
 
-def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: Served) -> None:
+def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["grades"].database
     rows = [{"gpa": 2.0, "salary": 50.0}, {"gpa": "much", "salary": 51.0}]
     answer = client.post("/v1/databases/grades/rows", json={"rows": rows})
@@ -219,12 +221,12 @@ def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: Served) ->
     assert 2.0 not in database
 
 
-def test_info_and_databases(client: TestClient, served: Served) -> None:
+def test_info_and_databases(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["books"].database
     found = client.get("/v1/databases/books/info").json()
     about = dict(database.info())
     del about["path"]
-    assert {name: found[name] for name in about} == jsonable(about)
+    assert {name: found[name] for name in about} == to_jsonable(about)
     assert found["types"] == {"title": "text", "genre": "text", "year": "number"}
     assert found["name"] == "books" and found["missing"] == {"title": 0, "genre": 0, "year": 0}
     listed = client.get("/v1/databases").json()["databases"]
@@ -274,7 +276,7 @@ def test_an_upload_takes_no_served_name_and_their_number_is_finite(
     assert client.delete("/v1/databases/books").status_code == 409
     answer = upload("broken", b"")
     assert answer.status_code == 422 and "/" not in answer.json()["error"]
-    monkeypatch.setattr(limits, "UPLOADS", 1)
+    monkeypatch.setattr(limits, "MAX_UPLOADS", 1)
     assert upload("one").status_code == 200 and upload("one").status_code == 200
     answer = upload("two")
     assert answer.status_code == 409 and "the limit" in answer.json()["error"]
@@ -292,4 +294,4 @@ def test_a_ragged_mask_is_refused(client: TestClient, mask: Any) -> None:
 @pytest.mark.parametrize("key", ["a%0Ab", "Li%0D,1", "%5B" * 5000, "a" * 50_000, "%22a%0Ab"])
 def test_a_key_that_cannot_be_read_is_absent(client: TestClient, key: str) -> None:
     answer = client.get(f"/v1/databases/places/rows/{key}")
-    assert answer.status_code == 404 and answer.json()["kind"] == "AbsentKey"
+    assert answer.status_code == 404 and answer.json()["kind"] == "KeyNotFoundError"

@@ -11,14 +11,19 @@ import pytest
 from starlette.testclient import TestClient
 
 import qkv
-from qkv.cluster import LostShard
-from qkv.database.faults import Damaged, Locked, Unreadable, Unwritable
+from qkv.cluster import LostShardError
+from qkv.database.errors import (
+    StoreDamagedError,
+    StoreLockedError,
+    StoreUnreadableError,
+    StoreUnwritableError,
+)
 from qkv.errors import ArgumentError
-from qkv.serve import api, bodies, fit, limits, wire
-from qkv.serve.answers import refused_by
-from qkv.serve.app import app
-from qkv.serve.route import Given
-from qkv.serve.served import Served, opened
+from qkv.serve import api, encoding, limits, schemas, validation
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry, open_sources
+from qkv.serve.responses import to_request_error
+from qkv.serve.route import RequestData
 from tests.serve.conftest import LOCAL
 
 ASK = "/v1/databases/books/ask"
@@ -31,7 +36,7 @@ JSON = {"content-type": "application/json"}
         ({}, 400, "must have 'query'"),
         ([], 400, "must be an object"),
         ({"query": "x", "tap": 1}, 400, "did you mean 'top'"),
-        ({"query": "x", "top": limits.TOP + 1}, 400, "top must be at most 1,000"),
+        ({"query": "x", "top": limits.MAX_TOP_ROWS + 1}, 400, "top must be at most 1,000"),
         ({"query": "x", "top": 1.5}, 400, "top must be an integer"),
         ({"query": "x", "top": True}, 400, "top must be an integer"),
         ({"query": "x", "where": 3}, 400, "where must be"),
@@ -44,8 +49,8 @@ JSON = {"content-type": "application/json"}
         ({"query": "x", "at": 99}, 404, "version 99"),
         ({"query": 3}, 422, "must be text"),
         ({"query": "\ud800"}, 422, "lone surrogate"),
-        ({"query": ["x"] * (limits.QUERIES + 1)}, 413, "at most 1,024"),
-        ({"query": "x" * (limits.TEXT + 1)}, 413, "65,536 characters"),
+        ({"query": ["x"] * (limits.MAX_QUERIES + 1)}, 413, "at most 1,024"),
+        ({"query": "x" * (limits.MAX_TEXT_CHARACTERS + 1)}, 413, "65,536 characters"),
     ],
 )
 def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, told: str) -> None:
@@ -73,7 +78,7 @@ def test_a_body_that_is_no_json(client: TestClient, content: bytes, told: str) -
 def test_a_long_integer_is_not_rounded() -> None:
     for number in (2**63 - 1, 2**64 + 1, -(2**70) - 1):
         raw = json.dumps({"query": number}).encode()
-        assert fit.parsed(raw, bodies.ASK) == {"query": number}
+        assert validation.parse_json(raw, schemas.ASK_BODY) == {"query": number}
 
 
 def test_lists_within_lists(client: TestClient) -> None:
@@ -88,21 +93,23 @@ def test_a_whole_number_may_have_a_point(client: TestClient) -> None:
 
 def test_bytes_that_are_none(client: TestClient) -> None:
     content = b'{"query": {"$bytes": "%%"}}'
-    answer = client.post(ASK, content=content, headers={"content-type": wire.CELLS})
+    answer = client.post(ASK, content=content, headers={"content-type": encoding.CELLS_MEDIA_TYPE})
     assert answer.status_code == 422 and "a cell that is not one" in answer.json()["error"]
 
 
 def test_all_bodies_together_are_limited(
-    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, served: DatabaseRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "HELD", 100)
+    monkeypatch.setattr(limits, "MAX_TOTAL_BODY_BYTES", 100)
     answer = client.post(ASK, json={"query": "x" * 101})
     assert answer.status_code == 503 and "100 bytes" in answer.json()["error"]
-    assert served.held == 0 and client.post(ASK, json={"query": "x"}).status_code == 200
+    assert served.held_body_bytes == 0 and client.post(ASK, json={"query": "x"}).status_code == 200
 
 
-def test_health_needs_no_thread(client: TestClient, served: Served, monkeypatch: Any) -> None:
-    monkeypatch.setattr(served, "work", None)
+def test_health_needs_no_thread(
+    client: TestClient, served: DatabaseRegistry, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(served, "run_in_thread", None)
     for path in ("/healthz", "/v2/health/live", "/v2/health/ready"):
         assert client.get(path).status_code == 200
 
@@ -115,14 +122,14 @@ def test_a_large_body_is_read_in_a_thread(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (Locked("books is locked by process 4711"), 409),
-        (Unwritable("/secret/my place/lock cannot be opened (denied)"), 503),
-        (Unreadable("/secret/place/catalogue.sqlite: too many files"), 503),
-        (LostShard("shard 1 is lost: /secret/place/catalogue.sqlite: too many files", 1), 503),
+        (StoreLockedError("books is locked by process 4711"), 409),
+        (StoreUnwritableError("/secret/my place/lock cannot be opened (denied)"), 503),
+        (StoreUnreadableError("/secret/place/catalogue.sqlite: too many files"), 503),
+        (LostShardError("shard 1 is lost: /secret/place/catalogue.sqlite: too many files", 1), 503),
     ],
 )
 def test_an_error_names_no_place(error: Exception, status: int) -> None:
-    refused = refused_by(error)
+    refused = to_request_error(error)
     assert refused is not None and refused.status == status
     assert "4711" not in refused.message and "secret" not in refused.message
 
@@ -170,7 +177,7 @@ def test_a_body_of_another_type(client: TestClient) -> None:
 @pytest.mark.parametrize("told", [True, False])
 def test_a_body_that_is_too_large(client: TestClient, told: bool) -> None:
     """With its length told beforehand, and without."""
-    content: Any = b" " * (limits.BODY + 1)
+    content: Any = b" " * (limits.MAX_BODY_BYTES + 1)
     answer = client.post(ASK, content=content if told else iter([content]), headers=JSON)
     assert answer.status_code == 413 and "16,777,216 bytes" in answer.json()["error"]
 
@@ -191,7 +198,7 @@ def test_a_parameter_that_does_not_fit(client: TestClient, query: str, told: str
 
 
 def test_rows_and_weights_are_limited(client: TestClient) -> None:
-    rows = [{"title": "x", "genre": "y"}] * (limits.ROWS + 1)
+    rows = [{"title": "x", "genre": "y"}] * (limits.MAX_ROWS + 1)
     answer = client.post("/v1/databases/books/rows", json={"rows": rows})
     assert answer.status_code == 400 and "10,000" in answer.json()["error"]
     body = {"query": [[1.0]] * 1025, "key": [[1.0]] * 1024}
@@ -199,7 +206,7 @@ def test_rows_and_weights_are_limited(client: TestClient) -> None:
     assert answer.status_code == 413 and "1,048,576" in answer.json()["error"]
 
 
-def test_a_row_without_a_key_is_refused(client: TestClient, served: Served) -> None:
+def test_a_row_without_a_key_is_refused(client: TestClient, served: DatabaseRegistry) -> None:
     before = served.databases["books"].database.version
     for row in ({}, {"genre": "novel"}, {"title": None, "genre": "novel"}):
         for update in (False, True):
@@ -225,9 +232,9 @@ def test_other_paths_and_methods(client: TestClient) -> None:
 
 
 def test_what_takes_too_long(
-    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, served: DatabaseRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SECONDS", 0.05)
+    monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0.05)
     kept, late = served.databases["grades"], threading.Event()
     monkeypatch.setattr(kept.database, "ask", lambda *_, **__: late.wait(60), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
@@ -237,7 +244,7 @@ def test_what_takes_too_long(
 
 
 def test_what_is_kept_is_finished(
-    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, served: DatabaseRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread goes on, so that a refusal would be of what is there a moment later."""
     timed: list[Any] = []
@@ -246,14 +253,14 @@ def test_what_is_kept_is_finished(
         timed.append(await call)
         return timed[-1]
 
-    monkeypatch.setattr("qkv.serve.app._timed", unhurried)
+    monkeypatch.setattr("qkv.serve.app._with_timeout", unhurried)
     how: dict[str, Any] = {
         "params": {"name": "slow", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
     answer = client.post("/v1/databases", content=b"name,age\nAnn,3\nBo,4\n", **how)
     assert answer.status_code == 200 and answer.json()["rows"] == 2
-    assert [type(found) for found in timed] == [Given]  # the body alone
+    assert [type(found) for found in timed] == [RequestData]  # the body alone
     del served["slow"]
 
 
@@ -262,12 +269,14 @@ def test_a_file_that_is_too_large_is_told_what_to_do(client: TestClient) -> None
         "params": {"name": "large", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
-    answer = client.post("/v1/databases", content=bytes(limits.UPLOAD + 1), **how)
+    answer = client.post("/v1/databases", content=bytes(limits.MAX_UPLOAD_BYTES + 1), **how)
     told = answer.json()["error"]
     assert answer.status_code == 413 and "qkv import FILE" in told and "qkv serve" in told
 
 
-def test_a_bug_tells_nothing(client: TestClient, served: Served, monkeypatch: Any) -> None:
+def test_a_bug_tells_nothing(
+    client: TestClient, served: DatabaseRegistry, monkeypatch: Any
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("/secret/place")
 
@@ -276,9 +285,11 @@ def test_a_bug_tells_nothing(client: TestClient, served: Served, monkeypatch: An
     assert answer.status_code == 500 and "secret" not in answer.text
 
 
-def test_a_damaged_file_is_told(client: TestClient, served: Served, monkeypatch: Any) -> None:
+def test_a_damaged_file_is_told(
+    client: TestClient, served: DatabaseRegistry, monkeypatch: Any
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
-        raise Damaged("rows-1.safetensors is cut short")
+        raise StoreDamagedError("rows-1.safetensors is cut short")
 
     monkeypatch.setattr(served.databases["grades"].database, "ask", broken, raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
@@ -291,8 +302,8 @@ def test_a_folder_that_is_gone_is_not_read_on(tmp_path: Path, replaced: bool) ->
     for name in ("gone", "here"):
         with qkv.open(tmp_path / f"{name}.qkv", encoder="characters") as database:
             database.add("Li", "Mu")
-    served = opened([tmp_path / "gone.qkv", tmp_path / "here.qkv"])
-    with TestClient(app(served), base_url=LOCAL) as client:
+    served = open_sources([tmp_path / "gone.qkv", tmp_path / "here.qkv"])
+    with TestClient(create_app(served), base_url=LOCAL) as client:
         path, ask = "/v1/databases/gone", {"query": "Li"}
         assert client.get(f"{path}/rows/Li").json()["value"] == "Mu"
         (tmp_path / "gone.qkv").rename(tmp_path / "elsewhere.qkv")
@@ -316,11 +327,11 @@ def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path) -> None:
         with qkv.open(tmp_path / folder / name) as database:
             database.add("Li", "Mu")
     with pytest.raises(ArgumentError, match="taken"):
-        opened([tmp_path / "a/names.qkv", tmp_path / "b/names.qkv"])
+        open_sources([tmp_path / "a/names.qkv", tmp_path / "b/names.qkv"])
     with pytest.raises(ArgumentError, match="letters, digits"):
-        opened([tmp_path / "c/my names.qkv"])
+        open_sources([tmp_path / "c/my names.qkv"])
     with pytest.raises(qkv.QkvError, match="does not exist"):
-        opened([tmp_path / "nix.qkv"])
+        open_sources([tmp_path / "nix.qkv"])
 
 
 def test_every_route_is_named_once() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from qkv.database.faults import Closed
+from qkv.database.errors import StoreClosedError
 from qkv.serve import batch, limits
-from qkv.serve.batch import Batches
-from qkv.serve.served import Served
+from qkv.serve.batch import QueryBatcher
+from qkv.serve.databases import DatabaseRegistry
 from tests.serve.conftest import KEYS
 
 
@@ -33,11 +33,12 @@ class Slow:
 
 def test_those_that_wait_make_the_next_batch() -> None:
     slow = Slow()
-    batches = Batches(slow)
-    first = batches.ask("x", "a")
+    batches = QueryBatcher(slow)
+    first = batches.submit_queries("x", "a")
     slow.begun.wait(60)
     rest = [
-        batches.ask(how, one) for how, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
+        batches.submit_queries(how, one)
+        for how, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
     ]
     slow.go.set()
     assert first.result(60) == "A"
@@ -49,15 +50,15 @@ def test_those_that_wait_make_the_next_batch() -> None:
 
 
 def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "PATIENCE", 1e6)
-    monkeypatch.setattr(batch, "LONGEST", 60)
+    monkeypatch.setattr(batch, "WAIT_FRACTION", 1e6)
+    monkeypatch.setattr(batch, "MAX_WAIT_SECONDS", 60)
     slow = Slow()
-    batches = Batches(slow)
+    batches = QueryBatcher(slow)
     again: list[Any] = []
-    first = batches.ask("x", "a")
-    first.add_done_callback(lambda _: again.append(batches.ask("x", "d")))
+    first = batches.submit_queries("x", "a")
+    first.add_done_callback(lambda _: again.append(batches.submit_queries("x", "d")))
     slow.begun.wait(60)
-    rest = [batches.ask("x", one) for one in "bc"]
+    rest = [batches.submit_queries("x", one) for one in "bc"]
     slow.go.set()
     assert [f.result(60) for f in (first, *rest)] == ["A", "B", "C"]
     assert again[0].result(60) == "D"
@@ -66,12 +67,14 @@ def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyP
 
 
 def test_a_batch_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "QUERIES", 3)
+    monkeypatch.setattr(limits, "MAX_QUERIES", 3)
     slow = Slow()
-    batches = Batches(slow)
-    found = [batches.ask("x", "a")]
+    batches = QueryBatcher(slow)
+    found = [batches.submit_queries("x", "a")]
     slow.begun.wait(60)
-    found += [batches.ask("x", one, size) for one, size in (("b", 2), ("c", 2), ("d", 1))]
+    found += [
+        batches.submit_queries("x", one, size) for one, size in (("b", 2), ("c", 2), ("d", 1))
+    ]
     slow.go.set()
     assert [f.result(60) for f in found] == ["A", "B", "C", "D"]
     assert [asked for _, asked in slow.seen] == [["a"], ["b"], ["c", "d"]]
@@ -82,19 +85,19 @@ def test_a_failure_is_everyones_and_the_next_goes_on() -> None:
     def broken(how: Any, asked: list[Any]) -> list[Any]:
         raise MemoryError
 
-    batches = Batches(broken)
+    batches = QueryBatcher(broken)
     for _ in range(2):
         with pytest.raises(MemoryError):
-            batches.ask("x", "a").result(60)
+            batches.submit_queries("x", "a").result(60)
     batches.close()
 
 
 def test_one_that_was_given_up_is_not_computed() -> None:
     slow = Slow()
-    batches = Batches(slow)
-    first = batches.ask("x", "a")
+    batches = QueryBatcher(slow)
+    first = batches.submit_queries("x", "a")
     slow.begun.wait(60)
-    given_up, kept = batches.ask("x", "b"), batches.ask("x", "c")
+    given_up, kept = batches.submit_queries("x", "b"), batches.submit_queries("x", "c")
     assert given_up.cancel()
     slow.go.set()
     assert (first.result(60), kept.result(60)) == ("A", "C")
@@ -103,13 +106,13 @@ def test_one_that_was_given_up_is_not_computed() -> None:
 
 
 def test_who_comes_late_is_told() -> None:
-    batches = Batches(Slow())
+    batches = QueryBatcher(Slow())
     batches.close()
-    with pytest.raises(Closed, match="no longer served"):
-        batches.ask("x", "a")
+    with pytest.raises(StoreClosedError, match="no longer served"):
+        batches.submit_queries("x", "a")
 
 
-def test_many_at_a_time_get_each_its_own(client: TestClient, served: Served) -> None:
+def test_many_at_a_time_get_each_its_own(client: TestClient, served: DatabaseRegistry) -> None:
     """48 asks from 16 threads, one in six of them wrong: the answers are those of one by one."""
     database = served.databases["vectors"].database
 

@@ -17,12 +17,17 @@ import pytest
 
 import qkv
 from qkv import Client, Database, scores, weightings
-from qkv.database import AbsentKey
-from qkv.database.faults import DuplicateKey, NoRowsMatchWarning, NoStore, UnknownVersion
+from qkv.database import KeyNotFoundError
+from qkv.database.errors import (
+    DuplicateKeyError,
+    NoRowsMatchWarning,
+    StoreNotFoundError,
+    VersionNotFoundError,
+)
 from qkv.errors import ArgumentError, CombinationError, DtypeError
-from qkv.retrievers import found as retrieved
+from qkv.retrievers import documents as retrieved
 from qkv.serve import transport
-from qkv.serve.transport import NotAllowed, Unreachable
+from qkv.serve.transport import NotAllowedError, ServerUnreachableError
 from tests.cli.run import BOOKS, NAMES
 from tests.serve.process import serving
 
@@ -80,14 +85,14 @@ def test_a_server_that_knows_less_is_understood(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer without what a newer server says of it."""
-    read = transport.Transport.read
+    read = transport.Transport.send_read
 
     def less(self: Any, *request: Any) -> Any:
         return {name: x for name, x in read(self, *request).items() if name != "shares"}
 
-    monkeypatch.setattr(transport.Transport, "read", less)
+    monkeypatch.setattr(transport.Transport, "send_read", less)
     answer = client.ask("books", "Emma")
-    assert answer.shares and answer.rows
+    assert answer.is_normalized and answer.rows
 
 
 @pytest.fixture
@@ -190,7 +195,7 @@ def test_rows_and_values_are_the_same_cells(client: Client, kept: Database) -> N
     assert remote.versions() == kept.versions()
     for key in kept:
         np.testing.assert_equal(remote[key], kept[key])
-        np.testing.assert_equal(remote.all(key), kept.all(key))
+        np.testing.assert_equal(remote.get_all(key), kept.get_all(key))
         assert key in remote
 
 
@@ -217,10 +222,10 @@ def test_queries_are_taken_as_in_process(client: Client) -> None:
 def test_rows_come_in_pages_and_pass_a_condition(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkv.serve import remote
+    from qkv.serve import remote_database as remote
 
-    monkeypatch.setattr(remote, "FIRST", 2)
-    monkeypatch.setattr(remote, "PAGE", 3)
+    monkeypatch.setattr(remote, "FIRST_PAGE_ROWS", 2)
+    monkeypatch.setattr(remote, "MAX_PAGE_ROWS", 3)
     titles = [book[0] for book in BOOKS]
     assert [row["title"] for row in client.rows("books")] == titles
     assert [row["title"] for row in client.rows("books", start=1, count=5)] == titles[1:6]
@@ -257,12 +262,12 @@ def test_no_rows_match_is_said_as_in_process(client: Client, folder: Path) -> No
     ],
 )
 def test_a_mapping_of_columns_is_sent_as_the_condition_that_it_is(where: Any) -> None:
-    from qkv.serve.remote import _condition
+    from qkv.serve.remote_database import _format_condition
 
     days = [datetime.date(2024, 1, 5), datetime.date(2024, 2, 5), None, datetime.date(2024, 3, 1)]
     columns = {"k": list("abcd"), "day": days, "n": [1, 2.5, None, 3], "t": ["x", "y'`", None, "z"]}
     D = qkv.Database.from_columns(columns, key="k")
-    assert list(D.rows(where=_condition(where))) == list(D.rows(where=where))
+    assert list(D.rows(where=_format_condition(where))) == list(D.rows(where=where))
 
 
 def test_what_is_written_is_there(tmp_path: Path) -> None:
@@ -282,7 +287,7 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
         assert (names.update("Li", "Wei"), names.update("Werness", "Brent")) == (0, 1)
         assert names["Li"] == "Wei" and names.at(1)["Li"] == "Mu"
         assert client.remove("names", "a/b?c#d%") == 1
-        with pytest.raises(AbsentKey):
+        with pytest.raises(KeyNotFoundError):
             names.remove(["Hu", "absent"])
         assert "Hu" in names
         assert names.remove(["Hu", "Zhang"]) == 2
@@ -357,9 +362,9 @@ def test_many_keys_are_told_from_one_as_in_process(tmp_path: Path) -> None:
 
 
 def test_errors_are_those_of_the_server(client: Client) -> None:
-    with pytest.raises(AbsentKey, match="nearest are 'Emma'") as absent:
+    with pytest.raises(KeyNotFoundError, match="nearest are 'Emma'") as absent:
         client["books"]["Ema"]
-    assert absent.value.key == "Ema" and absent.value.nearest[0] == "Emma"
+    assert absent.value.key == "Ema" and absent.value.nearest_keys[0] == "Emma"
     assert client.get("books", "Ema") is None
     assert client.get("books", "Ema", 3) == 3
     with pytest.raises(ArgumentError, match="did you mean 'gaussian'"):
@@ -370,11 +375,11 @@ def test_errors_are_those_of_the_server(client: Client) -> None:
         client.ask("books", [3])
     with pytest.raises(CombinationError, match="only numbers can be pooled"):
         client.attend("books", "Emma")
-    with pytest.raises(UnknownVersion):
+    with pytest.raises(VersionNotFoundError):
         client["books"].at(99).ask("Emma")
-    with pytest.raises(DuplicateKey, match="unique"):
+    with pytest.raises(DuplicateKeyError, match="unique"):
         client.add("unique", "a", 2)
-    with pytest.raises(NoStore, match="no database is called 'absent'"):
+    with pytest.raises(StoreNotFoundError, match="no database is called 'absent'"):
         client.ask("absent", "Emma")
     with pytest.raises(ArgumentError, match="function cannot be sent"):
         client.ask("books", "Emma", where=lambda row: True)
@@ -383,7 +388,7 @@ def test_errors_are_those_of_the_server(client: Client) -> None:
 
 
 def test_what_works_at_the_store_alone_says_so(client: Client) -> None:
-    for name in ("calibrate", "learn", "valuate", "compact"):
+    for name in ("calibrate", "learn", "value_of_rows", "compact"):
         with pytest.raises(
             AttributeError, match=rf"where the store lies, qkv.open\(path\)\.{name}"
         ):
@@ -396,11 +401,11 @@ def test_what_works_at_the_store_alone_says_so(client: Client) -> None:
 
 
 def test_a_token_is_wanted(url: str) -> None:
-    with Client(url) as nobody, pytest.raises(NotAllowed, match="token"):
+    with Client(url) as nobody, pytest.raises(NotAllowedError, match="token"):
         nobody.databases()
     with Client(url, READ) as reader:
         assert reader["books"]["Emma"] == "Jane Austen"
-        with pytest.raises(NotAllowed, match="read only"):
+        with pytest.raises(NotAllowedError, match="read only"):
             reader.add("books", "a", "b")
     with Client(url, "wrong") as stranger, pytest.raises(PermissionError):
         stranger.databases()
@@ -427,9 +432,9 @@ def test_a_server_that_is_not_there_is_named() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]  # nobody else's while it is bound, and nobody listens
         client = Client(f"http://127.0.0.1:{port}")
-        with pytest.raises(Unreachable, match=f"127.0.0.1:{port} does not answer"):
+        with pytest.raises(ServerUnreachableError, match=f"127.0.0.1:{port} does not answer"):
             client.databases()
-        with pytest.raises(Unreachable, match=r"is it running\?$"):
+        with pytest.raises(ServerUnreachableError, match=r"is it running\?$"):
             client["books"].extend([{"key": "a", "value": 1}])
 
 
@@ -480,7 +485,7 @@ FINE = http("200 OK", b'{"databases": [{"name": "books"}]}', "Connection: close"
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "PAUSE", 0.001)
+    monkeypatch.setattr(transport, "RETRY_PAUSE_SECONDS", 0.001)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -501,7 +506,9 @@ def test_what_writes_is_sent_once(answer: bytes | None) -> None:
     with (
         Stub(answer, FINE) as stub,
         Client(stub.url, timeout=0.5) as client,
-        pytest.raises(Unreachable, match=r"(?s)127\.0\.0\.1.*may have been written: look before"),
+        pytest.raises(
+            ServerUnreachableError, match=r"(?s)127\.0\.0\.1.*may have been written: look before"
+        ),
     ):
         client["books"].extend([{"key": "a", "value": 1}])
     assert len(stub.heard) == 1
@@ -512,7 +519,7 @@ def test_a_server_that_is_slow_is_given_up() -> None:
     with (
         Stub(None, None, None) as stub,
         Client(stub.url, timeout=0.05) as client,
-        pytest.raises(Unreachable, match=r"within 0\.05 s"),
+        pytest.raises(ServerUnreachableError, match=r"within 0\.05 s"),
     ):
         client.databases()
     assert len(stub.heard) == 3
@@ -524,7 +531,7 @@ def test_another_server_is_known_by_what_it_says() -> None:
     with (
         Stub(page, page, page) as stub,
         Client(stub.url) as client,
-        pytest.raises(Unreachable, match="as qkv serve does"),
+        pytest.raises(ServerUnreachableError, match="as qkv serve does"),
     ):
         client.databases()
 
@@ -537,20 +544,20 @@ def test_a_connection_that_the_server_closed_is_not_used() -> None:
 
 
 def test_a_retriever_asks_a_server_too(client: Client) -> None:
-    one = retrieved.found(client["books"], "Emma", 1)[0]
-    assert (one.text, one.about["key"], one.about["year"]) == ("Jane Austen", "Emma", 1815)
+    one = retrieved.retrieve_documents(client["books"], "Emma", 1)[0]
+    assert (one.text, one.metadata["key"], one.metadata["year"]) == ("Jane Austen", "Emma", 1815)
 
 
 def test_a_set_travels_with_its_answer(client: Client, folder: Path) -> None:
     assert client["books"].ask("Emma").coverage is None
     with pytest.raises(CombinationError, match="not calibrated"):
-        client["books"].ask("Emma").set  # noqa: B018
+        client["books"].ask("Emma").prediction_set  # noqa: B018
     with qkv.open(folder / "places.qkv") as D:
         D.calibrate([(key, key) for key in D] * 10)
-        wish = [(row.key, row.weight) for row in D.ask(("Li", 1)).set]
+        wish = [(row.key, row.weight) for row in D.ask(("Li", 1)).prediction_set]
     theirs = client["places"].ask(("Li", 1))
     assert theirs.coverage == 0.9 and not theirs.abstains
-    assert [(row.key, row.weight) for row in theirs.set] == wish
+    assert [(row.key, row.weight) for row in theirs.prediction_set] == wish
     with pytest.raises(CombinationError, match="ask the database itself"):
         theirs.influence()
 
@@ -599,9 +606,9 @@ def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> N
         *others,
     ]:
         assert there.get(key) == kept.get(key), key
-        assert (key in there) == (key in kept) and there.all(key) == kept.all(key), key
+        assert (key in there) == (key in kept) and there.get_all(key) == kept.get_all(key), key
         if key not in kept:
-            with pytest.raises(AbsentKey):
+            with pytest.raises(KeyNotFoundError):
                 there.remove([key])
     assert len(there) == len(kept)
 

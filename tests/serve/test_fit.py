@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.serve import api, fit, inference, page
-from qkv.serve.fit import fault
+from qkv.serve import api, inference, page, validation
+from qkv.serve.validation import find_violation
 
 BODIES = {
     route.path: route.body
@@ -48,7 +48,7 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
         | JSON
     )
     valid = jsonschema.Draft202012Validator(schema).is_valid(body)
-    assert (fault(body, schema) is None) == valid, fault(body, schema)
+    assert (find_violation(body, schema) is None) == valid, find_violation(body, schema)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
         ("a/b", {"pattern": "^[a-z]+$"}, "of the form"),
     ],
 )
-def test_it_names_the_place(x: Any, schema: fit.Schema, told: str) -> None:
-    found = fault(x, schema, "x")
+def test_it_names_the_place(x: Any, schema: validation.Schema, told: str) -> None:
+    found = find_violation(x, schema, "x")
     assert found is not None and told in found
 
 
@@ -80,19 +80,19 @@ def test_it_names_the_place(x: Any, schema: fit.Schema, told: str) -> None:
 )
 def test_a_name_that_comes_twice_in_an_object_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"^the body has '\w+' twice in one object: leave"):
-        fit.parsed(raw, {"type": "object"})
+        validation.parse_json(raw, {"type": "object"})
 
 
 def test_the_same_name_in_several_objects_is_none_that_comes_twice() -> None:
     body = {"rows": [{"a": "x: y"}, {"a": ":", "b": {"a": [1.5, {"a": None}]}}], "a": "\\u003a"}
-    assert fit.parsed(json.dumps(body).encode(), {"type": "object"}) == body
+    assert validation.parse_json(json.dumps(body).encode(), {"type": "object"}) == body
     with pytest.raises(ValueError, match="the body is nested too deeply"):
-        fit.parsed(b'{"a":' * 300 + b"1" + b"}" * 300, {"type": "object"})
+        validation.parse_json(b'{"a":' * 300 + b"1" + b"}" * 300, {"type": "object"})
 
 
 def test_a_parameter_is_read_as_its_type() -> None:
     integer = {"type": "integer"}
     for text in ("", "1.0", "+1", "01", "1_0", " 1", "٣", "9" * 30):
-        assert fit.read(text, integer) == text
-    assert fit.read("-7", integer) == -7
-    assert fit.read("True", {"type": "boolean"}) == "True"
+        assert validation.parse_parameter(text, integer) == text
+    assert validation.parse_parameter("-7", integer) == -7
+    assert validation.parse_parameter("True", {"type": "boolean"}) == "True"

@@ -11,11 +11,11 @@ from starlette.testclient import TestClient
 
 from qkv.errors import ArgumentError
 from qkv.serve import limits
-from qkv.serve.app import app
-from qkv.serve.guard import Access, Guard
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.metrics import Metrics
-from qkv.serve.run import check_address
-from qkv.serve.served import Served
+from qkv.serve.security import Access, SecurityMiddleware
+from qkv.serve.server import check_address
 from tests.serve.conftest import LOCAL, serving
 
 ALL, READ = "a-token-that-writes", "a-token-that-reads"
@@ -25,7 +25,7 @@ ROW = {"rows": [{"title": "Silas Marner", "genre": "novel"}]}
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     served = serving(tmp_path_factory.mktemp("locked"))
-    with TestClient(app(served, Access(ALL, READ)), base_url=LOCAL) as client:
+    with TestClient(create_app(served, Access(ALL, READ)), base_url=LOCAL) as client:
         yield client
 
 
@@ -74,7 +74,7 @@ def test_without_a_token_nobody_learns_what_is_served(locked: TestClient) -> Non
 
 def test_without_tokens_it_reads_and_uploads(tmp_path: Path) -> None:
     served = serving(tmp_path)
-    with TestClient(app(served), base_url=LOCAL) as client:
+    with TestClient(create_app(served), base_url=LOCAL) as client:
         assert client.get("/v1/databases").status_code == 200
         for answer in (
             client.post("/v1/databases/books/rows", json=ROW),
@@ -123,9 +123,9 @@ def test_the_host_is_checked(client: TestClient, host: str, ours: bool) -> None:
 
 
 def test_its_own_name_is_a_host(tmp_path: Path) -> None:
-    served = Served()
+    served = DatabaseRegistry()
     with TestClient(
-        app(served, hosts=["Books.example"]), base_url="http://books.example"
+        create_app(served, hosts=["Books.example"]), base_url="http://books.example"
     ) as client:
         assert client.get("/healthz").status_code == 200
 
@@ -161,7 +161,7 @@ def test_headers_of_every_answer(client: TestClient) -> None:
 
 
 def test_as_many_requests_as_may_be(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "REQUESTS", 0)
+    monkeypatch.setattr(limits, "MAX_REQUESTS", 0)
     answer = client.get("/healthz")
     assert answer.status_code == 503 and "0 requests at a time" in answer.json()["error"]
     assert answer.headers["retry-after"] == "1"
@@ -171,15 +171,15 @@ def test_a_refused_request_is_no_longer_inside() -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError
 
-    guard = Guard(failing, Metrics())
+    guard = SecurityMiddleware(failing, Metrics())
     client = TestClient(guard, base_url=LOCAL, raise_server_exceptions=False)
     assert client.get("/").status_code == 500
-    assert guard.inside == 0
+    assert guard.open_requests == 0
 
 
 def test_a_wrong_token_is_told_from_none() -> None:
     access = Access(token="0123456789abcdef")
-    none, wrong = (access.refuses(given, "read") for given in (None, "Bearer wrong"))
+    none, wrong = (access.find_denial(given, "read") for given in (None, "Bearer wrong"))
     assert none is not None and "a token is wanted" in str(none)
     assert wrong is not None and "this token is not one" in str(wrong)
 

@@ -11,15 +11,15 @@ from starlette.testclient import TestClient
 
 from qkv import Database
 from qkv.database.encoders import characters
-from qkv.deadline import DeadlineError, check_deadline, current_deadline, limit_time
 from qkv.serve import limits
-from qkv.serve.app import app
-from qkv.serve.batch import Batches
-from qkv.serve.guard import Access
-from qkv.serve.served import Served
+from qkv.serve.app import create_app
+from qkv.serve.batch import QueryBatcher
+from qkv.serve.databases import DatabaseRegistry
+from qkv.serve.security import Access
+from qkv.util.deadline import DeadlineError, check_deadline, current_deadline, limit_time
 from tests.serve.conftest import LOCAL
 
-LONG = "x" * (limits.TEXT + 1)
+LONG = "x" * (limits.MAX_TEXT_CHARACTERS + 1)
 MANY = ["y" * 2_000] * (limits.TEXTS // 2_000 + 1)
 
 
@@ -121,7 +121,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.blocks = 0
-        self._grams = characters.Characters._grams
+        self._grams = characters.Characters._weigh_ngrams
 
     def __call__(self, encoder: characters.Characters, block: list[str]) -> Any:
         self.blocks += 1
@@ -132,12 +132,12 @@ class Counted:
 def test_work_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 blocks of text would take 40 seconds, of which the limit is a fifth of one."""
     counted = Counted()
-    served = Served()
-    served.put("names", Database({"Li": 1.0, "Bo": 2.0}, encoder="characters"))
-    monkeypatch.setattr(characters.Characters, "_grams", lambda *given: counted(*given))
+    served = DatabaseRegistry()
+    served.add_database("names", Database({"Li": 1.0, "Bo": 2.0}, encoder="characters"))
+    monkeypatch.setattr(characters.Characters, "_weigh_ngrams", lambda *given: counted(*given))
     monkeypatch.setattr(characters, "MAX_CHARACTERS", 1)
-    monkeypatch.setattr(limits, "SECONDS", 0.2)
-    with TestClient(app(served, Access()), base_url=LOCAL) as client:
+    monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0.2)
+    with TestClient(create_app(served, Access()), base_url=LOCAL) as client:
         for route in ("ask", "attend"):
             answer = client.post(
                 f"/v1/databases/names/{route}", json={"query": ["abc", "bcd"] * 500}
@@ -159,16 +159,16 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
         check_deadline()
         return asked
 
-    batches = Batches(answer)
+    batches = QueryBatcher(answer)
     now = time.monotonic()
-    first = batches.ask("x", "a")
+    first = batches.submit_queries("x", "a")
     begun.wait(60)
     with limit_time(now + 500):
-        rest = [batches.ask("x", "b")]
+        rest = [batches.submit_queries("x", "b")]
     with limit_time(now + 600):
-        rest.append(batches.ask("x", "c"))
+        rest.append(batches.submit_queries("x", "c"))
     with limit_time(now - 1):
-        late = batches.ask("y", "d")
+        late = batches.submit_queries("y", "d")
     go.set()
     assert first.result(60) == "a" and [one.result(60) for one in rest] == ["b", "c"]
     with pytest.raises(DeadlineError):
@@ -188,10 +188,12 @@ def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.Mon
         sizes.append(len(asked))
         return asked
 
-    batches = Batches(answer)
-    first = batches.ask("x", "a")
+    batches = QueryBatcher(answer)
+    first = batches.submit_queries("x", "a")
     begun.wait(60)
-    rest = [batches.ask("x", i, characters=count) for i, count in enumerate((4, 6, 1, 20, 1))]
+    rest = [
+        batches.submit_queries("x", i, characters=count) for i, count in enumerate((4, 6, 1, 20, 1))
+    ]
     go.set()
     assert [one.result(60) for one in (first, *rest)] == ["a", 0, 1, 2, 3, 4]
     assert sizes == [1, 2, 1, 1, 1]

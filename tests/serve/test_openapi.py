@@ -13,8 +13,8 @@ from schemathesis.config._checks import NegativeDataRejectionConfig, PositiveDat
 from schemathesis.engine import events, from_schema
 from starlette.testclient import TestClient
 
-from qkv.serve.app import app
-from qkv.serve.guard import Access
+from qkv.serve.app import create_app
+from qkv.serve.security import Access
 from tests.serve.conftest import serving
 
 TOKEN = "a-token-that-writes"
@@ -26,7 +26,7 @@ def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> Non
     400 and 415 for what does not fit the description and nothing else, 422 for what fits it and
     has no meaning."""
     served, seen = serving(tmp_path), Counter[int]()
-    inner = app(served, Access(TOKEN, "a-token-that-reads"), hosts=["testserver"])
+    inner = create_app(served, Access(TOKEN, "a-token-that-reads"), hosts=["testserver"])
 
     async def lasting(scope: Any, receive: Any, send: Any) -> None:
         """The app, which schemathesis starts and ends for every case, as one that stays."""

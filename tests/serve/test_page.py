@@ -16,10 +16,10 @@ import uvicorn
 import qkv
 from qkv.page import to_html
 from qkv.serve import limits
-from qkv.serve.app import app
-from qkv.serve.guard import Access
-from qkv.serve.run import bound
-from qkv.serve.served import Served
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry
+from qkv.serve.security import Access
+from qkv.serve.server import bind_socket
 from tests.browser import until
 from tests.page import test_regression, test_scores, test_sentence
 from tests.serve.conftest import serving
@@ -30,10 +30,10 @@ TOKEN = "a-token-that-writes"
 
 
 @contextmanager
-def at_work(served: Served, access: Access) -> Iterator[str]:
+def at_work(served: DatabaseRegistry, access: Access) -> Iterator[str]:
     """A real server in a thread: its address."""
-    with bound("127.0.0.1", 0) as place:
-        server = uvicorn.Server(uvicorn.Config(app(served, access), log_level="warning"))
+    with bind_socket("127.0.0.1", 0) as place:
+        server = uvicorn.Server(uvicorn.Config(create_app(served, access), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()
         while not server.started:
@@ -46,7 +46,7 @@ def at_work(served: Served, access: Access) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def own(tmp_path_factory: pytest.TempPathFactory) -> DatabaseRegistry:
     served = serving(tmp_path_factory.mktemp("page"))
     database = served.databases["books"].database
     database.extend([{"title": EVIL, "genre": EVIL, "year": 2000}])
@@ -54,7 +54,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.fixture(scope="module")
-def url(own: Served) -> Iterator[str]:
+def url(own: DatabaseRegistry) -> Iterator[str]:
     with at_work(own, Access()) as url:
         yield url
 
@@ -63,7 +63,7 @@ def number(page: Any, test: str) -> float:
     return float(page.get_by_test_id(test).get_attribute("data-value"))
 
 
-def test_the_served_databases_are_shown(page: Any, url: str, own: Served) -> None:
+def test_the_served_databases_are_shown(page: Any, url: str, own: DatabaseRegistry) -> None:
     page.goto(url)
     page.get_by_test_id("answer-value").first.wait_for()
     tabs = page.get_by_role("tab").all_inner_texts()
@@ -72,7 +72,7 @@ def test_the_served_databases_are_shown(page: Any, url: str, own: Served) -> Non
     assert page.get_by_test_id("answer-value").first.inner_text() == "novel"
 
 
-def test_a_served_database_is_asked(page: Any, url: str, own: Served) -> None:
+def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
     books = own.databases["books"].database
@@ -188,7 +188,7 @@ def test_a_limit_is_told_with_what_to_do(
     page.goto(url)
     page.get_by_test_id("tab-data").click()
     page.get_by_test_id("data-first-0-title").wait_for()
-    monkeypatch.setattr(limits, "SECONDS", 0)
+    monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0)
     page.expected.append("503")
     page.get_by_test_id("data-query").fill("Emma")
     page.get_by_test_id("data-error").filter(has_text="qkv.open(PATH)").wait_for()
@@ -199,7 +199,7 @@ def test_a_long_cell_leaves_room_for_the_others(page: Any, tmp_path: Path, serve
     text = "who is at the door, and why " * 70
     csv = f'question,answer\n"{text}",nobody\n{"x" * 300},somebody\n'
     to_html({"view": "data"}, tmp_path / "p.html")
-    with at_work(Served(), Access()) as url:
+    with at_work(DatabaseRegistry(), Access()) as url:
         page.goto(url if served else (tmp_path / "p.html").as_uri())
         if served:
             page.get_by_test_id("tab-data").click()
@@ -224,9 +224,11 @@ def test_a_long_cell_leaves_room_for_the_others(page: Any, tmp_path: Path, serve
 
 
 def test_a_condition_is_of_the_table_that_is_open(page: Any, tmp_path: Path) -> None:
-    served = Served()
-    served.put("prices", qkv.Database.from_columns({"what": ["a", "b"], "net price": [3.5, 4]}))
-    served.put("names", qkv.Database({"Li": "Mu", "Hu": "Rachel"}))
+    served = DatabaseRegistry()
+    served.add_database(
+        "prices", qkv.Database.from_columns({"what": ["a", "b"], "net price": [3.5, 4]})
+    )
+    served.add_database("names", qkv.Database({"Li": "Mu", "Hu": "Rachel"}))
     with at_work(served, Access()) as url:
         page.goto(url)
         page.get_by_test_id("tab-data").click()
@@ -270,7 +272,9 @@ def test_a_page_that_cannot_start_says_why_and_starts_again(page: Any, url: str)
     assert page.get_by_role("button", name="Start again").is_hidden()
 
 
-def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own: Served) -> None:
+def test_a_file_is_uploaded_and_asked_by_other_columns(
+    page: Any, url: str, own: DatabaseRegistry
+) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
     page.get_by_test_id("data-file").set_input_files(
@@ -305,7 +309,9 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own:
     assert page.get_by_test_id("data-about").inner_text().startswith("holes: 2 rows")
 
 
-def test_a_folder_of_a_database_is_opened(page: Any, url: str, own: Served, tmp_path: Path) -> None:
+def test_a_folder_of_a_database_is_opened(
+    page: Any, url: str, own: DatabaseRegistry, tmp_path: Path
+) -> None:
     with qkv.open(tmp_path / "names.qkv", encoder="characters") as database:
         database.add("Li", "Mu")
         database.add("Hu", "Rachel")
@@ -319,7 +325,7 @@ def test_a_folder_of_a_database_is_opened(page: Any, url: str, own: Served, tmp_
     page.get_by_test_id("data-version").select_option("1")
     page.get_by_text("of 1", exact=False).last.wait_for()
     assert page.get_by_test_id("data-value-found").inner_text() == "Mu"
-    assert not own.databases["names"].durable
+    assert not own.databases["names"].is_durable
 
 
 def test_text_in_the_data_is_no_markup(page: Any, url: str) -> None:

@@ -95,6 +95,6 @@ def test_text_in_a_route_stays_text() -> None:
         f"`{bad}`",
         {"enum": [bad]},
         query={bad: {"enum": [bad], "description": bad}},
-        needs=(bad,),
+        required_parameters=(bad,),
     )
-    assert "<script" not in reference.page([route], [bad], False, f"http://{bad}")
+    assert "<script" not in reference.render_reference([route], [bad], False, f"http://{bad}")

@@ -24,9 +24,9 @@ import uvicorn
 
 import qkv
 from qkv.serve import limits
-from qkv.serve.app import app
-from qkv.serve.run import Protocol, bound, config
-from qkv.serve.served import Served
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry
+from qkv.serve.server import LimitedHTTPProtocol, bind_socket, build_config
 from tests.cli.run import HERE, run
 from tests.serve.process import serving
 
@@ -63,8 +63,8 @@ WHOLE = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 @contextlib.contextmanager
 def beside(served: Any) -> Iterator[tuple[uvicorn.Server, Any]]:
     """A server of an app in a thread, and where it listens."""
-    with bound("127.0.0.1", 0) as place:
-        server = uvicorn.Server(config(served))
+    with bind_socket("127.0.0.1", 0) as place:
+        server = uvicorn.Server(build_config(served))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()
         try:
@@ -94,7 +94,7 @@ def heard(connection: socket.socket) -> bytes:
 def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of a connection, behind a whole one, and in one piece with it."""
     half = WHOLE[:30]
-    with beside(app(Served())) as (server, place):
+    with beside(create_app(DatabaseRegistry())) as (server, place):
         for whole, rest, idle in (
             (b"", b"", 300),
             (b"", half, 300),
@@ -103,12 +103,12 @@ def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             server.config.timeout_keep_alive = idle  # type: ignore[assignment]
             # Whoever sends a whole one may be slow here, and is not cut off for it.
-            monkeypatch.setattr(limits, "HEADER", 300 if whole else 0.05)
+            monkeypatch.setattr(limits, "HEAD_TIMEOUT_SECONDS", 300 if whole else 0.05)
             with socket.create_connection(place, timeout=300) as connection:
                 connection.sendall(whole)
                 found = connection.recv(4096) if whole else b""
                 assert (b"200 OK" in found) == bool(whole)
-                monkeypatch.setattr(limits, "HEADER", 0.05)
+                monkeypatch.setattr(limits, "HEAD_TIMEOUT_SECONDS", 0.05)
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(rest)
                 assert b"HTTP/1.1" not in heard(connection)
@@ -116,19 +116,19 @@ def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_head_is_finite() -> None:
     with (
-        beside(app(Served())) as (server, place),
+        beside(create_app(DatabaseRegistry())) as (server, place),
         socket.create_connection(place, timeout=300) as connection,
     ):
         connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
         with pytest.raises(ConnectionError):
             for _ in range(1000):
-                connection.sendall(b"x" * limits.HEAD)
+                connection.sendall(b"x" * limits.MAX_HEAD_BYTES)
         assert comes(lambda: not server.server_state.connections)
 
 
 def test_who_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others who read slowly get all of it."""
-    monkeypatch.setattr(limits, "UNREAD", 300)
+    monkeypatch.setattr(limits, "WRITE_TIMEOUT_SECONDS", 300)
     size = 2**24
 
     async def large(scope: Any, receive: Any, send: Any) -> None:
@@ -146,7 +146,7 @@ def test_who_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
                 time.sleep(0.01)
             assert got > size
         assert comes(lambda: not server.server_state.connections)
-        monkeypatch.setattr(limits, "UNREAD", 0.2)
+        monkeypatch.setattr(limits, "WRITE_TIMEOUT_SECONDS", 0.2)
         with socket.create_connection(place, timeout=300) as deaf:
             deaf.sendall(WHOLE)
             assert comes(lambda: server.server_state.total_requests > 1)
@@ -155,22 +155,22 @@ def test_who_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_connection_is_cut_off_that_takes_nothing_between_two_looks() -> None:
     unread, later, cut = [9, 5, 1, 1], list[Any](), list[int]()
-    one = object.__new__(Protocol)
+    one = object.__new__(LimitedHTTPProtocol)
     one.transport = SimpleNamespace(
         get_write_buffer_size=lambda: unread[0], abort=lambda: cut.append(len(later))
     )
     one.loop = SimpleNamespace(call_later=lambda *call: later.append(call))
-    one._look(10)
+    one._check_write_progress(10)
     while not cut:
         seconds, look, before = later[-1]
-        assert (seconds, before) == (limits.UNREAD, unread.pop(0))
+        assert (seconds, before) == (limits.WRITE_TIMEOUT_SECONDS, unread.pop(0))
         look(before)
     assert cut == [3] and unread == [1]
 
 
 def test_one_address_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "EACH", 2)
-    with beside(app(Served())) as (server, place):
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+    with beside(create_app(DatabaseRegistry())) as (server, place):
         server.config.timeout_keep_alive = 300
         first, second = (http.client.HTTPConnection(*place, timeout=300) for _ in range(2))
 

@@ -11,9 +11,9 @@ import pytest
 
 from qkv.errors import ArgumentError
 from qkv.serve import tensors
-from qkv.serve.fit import fault
-from qkv.serve.inference import INFER
-from qkv.serve.tensors import DTYPES, Tensor
+from qkv.serve.inference import INFER_BODY
+from qkv.serve.tensors import NUMPY_DTYPES, Tensor
+from qkv.serve.validation import find_violation
 
 ARRAYS = {
     "BOOL": np.array([[True, False]]),
@@ -38,21 +38,21 @@ def test_a_tensor_comes_back_as_it_was(datatype: str, binary: bool) -> None:
     array = ARRAYS[datatype]
     array = bytes_of(array) if datatype == "BYTES" else array
     given = {"first": Tensor("INT32", np.arange(3, dtype=np.int32)), "x": Tensor(datatype, array)}
-    told, behind = tensors.write(given, set(given) if binary else set())
+    told, behind = tensors.write_tensors(given, set(given) if binary else set())
     assert bool(behind) == binary
-    found = tensors.read(json.loads(json.dumps(told)), behind)
+    found = tensors.read_tensors(json.loads(json.dumps(told)), behind)
     np.testing.assert_array_equal(found["x"], array)
     np.testing.assert_array_equal(found["first"], np.arange(3))
-    assert datatype == "BYTES" or found["x"].dtype == np.dtype(DTYPES[datatype])
+    assert datatype == "BYTES" or found["x"].dtype == np.dtype(NUMPY_DTYPES[datatype])
 
 
 def test_data_may_be_nested_as_the_shape_is() -> None:
     given = [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [[1, 2.5], [3, 4]]}]
-    np.testing.assert_array_equal(tensors.read(given, b"")["x"], [[1, 2.5], [3, 4]])
+    np.testing.assert_array_equal(tensors.read_tensors(given, b"")["x"], [[1, 2.5], [3, 4]])
 
 
 def test_json_has_no_word_for_what_is_not_finite() -> None:
-    told, _ = tensors.write({"x": Tensor("FP64", np.array([np.nan, np.inf, 1.0]))}, set())
+    told, _ = tensors.write_tensors({"x": Tensor("FP64", np.array([np.nan, np.inf, 1.0]))}, set())
     assert told[0]["data"] == [None, None, 1.0]
 
 
@@ -108,24 +108,24 @@ UNLIKE: dict[str, Any] = {
 
 @pytest.mark.parametrize("sentence", UNLIKE)
 def test_what_does_not_fit_the_description_is_named(sentence: str) -> None:
-    assert re.search(sentence, fault(UNLIKE[sentence], INFER) or "")
+    assert re.search(sentence, find_violation(UNLIKE[sentence], INFER_BODY) or "")
 
 
 @pytest.mark.parametrize("sentence", BAD)
 def test_what_is_malformed_is_named(sentence: str) -> None:
     inputs, behind = BAD[sentence]
     with pytest.raises(ArgumentError, match=sentence):
-        tensors.read(inputs, behind)
+        tensors.read_tensors(inputs, behind)
 
 
 def test_outputs_are_those_asked_for() -> None:
     known = {"value": "FP32", "rows": "INT64"}
-    assert tensors.wanted({}, known) == (["value", "rows"], set())
+    assert tensors.select_outputs({}, known) == (["value", "rows"], set())
     every = {"parameters": {"binary_data_output": True}}
-    assert tensors.wanted(every, known) == (["value", "rows"], {"value", "rows"})
+    assert tensors.select_outputs(every, known) == (["value", "rows"], {"value", "rows"})
     one = {"outputs": [{"name": "rows", "parameters": {"binary_data": True}}]}
-    assert tensors.wanted(one, known) == (["rows"], {"rows"})
+    assert tensors.select_outputs(one, known) == (["rows"], {"rows"})
     none = every | {"outputs": [{"name": "rows", "parameters": {"binary_data": False}}]}
-    assert tensors.wanted(none, known) == (["rows"], set())
+    assert tensors.select_outputs(none, known) == (["rows"], set())
     with pytest.raises(ArgumentError, match="output"):
-        tensors.wanted({"outputs": [{"name": "x"}]}, known)
+        tensors.select_outputs({"outputs": [{"name": "x"}]}, known)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from qkv import Database
-from qkv.arrays import threads
-from qkv.serve.served import Kept, Served
+from qkv.frameworks import threads
+from qkv.serve.databases import DatabaseRegistry, ServedDatabase
 
 
 def test_what_is_asked_is_not_taken_for_a_core_that_is_busy() -> None:
-    served = Served()
-    kept: Kept = served.put("names", Database({"Li": "Mu"}))
+    served = DatabaseRegistry()
+    kept: ServedDatabase = served.add_database("names", Database({"Li": "Mu"}))
     try:
-        assert not kept.writing.submit(threads.inside).result()
-        assert not kept.batches._thread.submit(threads.inside).result()
-        assert threads.each(lambda _: threads.inside(), [0]) == [True]
+        assert not kept.write_executor.submit(threads.is_worker_thread).result()
+        assert not kept.batcher._thread.submit(threads.is_worker_thread).result()
+        assert threads.map_parallel(lambda _: threads.is_worker_thread(), [0]) == [True]
     finally:
         served.close()

@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 from qkv.errors import QkvError
 from qkv.scores import Gaussian, Laplace
 from qkv.sklearn import AttentionClassifier, AttentionRegressor
-from qkv.sklearn.bandwidth import RIDGE, Examples, learned, squared, surprise
+from qkv.sklearn.bandwidth import DEFAULT_RIDGE, Examples, learn_widths, log_loss, squared_error
 from qkv.sklearn.columns import Features
 from qkv.weightings import Softmax
 
@@ -24,8 +24,8 @@ COUNTS = RNG.uniform(0.5, 2.0, M)
 FLAT, SLOPED = np.zeros(D, dtype=bool), np.ones(D, dtype=bool)
 
 
-def rows_of(loss=squared, sloped=FLAT, value=Y, score=None):
-    return Examples(X, value, COUNTS, Features.of(X, []), loss, sloped, score or Gaussian(),
+def rows_of(loss=squared_error, sloped=FLAT, value=Y, score=None):
+    return Examples(X, value, COUNTS, Features.from_table(X, []), loss, sloped, score or Gaussian(),
                 Softmax())  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def test_leave_one_out_is_the_loop(degree):
     told = np.stack([alone(i, width, ridge, degree) for i in range(M)])
     want = (COUNTS[:, None] * (told - Y) ** 2).sum() / COUNTS.sum()
     rows = rows_of(sloped=SLOPED if degree else FLAT)
-    assert rows.error(width, ridge) == pytest.approx(want, rel=1e-10)
-    assert rows.slope(width, ridge)[0] == pytest.approx(want, rel=1e-10)
+    assert rows.leave_one_out_error(width, ridge) == pytest.approx(want, rel=1e-10)
+    assert rows.error_gradient(width, ridge)[0] == pytest.approx(want, rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_leave_one_out_is_the_loop(degree):
         rows_of(),
         rows_of(sloped=SLOPED),
         rows_of(sloped=np.array([True, False, True])),
-        rows_of(surprise, value=np.eye(2)[(X[:, 0] > 0).astype(int)]),
+        rows_of(log_loss, value=np.eye(2)[(X[:, 0] > 0).astype(int)]),
     ],
     ids=["mean", "line", "line in two columns", "classes"],
 )
@@ -66,9 +66,9 @@ def test_the_gradient_is_that_of_differences(rows):
     at = np.array([-0.3, 0.2, 0.1, -2.0])
 
     def loss(t):
-        return rows.error(np.exp(t[:D]), np.exp(t[D]))
+        return rows.leave_one_out_error(np.exp(t[:D]), np.exp(t[D]))
 
-    _, by_width, by_ridge = rows.slope(np.exp(at[:D]), np.exp(at[D]))
+    _, by_width, by_ridge = rows.error_gradient(np.exp(at[:D]), np.exp(at[D]))
     steps = 1e-5 * np.eye(D + 1)
     want = [(loss(at + step) - loss(at - step)) / 2e-5 for step in steps]
     np.testing.assert_allclose([*by_width, by_ridge], want, rtol=1e-6, atol=1e-9)
@@ -76,19 +76,21 @@ def test_the_gradient_is_that_of_differences(rows):
 
 def test_categories_share_the_gradient_of_their_column():
     table = np.column_stack([X[:, 0], RNG.integers(0, 3, M)])
-    columns = Features.of(table, [1])
-    rows = replace(rows_of(), key=columns.vectors(table), columns=columns, sloped=np.zeros(4, bool))
+    columns = Features.from_table(table, [1])
+    rows = replace(
+        rows_of(), key=columns.to_vectors(table), columns=columns, slope_mask=np.zeros(4, bool)
+    )
     at, step = np.array([0.8, 0.6]), np.array([0.0, 1e-5])
-    around = [rows.error(at * np.exp(sign * step)) for sign in (1, -1)]
-    assert rows.slope(at)[1].shape == (2,)
-    assert rows.slope(at)[1][1] == pytest.approx((around[0] - around[1]) / 2e-5, rel=1e-6)
+    around = [rows.leave_one_out_error(at * np.exp(sign * step)) for sign in (1, -1)]
+    assert rows.error_gradient(at)[1].shape == (2,)
+    assert rows.error_gradient(at)[1][1] == pytest.approx((around[0] - around[1]) / 2e-5, rel=1e-6)
 
 
 def test_blocks_of_rows_make_no_difference(monkeypatch):
     rows, width = rows_of(sloped=SLOPED), np.ones(D)
-    want = rows.slope(width)
-    monkeypatch.setattr("qkv.sklearn.bandwidth.AT_ONCE", 5 * M)
-    for one, two in zip(rows.slope(width), want, strict=True):
+    want = rows.error_gradient(width)
+    monkeypatch.setattr("qkv.sklearn.bandwidth.MAX_WEIGHTS_PER_BLOCK", 5 * M)
+    for one, two in zip(rows.error_gradient(width), want, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-12)
 
 
@@ -102,8 +104,10 @@ def test_learned_lowers_the_error_and_finds_what_counts():
     q = RNG.uniform(-1.5, 1.5, (80, 3))
     errors = [np.abs(m.predict(q) - np.sin(2 * q[:, 0])).mean() for m in (model, rule)]
     assert errors[0] < 0.5 * errors[1]
-    again = learned(rows_of(), np.ones(D))
-    assert rows_of().error(*again) < rows_of().error(np.ones(D), RIDGE)
+    again = learn_widths(rows_of(), np.ones(D))
+    assert rows_of().leave_one_out_error(*again) < rows_of().leave_one_out_error(
+        np.ones(D), DEFAULT_RIDGE
+    )
 
 
 @pytest.mark.parametrize("kernel", [Laplace(), Gaussian(0.5)])
@@ -113,7 +117,9 @@ def test_other_kernels_are_as_wide_as_leave_one_out_says(kernel):
     rows = rows_of(value=centred, score=kernel)
     rows = replace(rows, key=X / spread, weight=np.ones(M))
     found = model.bandwidth_ / spread
-    assert rows.error(found) < min(rows.error(0.8 * found), rows.error(1.25 * found))
+    assert rows.leave_one_out_error(found) < min(
+        rows.leave_one_out_error(0.8 * found), rows.leave_one_out_error(1.25 * found)
+    )
 
 
 def test_loo_takes_one_number_for_columns_that_are_alike():

@@ -256,5 +256,5 @@ def test_without_its_packages(name: str) -> None:
     code = f"import sys; sys.modules[{name!r}] = None; import qkv.transformers"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
-    assert "MissingExtra: qkv.transformers needs torch and transformers 5" in run.stderr
+    assert "MissingExtraError: qkv.transformers needs torch and transformers 5" in run.stderr
     assert run.stderr.count("Traceback") == 1

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 ours = pytest.importorskip("qkv.transformers")
-family = pytest.importorskip("qkv.transformers.models").family
+get_family = pytest.importorskip("qkv.transformers.models").get_family
 
 # Each computes its attention by itself, or chooses it among classes of its own.
 ALONE = [
@@ -31,7 +31,7 @@ def test_models_that_would_not_be_reached_are_refused(name: str, implementation:
     config = kind.config_class(vocab_size=9)
     with pytest.raises(ArgumentError, match=rf"{name}.*by itself.*'{implementation}'.*\"eager\""):
         kind._from_config(config, attn_implementation=implementation)
-    assert not family(config).takes
+    assert not get_family(config).uses_interface
 
 
 SIZES: dict[str, Any] = {

@@ -121,7 +121,7 @@ def test_top_and_pool_and_budget() -> None:
 def test_a_small_budget_works_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(gemma, "eager"), tokens(1, 23)
     whole = passing(model, ids)
-    monkeypatch.setattr("qkv.transformers.recording.WORKING", 4 * 4 * 23 * 5)
+    monkeypatch.setattr("qkv.transformers.recording.MAX_WORKING_BYTES", 4 * 4 * 23 * 5)
     np.testing.assert_allclose(passing(model, ids).weights, whole.weights, atol=1e-7)
     pooled = passing(model, ids, pool=4)
     groups = np.arange(23) * 4 // 23
@@ -182,7 +182,7 @@ def test_encoder_and_decoder_apart() -> None:
 def test_the_last_pass_counts() -> None:
     model = build(llama, "sdpa")
     with torch.no_grad(), ours.capture(model) as seen:
-        assert repr(seen) == "Captured(nothing yet)"
+        assert repr(seen) == "CapturedAttention(nothing yet)"
         with pytest.raises(ArgumentError, match="nothing was recorded"):
             _ = seen.weights
         model(tokens(1, 4))
@@ -216,7 +216,7 @@ def test_an_interrupt_while_a_capture_begins_leaves_the_model_as_it_was() -> Non
             begun.__exit__(None, None, None)
             break
         assert not model._forward_hooks and not model._forward_pre_hooks
-        assert model.config._attn_implementation == "sdpa" and not recording._SWITCHED
+        assert model.config._attn_implementation == "sdpa" and not recording._SWITCHED_CONFIGS
     assert after > 10
 
 

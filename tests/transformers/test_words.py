@@ -49,7 +49,7 @@ class Vocabulary:
 )  # fmt: skip
 def test_every_way_to_mark_words(vocabulary: Vocabulary, words: list[str]) -> None:
     n = len(vocabulary.tokens)
-    layer = ours.Layer("one", n, n, cells=np.full((1, 1, n, n), 1 / n, np.float32))
-    found = ours.Captured([layer]).words(vocabulary, list(range(n)))
+    layer = ours.CapturedLayer("one", n, n, cells=np.full((1, 1, n, n), 1 / n, np.float32))
+    found = ours.CapturedAttention([layer]).words(vocabulary, list(range(n)))
     assert found.labels == words
     np.testing.assert_allclose(found.weights.sum(-1), 1, atol=1e-6)

@@ -123,7 +123,7 @@ def databases(x: Floats, t: Tensor) -> None:
     assert_type(majors, Database[str, str])
     assert_type(majors["Bo"], str)
     assert_type(majors.get("Bo"), str | None)
-    assert_type(majors.all("Bo"), list[str])
+    assert_type(majors.get_all("Bo"), list[str])
     assert_type(list(majors), list[str])
     assert_type(Database([(3.1, 70.5), (3.9, 95.0)])[3.1], float)
     assert_type(Database(["a", "b"], [1, 2])["a"], int)

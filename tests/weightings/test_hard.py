@@ -19,10 +19,10 @@ LIVE[1] = False
 
 def gradients(fw, weighting, **how):
     def loss(*arrays):
-        out = qkv.attend(*arrays, weighting=weighting, mask=fw.make(LIVE), **how)
-        return qkv.arrays.of(out).xp.sum(out * fw.make(ALONG))
+        out = qkv.attend(*arrays, weighting=weighting, mask=fw.make_array(LIVE), **how)
+        return qkv.frameworks.get_framework(out).xp.sum(out * fw.make_array(ALONG))
 
-    return fw.grads(loss, [fw.make(x) for x in (QUERY, KEY, VALUE)])
+    return fw.compute_gradients(loss, [fw.make_array(x) for x in (QUERY, KEY, VALUE)])
 
 
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)

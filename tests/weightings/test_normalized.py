@@ -40,10 +40,10 @@ def expected(score, wish):
 
 
 def attend(fw, score, wish, engine="streaming", **how):
-    arrays = [fw.make(x) for x in (QUERY, KEY, VALUE)]
+    arrays = [fw.make_array(x) for x in (QUERY, KEY, VALUE)]
     weighting = weightings.Normalized(wish)
     return qkv.attend(
-        *arrays, score=score, weighting=weighting, mask=fw.make(LIVE), engine=engine, **how
+        *arrays, score=score, weighting=weighting, mask=fw.make_array(LIVE), engine=engine, **how
     )
 
 
@@ -54,11 +54,11 @@ def test_rows_without_weights(fw, engine, wish, score, monkeypatch):
     if not FULL and fw.name in ("jax", "tensorflow") and score != WINDOWS[len(wish) % 3]:
         pytest.skip("in make test-full")
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))
-    monkeypatch.setattr(streaming, "BLOCK", 10)
+    monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 10)
     out, alpha = attend(fw, score, wish, engine, return_weights=True)
     want = expected(score, wish)
-    np.testing.assert_allclose(qkv.arrays.to_numpy(alpha), want, atol=1e-12)
-    np.testing.assert_allclose(qkv.arrays.to_numpy(out), want @ VALUE, atol=1e-12)
+    np.testing.assert_allclose(qkv.frameworks.to_numpy(alpha), want, atol=1e-12)
+    np.testing.assert_allclose(qkv.frameworks.to_numpy(out), want @ VALUE, atol=1e-12)
 
 
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
@@ -69,12 +69,12 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, wish, monkeypa
     width, along = np.array(2.0), np.ones((4, 2))
 
     def loss(query, width):
-        how = {"mask": fw.make(LIVE), "engine": engine}
+        how = {"mask": fw.make_array(LIVE), "engine": engine}
         how |= {"score": scores.Epanechnikov(width), "weighting": weightings.Normalized(wish)}
-        out = qkv.attend(query, fw.make(KEY), fw.make(VALUE), **how)
-        return qkv.arrays.of(out).xp.sum(out * fw.make(along))
+        out = qkv.attend(query, fw.make_array(KEY), fw.make_array(VALUE), **how)
+        return qkv.frameworks.get_framework(out).xp.sum(out * fw.make_array(along))
 
-    dq, dwidth = fw.grads(loss, [fw.make(QUERY), fw.make(width)])
+    dq, dwidth = fw.compute_gradients(loss, [fw.make_array(QUERY), fw.make_array(width)])
     assert dq[0] != 0 and not dq[1:].any()
 
     def alone(width):
@@ -94,10 +94,10 @@ def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
 
         def loss(*arrays, wish=wish):
             how = {"score": scores.Epanechnikov(2.0), "weighting": weightings.Normalized(wish)}
-            out = qkv.attend(*arrays, mask=fw.make(LIVE), engine=engine, **how)
-            return qkv.arrays.of(out).xp.sum(out[:1, :])
+            out = qkv.attend(*arrays, mask=fw.make_array(LIVE), engine=engine, **how)
+            return qkv.frameworks.get_framework(out).xp.sum(out[:1, :])
 
-        found.append(fw.grads(loss, [fw.make(x) for x in (QUERY, KEY, VALUE)]))
+        found.append(fw.compute_gradients(loss, [fw.make_array(x) for x in (QUERY, KEY, VALUE)]))
     for got, want in zip(*found, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-12)
 
@@ -115,13 +115,13 @@ def test_as_a_function_of_scores(wish):
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 def test_raise_counts_the_queries(fw, engine, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (1, 2))
-    monkeypatch.setattr(streaming, "BLOCK", 5)
+    monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 5)
     for more in ({}, {"return_weights": True}):
         with pytest.raises(ArgumentError, match=r"of 2 queries.*nearest"):
             attend(fw, "boxcar", "raise", engine, **more)
     out = attend(fw, scores.Boxcar(9.0), "raise", engine)
     want = attend(fw, scores.Boxcar(9.0), "zero", "dense")
-    np.testing.assert_allclose(*map(qkv.arrays.to_numpy, (out, want)))
+    np.testing.assert_allclose(*map(qkv.frameworks.to_numpy, (out, want)))
 
 
 def test_raise_says_that_a_trace_has_no_numbers():
@@ -134,10 +134,10 @@ def test_raise_says_that_a_trace_has_no_numbers():
 
 def test_it_says_what_it_refuses():
     how = weightings.Normalized("nearest")
-    assert how.refuses(scores.Boxcar(), biased=False) is None
-    assert "can be negative" in how.refuses(scores.Dot(), biased=False)
-    assert "boolean mask" in how.refuses(scores.Boxcar(), biased=True)
-    assert "distance" in how.refuses(scores.Constant(), biased=False)
+    assert how.incompatible_reason(scores.Boxcar(), biased=False) is None
+    assert "can be negative" in how.incompatible_reason(scores.Dot(), biased=False)
+    assert "boolean mask" in how.incompatible_reason(scores.Boxcar(), biased=True)
+    assert "distance" in how.incompatible_reason(scores.Constant(), biased=False)
     with pytest.raises(CombinationError, match=r"distance.*Constant"):
         qkv.attend(QUERY, KEY, VALUE, score="constant", weighting=how)
 

@@ -49,7 +49,9 @@ def test_more_keys_than_there_are_take_no_room(framework, engine):
 
 @pytest.mark.parametrize("known", [weightings.Softmax, weightings.Entmax, weightings.Hard])
 def test_other_weights_with_the_blocks_of_another_are_refused(known):
-    with pytest.raises(DtypeError, match=r"Sharper writes other weights than its base.*`scale`"):
+    with pytest.raises(
+        DtypeError, match=r"Sharper writes other weights than its base.*`scale_scores`"
+    ):
 
         class Sharper(known):
             def weights(self, scores, live, k):
@@ -63,11 +65,15 @@ def test_weights_of_whole_rows_alone_are_not_taken_for_those_of_blocks():
 
     x = np.random.default_rng(0).normal(size=(1, 40))
     np.testing.assert_allclose(Whole()(x), weightings.Softmax()(x))
-    with pytest.raises(NotImplementedError, match="Whole weighs whole rows only: write `weight`"):
-        Whole().weight(x[:, :20], None, np.arange(20)[None], ())
+    with pytest.raises(
+        NotImplementedError, match="Whole weighs whole rows only: write `block_weights`"
+    ):
+        Whole().block_weights(x[:, :20], None, np.arange(20)[None], ())
     x = np.random.default_rng(0).normal(size=(600, 4))  # a call in blocks, if it could
     np.testing.assert_allclose(qkv.attend(x, x, x, weighting=Whole()), qkv.attend(x, x, x))
-    with pytest.raises(CombinationError, match="Whole weighs whole rows only: write `weight`"):
+    with pytest.raises(
+        CombinationError, match="Whole weighs whole rows only: write `block_weights`"
+    ):
         qkv.Database(x, x).attend(x, weighting=Whole())
 
 
@@ -79,7 +85,7 @@ def test_weights_without_a_slope_of_their_own_have_their_gradient_whole(base):
         def weights(self, scores, live, k):
             return scores * scores
 
-        def weight(self, scores, live, k, found):
+        def block_weights(self, scores, live, k, found):
             return self.weights(scores, live, k)
 
     x = torch.randn(600, 4, dtype=torch.float64, requires_grad=True)
@@ -88,7 +94,7 @@ def test_weights_without_a_slope_of_their_own_have_their_gradient_whole(base):
     torch.testing.assert_close(found, want)
     out = qkv.Database(np.eye(3), np.eye(3)).attend(torch.eye(3, requires_grad=True), score="dot",
                                                   weighting=Squared())  # fmt: skip
-    with pytest.raises(CombinationError, match=r"Squared has no `slope`.*write it"):
+    with pytest.raises(CombinationError, match=r"Squared has no `score_gradient`.*write it"):
         out.sum().backward()
 
 

@@ -1,4 +1,4 @@
-/** BLAKE2b, and what a key is found by: the twin of qkv.database.cells.digest. */
+/** BLAKE2b, and what a key is found by: the twin of qkv.database.table.cells.digest. */
 
 const IV = [
   0x6a09e667f3bcc908n, 0xbb67ae8584caa73bn, 0x3c6ef372fe94f82bn, 0xa54ff53a5f1d36f1n,

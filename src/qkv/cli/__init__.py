@@ -17,45 +17,47 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from qkv.cli.command import CODES, STOPPED, Debug, Plugins, Preface, as_command
+from qkv.cli.command import EXIT_CODES, EXIT_STOPPED, Debug, GlobalOptions, Plugins, as_command
 
-COMMANDS = {
+COMMAND_MODULES = {
     "ask": "ask",
     "get": "ask",
     "plot": "ask",
     "rows": "rows",
     "export": "rows",
-    "import": "keep",
-    "add": "keep",
-    "remove": "keep",
-    "info": "keep",
-    "versions": "keep",
-    "check": "keep",
-    "compact": "keep",
+    "import": "manage",
+    "add": "manage",
+    "remove": "manage",
+    "info": "manage",
+    "versions": "manage",
+    "check": "manage",
+    "compact": "manage",
     "learn": "learn",
     "calibrate": "learn",
-    "weights": "sentence",
+    "weights": "weights",
     "serve": "serve",
     "demo": "demo",
 }
 """The module of each command."""
 
 
-class Commands(TyperGroup):
+class LazyCommandGroup(TyperGroup):
     """Commands that are made when they are asked for: all of them take longer than one to run."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return list(COMMAND_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:  # all, to name the nearest
+        for name in (
+            [cmd_name] if cmd_name in COMMAND_MODULES else COMMAND_MODULES
+        ):  # all, to name the nearest
             if name not in self.commands:
-                self.commands[name] = _made(name)
+                self.commands[name] = _build_command(name)
         return super().get_command(ctx, cmd_name)
 
 
-def _made(name: str) -> Any:
-    module = importlib.import_module(f"qkv.cli.{COMMANDS[name]}")
+def _build_command(name: str) -> Any:
+    module = importlib.import_module(f"qkv.cli.{COMMAND_MODULES[name]}")
     function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
     alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     alone.command(name)(as_command(function))
@@ -63,17 +65,18 @@ def _made(name: str) -> Any:
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=LazyCommandGroup,
     # Rich's help pages are pretty and take as long again as everything else.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
-    epilog="\b\nExit codes:\n" + "\n".join(f"{code:5}  {what}" for code, what in CODES.items()),
+    epilog="\b\nExit codes:\n"
+    + "\n".join(f"{code:5}  {what}" for code, what in EXIT_CODES.items()),
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         import qkv
 
@@ -88,7 +91,7 @@ def _qkv(
     debug: Debug = False,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Ask a table in words: attention as a database query.
@@ -96,7 +99,7 @@ def _qkv(
     Every row answers, weighted by how well its key matches. Results go to stdout, everything else
     to stderr. Every command takes --json.
     """
-    context.obj = Preface(plugins or [], debug)
+    context.obj = GlobalOptions(plugins or [], debug)
 
 
 def main() -> None:
@@ -104,14 +107,14 @@ def main() -> None:
     try:
         app(prog_name="qkv")
     except KeyboardInterrupt:
-        _end(STOPPED)
+        _exit_now(EXIT_STOPPED)
     except SystemExit as end:
         if isinstance(end.code, str):
             raise
-        _end(end.code or 0)
+        _exit_now(end.code or 0)
 
 
-def _end(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """End at once: to take all modules apart takes the system as long as half of NumPy's import.
 
     And where an interrupt came while a module made a dataclass, Python would end by the signal,

@@ -22,22 +22,22 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from qkv.cli import screen
-from qkv.errors import ArgumentError, MissingExtra, QkvError
+from qkv.cli import terminal
+from qkv.errors import ArgumentError, MissingExtraError, QkvError
 
-OK, NOTHING, USAGE, DAMAGED, LOCKED, EXTRA = range(6)
-BUG, STOPPED, PIPE = 70, 130, 141
+EXIT_OK, EXIT_NOTHING_FOUND, EXIT_USAGE, EXIT_DAMAGED, EXIT_LOCKED, EXIT_MISSING_EXTRA = range(6)
+EXIT_BUG, EXIT_STOPPED, EXIT_BROKEN_PIPE = 70, 130, 141
 
-CODES = {
-    OK: "done",
-    NOTHING: "nothing found: no such key, or no row that passes --where",
-    USAGE: "bad usage or bad input: a wrong option, source, column or value",
-    DAMAGED: "a file of the store is damaged; `qkv check` says which",
-    LOCKED: "another process is writing to the store",
-    EXTRA: "an optional package is missing; the message says which",
-    BUG: "a bug in qkv; --debug shows where",
-    STOPPED: "stopped by Ctrl-C",
-    PIPE: "whoever read the output went away",
+EXIT_CODES = {
+    EXIT_OK: "done",
+    EXIT_NOTHING_FOUND: "nothing found: no such key, or no row that passes --where",
+    EXIT_USAGE: "bad usage or bad input: a wrong option, source, column or value",
+    EXIT_DAMAGED: "a file of the store is damaged; `qkv check` says which",
+    EXIT_LOCKED: "another process is writing to the store",
+    EXIT_MISSING_EXTRA: "an optional package is missing; the message says which",
+    EXIT_BUG: "a bug in qkv; --debug shows where",
+    EXIT_STOPPED: "stopped by Ctrl-C",
+    EXIT_BROKEN_PIPE: "whoever read the output went away",
 }
 """What each exit code means; `qkv --help` and docs/cli.md print this table."""
 
@@ -47,11 +47,11 @@ class Result:
     """What a command found: as data for programs, drawn for people, and the exit code."""
 
     data: Any
-    draw: Callable[[], object]
-    code: int = OK
+    render: Callable[[], object]
+    exit_code: int = EXIT_OK
 
 
-class Nothing(QkvError):
+class NothingFoundError(QkvError):
     """What was looked for is not there; `data` joins the error in JSON."""
 
     def __init__(self, message: str, **data: Any):
@@ -79,7 +79,7 @@ Plugins = Annotated[
 ]
 
 
-class Preface(NamedTuple):
+class GlobalOptions(NamedTuple):
     """What stood before the command and may stand behind it too."""
 
     plugins: list[str]
@@ -102,7 +102,7 @@ def as_command(function: Command) -> Callable[..., None]:
     parameters = [*own, *(x for group in inside.values() for x in group.values()), *more]
 
     @functools.wraps(function)
-    def run(
+    def run_command(
         *,
         context: typer.Context,
         plugins: list[str] | None = None,
@@ -116,75 +116,85 @@ def as_command(function: Command) -> Callable[..., None]:
         first, before = context.obj
         debug = debug or before
         try:
-            with _listening() if debug else contextlib.nullcontext():
-                _plug_in([*first, *(plugins or [])])
+            with _debug_logging() if debug else contextlib.nullcontext():
+                _import_plugins([*first, *(plugins or [])])
                 with warnings.catch_warnings():
-                    warnings.showwarning = lambda told, *_, **__: screen.note(f"qkv: {told}")
-                    code = _print(function(**arguments), as_json)
+                    warnings.showwarning = lambda told, *_, **__: terminal.print_note(
+                        f"qkv: {told}"
+                    )
+                    code = _print_results(function(**arguments), as_json)
         except (Exception, KeyboardInterrupt) as error:
-            code, message = diagnose(error)
-            if debug and code not in (PIPE, STOPPED):
+            code, message = diagnose_error(error)
+            if debug and code not in (EXIT_BROKEN_PIPE, EXIT_STOPPED):
                 traceback.print_exception(error)
-            if code == PIPE:
-                _silence()
+            if code == EXIT_BROKEN_PIPE:
+                _silence_stdout()
             else:
                 if as_json:
-                    found = error.data if isinstance(error, Nothing) else {}
-                    screen.print_json({"error": message, "code": code, **found})
-                screen.note(f"qkv: {message}")
-        if code != OK:
+                    found = error.data if isinstance(error, NothingFoundError) else {}
+                    terminal.print_json({"error": message, "code": code, **found})
+                terminal.print_note(f"qkv: {message}")
+        if code != EXIT_OK:
             raise typer.Exit(code)
 
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    run_command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=None
     )
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+    run_command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run_command
 
 
-def diagnose(error: BaseException) -> tuple[int, str]:
+def diagnose_error(error: BaseException) -> tuple[int, str]:
     """The exit code of an error, and what to say.
 
-    >>> diagnose(KeyboardInterrupt())
+    >>> diagnose_error(KeyboardInterrupt())
     (130, 'stopped')
     """
     if isinstance(error, KeyboardInterrupt):
-        return STOPPED, "stopped"
+        return EXIT_STOPPED, "stopped"
     if isinstance(error, BrokenPipeError):
-        return PIPE, ""
+        return EXIT_BROKEN_PIPE, ""
     if isinstance(error, QkvError):
-        return _code(error), str(error)
+        return _exit_code(error), str(error)
     if isinstance(error, MemoryError):
-        return USAGE, "there is not enough memory for this"
+        return EXIT_USAGE, "there is not enough memory for this"
     if isinstance(error, OSError):
         name = f"{os.fspath(error.filename)!s}: " if error.filename is not None else ""
-        return USAGE, f"{name}{error.strerror or error}"
+        return EXIT_USAGE, f"{name}{error.strerror or error}"
     kind = type(error).__name__
-    return BUG, f"a bug, {kind}: {error}. Run it again with --debug and report what that prints."
+    return (
+        EXIT_BUG,
+        f"a bug, {kind}: {error}. Run it again with --debug and report what that prints.",
+    )
 
 
-def _code(error: QkvError) -> int:
-    from qkv.database.faults import Damaged, Locked
+def _exit_code(error: QkvError) -> int:
+    from qkv.database.errors import StoreDamagedError, StoreLockedError
 
-    kinds = {Nothing: NOTHING, Damaged: DAMAGED, Locked: LOCKED, MissingExtra: EXTRA}
-    return next((code for kind, code in kinds.items() if isinstance(error, kind)), USAGE)
+    kinds = {
+        NothingFoundError: EXIT_NOTHING_FOUND,
+        StoreDamagedError: EXIT_DAMAGED,
+        StoreLockedError: EXIT_LOCKED,
+        MissingExtraError: EXIT_MISSING_EXTRA,
+    }
+    return next((code for kind, code in kinds.items() if isinstance(error, kind)), EXIT_USAGE)
 
 
-def _print(results: Result | Iterable[Result], as_json: bool) -> int:
-    code = OK
+def _print_results(results: Result | Iterable[Result], as_json: bool) -> int:
+    code = EXIT_OK
     for result in [results] if isinstance(results, Result) else results:
         if as_json:
-            screen.print_json(result.data)
+            terminal.print_json(result.data)
         else:
-            screen.make_encodable(sys.stdout)
-            result.draw()
+            terminal.make_encodable(sys.stdout)
+            result.render()
             sys.stdout.flush()
-        code = max(code, result.code)
+        code = max(code, result.exit_code)
     return code
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[None]:
+def _debug_logging() -> Iterator[None]:
     """Have the logger "qkv" tell all on stderr, for the length of a command."""
     import logging
 
@@ -201,7 +211,7 @@ def _listening() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _silence() -> None:
+def _silence_stdout() -> None:
     """Give stdout somewhere to go: the interpreter flushes it once more when it ends."""
     try:
         descriptor = sys.stdout.fileno()
@@ -212,7 +222,7 @@ def _silence() -> None:
     os.close(nowhere)
 
 
-def _plug_in(names: Iterable[str]) -> None:
+def _import_plugins(names: Iterable[str]) -> None:
     """Import modules of the caller's own: files that end in .py, or by their dotted names."""
     for name in names:
         try:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from qkv.cli import screen
-from qkv.cli.ask import draw
+from qkv.cli import terminal
+from qkv.cli.ask import print_answer
 from qkv.cli.command import Result
 
 if TYPE_CHECKING:
@@ -56,35 +56,39 @@ def demo() -> Iterator[Result]:
     from qkv.database import Database
 
     with Database(NAMES) as names:
-        yield _told("A key that is there: names['Li']", names.ask("Li", weighting="hard"))
-        yield _told("A name that is not: names.ask('Lee')", names.ask("Lee"))
+        yield _story_result("A key that is there: names['Li']", names.ask("Li", weighting="hard"))
+        yield _story_result("A name that is not: names.ask('Lee')", names.ask("Lee"))
     with Database(MAJORS) as majors:
-        by_major = majors.by(key="value", value="key")
-        yield _told(
+        by_major = majors.reindex(key="value", value="key")
+        yield _story_result(
             "Find people by major: swap key and value, ask for 'theorems and proofs'",
             by_major.ask("theorems and proofs"),
         )
     with Database(SALARIES) as salaries:
-        yield _told("GPA 3.5: what salary, in thousands?", salaries.ask(3.5))
+        yield _story_result("GPA 3.5: what salary, in thousands?", salaries.ask(3.5))
 
-    steps = NEXT if find_spec("wordllama") else [*NEXT[:-1], 'pip install "qkv[text]"', NEXT[-1]]
+    steps = (
+        NEXT_STEPS
+        if find_spec("wordllama")
+        else [*NEXT_STEPS[:-1], 'pip install "qkv[text]"', NEXT_STEPS[-1]]
+    )
     yield Result(
         {"next": steps},
-        lambda: screen.line("Try next:\n" + "\n".join(f"  {line}" for line in steps)),
+        lambda: terminal.print_line("Try next:\n" + "\n".join(f"  {line}" for line in steps)),
     )
 
 
-NEXT = [
+NEXT_STEPS = [
     'qkv ask TABLE.csv "what you look for" --key COLUMN --value COLUMN',
     "qkv import TABLE.csv TABLE.qkv --key COLUMN",
     'qkv weights "the cat sat on the mat because it was tired"',
 ]
 
 
-def _told(title: str, answer: Answer) -> Result:
-    def show() -> None:
-        screen.line(title, "bold")
-        draw(answer)
-        screen.line()
+def _story_result(title: str, answer: Answer) -> Result:
+    def print_story() -> None:
+        terminal.print_line(title, "bold")
+        print_answer(answer)
+        terminal.print_line()
 
-    return Result({"story": title, **answer.to_dict()}, show)
+    return Result({"story": title, **answer.to_dict()}, print_story)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkv.cluster.cluster import Cluster
     from qkv.cluster.stores import split
-    from qkv.database.faults import LostShard
+    from qkv.database.errors import LostShardError
 
-__all__ = ["Cluster", "LostShard", "split"]
+__all__ = ["Cluster", "LostShardError", "split"]
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "Cluster": "qkv.cluster.cluster",
-    "LostShard": "qkv.database.faults",
+    "LostShardError": "qkv.database.errors",
     "split": "qkv.cluster.stores",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_BY_NAME:
+        return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
     if name == "torch":
         return importlib.import_module("qkv.cluster.torch")
     raise AttributeError(f"module 'qkv.cluster' has no attribute {name!r}")

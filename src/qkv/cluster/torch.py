@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Literal, Unpack
 
-from qkv.errors import MissingExtra, unknown
+from qkv.errors import MissingExtraError, unknown_name_error
 
 if importlib.util.find_spec("torch") is None:
-    raise MissingExtra('qkv.cluster.torch needs PyTorch: pip install "qkv[torch]"')
+    raise MissingExtraError('qkv.cluster.torch needs PyTorch: pip install "qkv[torch]"')
 
 import torch
 from torch import Tensor
 
-from qkv.attention import Meaning
-from qkv.cluster import compiled
-from qkv.cluster.ranks import Ranks, among
+from qkv.attention import FormulaOptions
+from qkv.cluster import custom_op
+from qkv.cluster.process_group import RankGroup, attend_in_group
 from qkv.nn.tensors import check_tensors
 
 
@@ -27,7 +27,7 @@ def attend(
     *,
     queries: Literal["same", "sharded"] = "same",
     return_lse: bool = False,
-    **meaning: Unpack[Meaning],
+    **meaning: Unpack[FormulaOptions],
 ) -> Any:
     """Σᵢ α(q, kᵢ) vᵢ over the keys of all processes: query (…, n, d_q), own key (…, m_r, d_k), own
     value (…, m_r, d_v) → (…, n, d_v), as one process would give for all of them. score, weighting,
@@ -58,24 +58,28 @@ def attend(
     """
     check_tensors(query=query, key=key, value=value)
     if queries not in ("same", "sharded"):
-        raise unknown("queries", queries, ("same", "sharded"))
+        raise unknown_name_error("queries", queries, ("same", "sharded"))
     if torch.compiler.is_compiling():
-        return compiled.attend(query, key, value, group, return_lse, queries=queries, **meaning)
-    return among(query, key, value, group, queries=queries, return_lse=return_lse, **meaning)
+        return custom_op.attend_compiled(
+            query, key, value, group, return_lse, queries=queries, **meaning
+        )
+    return attend_in_group(
+        query, key, value, group, queries=queries, return_lse=return_lse, **meaning
+    )
 
 
-def whole(x: Tensor, group: Any = None) -> Tensor:
+def sum_gradient(x: Tensor, group: Any = None) -> Tensor:
     """x, whose gradient is summed over the processes of the group.
 
     For a parameter of which each process sees its own part of the use, as a projection of its own
     keys: `key = mine @ whole(w_key)`. Then all have the whole gradient, and DDP's mean is that too.
     No score that is a function may hold it: a function is differentiated once for each block.
     """
-    found: Tensor = _Whole.apply(x, group)
+    found: Tensor = _SumGradient.apply(x, group)
     return found
 
 
-class _Whole(torch.autograd.Function):
+class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -83,4 +87,4 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return Ranks(ctx.group).summed([gradient])[0], None
+        return RankGroup(ctx.group).all_reduce_sum([gradient])[0], None

@@ -6,16 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkv.database.absent import AbsentKey
     from qkv.database.database import Database, open
-    from qkv.database.store import check
+    from qkv.database.key_errors import KeyNotFoundError
+    from qkv.database.storage import check
 
-__all__ = ["AbsentKey", "Database", "check", "open"]
+__all__ = ["KeyNotFoundError", "Database", "check", "open"]
 
-_HOMES = {"AbsentKey": "absent", "Database": "database", "check": "store", "open": "database"}
+_MODULE_BY_NAME = {
+    "KeyNotFoundError": "key_errors",
+    "Database": "database",
+    "check": "storage",
+    "open": "database",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"qkv.database.{_HOMES[name]}"), name)
+    if name in _MODULE_BY_NAME:
+        return getattr(importlib.import_module(f"qkv.database.{_MODULE_BY_NAME[name]}"), name)
     raise AttributeError(f"module 'qkv.database' has no attribute {name!r}")

@@ -7,29 +7,41 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypedDict, Unpack, overload
 
-from qkv.arrays import is_array
-from qkv.database.schema import Cells, by_place, keyed, names, plain
-from qkv.database.store import Store, folder
-from qkv.database.writing import Writing, others
-from qkv.errors import ArgumentError, CombinationError, DtypeError, callable_or_none, keywords
-from qkv.frames import library_of
-from qkv.types import NOTHING, K, Progress, Shaped, V
+from qkv.database.storage import Store, folder
+from qkv.database.table.schema import (
+    ColumnData,
+    as_column_names,
+    drop_missing_keys,
+    extract_cells,
+    normalize_columns,
+)
+from qkv.database.writer import DatabaseWriter, other_columns
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    validate_callables,
+    validate_keywords,
+)
+from qkv.frameworks import is_array
+from qkv.util.data_frames import frame_library
+from qkv.util.types import UNSET, K, ProgressCallback, Shaped, V
 
 if TYPE_CHECKING:
     from qkv.database.encoders import EncoderLike
-    from qkv.database.influence import Valuation
+    from qkv.database.query.influence import Valuation
     from qkv.scores import ScoreLike
     from qkv.weightings import WeightingLike
 
 
-READING = dict.fromkeys(
+OPEN_ARGUMENT_HINTS = dict.fromkeys(
     ("mode", "readonly", "read_only"),
     "create=False to make none; many may read beside one that writes",
 )
-ON_DISK = " Database.from_columns(…, path=…) writes one to disk, and qkv.open(path) opens it."
+ON_DISK_HINT = " Database.from_columns(…, path=…) writes one to disk, and qkv.open(path) opens it."
 
 
-class Settings(TypedDict, total=False):
+class DatabaseOptions(TypedDict, total=False):
     """What a database is told beside its rows."""
 
     key: str | Sequence[str]
@@ -39,7 +51,7 @@ class Settings(TypedDict, total=False):
     precision: str | None
 
 
-class Database(Writing[K, V]):
+class Database(DatabaseWriter[K, V]):
     """Keys and values, asked exactly by D[key] and softly by D.ask(query).
 
     `data` is a mapping, pairs (key, value), or the keys, whose `values` then come second; arrays
@@ -61,19 +73,23 @@ class Database(Writing[K, V]):
     """
 
     @overload
-    def __init__(self, data: Shaped, values: Any, **how: Unpack[Settings]) -> None: ...
+    def __init__(self, data: Shaped, values: Any, **how: Unpack[DatabaseOptions]) -> None: ...
     @overload
-    def __init__(self, data: Mapping[K, V], **how: Unpack[Settings]) -> None: ...
+    def __init__(self, data: Mapping[K, V], **how: Unpack[DatabaseOptions]) -> None: ...
     @overload
-    def __init__(self, data: Iterable[tuple[K, V]], **how: Unpack[Settings]) -> None: ...
+    def __init__(self, data: Iterable[tuple[K, V]], **how: Unpack[DatabaseOptions]) -> None: ...
     @overload
-    def __init__(self, data: Iterable[K], values: Iterable[V], **how: Unpack[Settings]) -> None: ...
+    def __init__(
+        self, data: Iterable[K], values: Iterable[V], **how: Unpack[DatabaseOptions]
+    ) -> None: ...
     @overload
-    def __init__(self, data: Any = None, values: Any = ..., **how: Unpack[Settings]) -> None: ...
+    def __init__(
+        self, data: Any = None, values: Any = ..., **how: Unpack[DatabaseOptions]
+    ) -> None: ...
     def __init__(
         self,
         data: Any = None,
-        values: Any = NOTHING,
+        values: Any = UNSET,
         *,
         key: str | Sequence[str] = "key",
         value: str | Sequence[str] = "value",
@@ -82,7 +98,7 @@ class Database(Writing[K, V]):
         precision: str | None = None,
         **other: Any,
     ):
-        keywords("Database()", other, Settings.__optional_keys__, ON_DISK)
+        validate_keywords("Database()", other, DatabaseOptions.__optional_keys__, ON_DISK_HINT)
         super().__init__(Store(None), key, value, encoder, unique, precision)
         if data is not None:
             self.add(data, values)
@@ -90,7 +106,7 @@ class Database(Writing[K, V]):
     def __getstate__(self) -> dict[str, Any]:
         """All but the view of its rows, which is made anew: a copy of one on disk is the same rows,
         opened again, and one in memory goes with its rows."""
-        return {**vars(self), "_held": None, "_last": None}
+        return {**vars(self), "_cached_view": None, "_cached_executor": None}
 
     @classmethod
     def from_columns(
@@ -103,7 +119,7 @@ class Database(Writing[K, V]):
         unique: bool = False,
         precision: str | None = None,
         path: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         **other: Never,
     ) -> Database:
         """Named columns of one length, as `key` and `value` say; on disk where `path` is given.
@@ -118,7 +134,7 @@ class Database(Writing[K, V]):
         >>> D["Bo"]
         'law'
         """
-        keywords("from_columns()", other, cls.from_columns.__kwdefaults__)
+        validate_keywords("from_columns()", other, cls.from_columns.__kwdefaults__)
         if not isinstance(columns, Mapping):
             raise DtypeError(f"columns must be a mapping of them, not {type(columns).__name__}")
         if not columns:
@@ -126,34 +142,38 @@ class Database(Writing[K, V]):
         told = [str(name) for name in columns]
         if len(set(told)) < len(told):
             raise ArgumentError(f"columns: two of them have the same name: {', '.join(told)}")
-        callable_or_none(progress=progress)
-        columns = dict(zip(told, map(by_place, columns.values()), strict=True))
+        validate_callables(progress=progress)
+        columns = dict(zip(told, map(extract_cells, columns.values()), strict=True))
         for name, cells in columns.items():
             if isinstance(cells, str | bytes) or not hasattr(cells, "__len__"):
                 raise DtypeError(f"column {name!r} must be a list of cells, not {cells!r:.40}")
-        keys = names(key) if key is not None else (_first_text(columns),)
-        values = names(value, "value") if value is not None else others(columns, keys)
+        keys = as_column_names(key) if key is not None else (_first_text_column(columns),)
+        values = (
+            as_column_names(value, "value") if value is not None else other_columns(columns, keys)
+        )
         wish = {"key": keys, "value": values, "unique": unique, "precision": precision}
-        path = None if path is None else folder.named(path)
+        path = None if path is None else folder.check_path(path)
         if path is None or os.path.lexists(path):
-            made = cls._on(Store(path), encoder=encoder, **wish)
-            return made._imported(columns, progress)
-        with folder.beside(path) as part:
-            made = cls._on(Store(part), encoder=encoder, **wish)._imported(columns, progress)
+            made = cls._from_store(Store(path), encoder=encoder, **wish)
+            return made._import_columns(columns, progress)
+        with folder.build_store_folder(path) as part:
+            made = cls._from_store(Store(part), encoder=encoder, **wish)._import_columns(
+                columns, progress
+            )
             made.close()
-        return cls._on(Store(path), encoder=made._encoder_wish, **wish)
+        return cls._from_store(Store(path), encoder=made._requested_encoder, **wish)
 
-    def _imported(self, columns: Cells, progress: Progress | None) -> Self:
+    def _import_columns(self, columns: ColumnData, progress: ProgressCallback | None) -> Self:
         """The first rows, or an error and the store closed."""
         try:
-            with self._alone():
+            with self._exclusive_lock():
                 if self._schema is not None:
                     raise ArgumentError(
                         f"{self.path} holds a database already: open it and use extend, or choose "
                         "another path"
                     )
-                columns = keyed(plain(columns), self._wish[0])
-                self._write(columns, progress=progress, what="import")
+                columns = drop_missing_keys(normalize_columns(columns), self._requested_columns[0])
+                self._write_rows(columns, progress=progress, what="import")
         except BaseException:
             self.close()
             raise
@@ -172,7 +192,7 @@ class Database(Writing[K, V]):
         from qkv.database import sources
 
         made = cls.from_columns(sources.from_frame(frame).columns, **how)
-        made._library = library_of(frame)
+        made._frame_library = frame_library(frame)
         return made
 
     @classmethod
@@ -183,8 +203,10 @@ class Database(Writing[K, V]):
         end: `dataset.take(1000)` is less of it.
 
         >>> from datasets import Dataset
-        >>> names = Dataset.from_dict({"name": ["Li", "Hu"], "label": [0, 1]})
-        >>> Database.from_dataset(names, key="name", value="label").ask("Lii").to_frame()["key"][0]
+        >>> as_column_names = Dataset.from_dict({"name": ["Li", "Hu"], "label": [0, 1]})
+        >>> Database.from_dataset(as_column_names, key="name", value="label").ask("Lii").to_frame()[
+        ...     "key"
+        ... ][0]
         'Li'
         """
         from qkv.database import sources
@@ -205,17 +227,17 @@ class Database(Writing[K, V]):
         "logs/*.csv", or a PostgreSQL URL; `table` where it has several. `how` as in `from_columns`.
 
         In CSV and TSV an empty cell is missing, and so are NA, NaN, null and the like
-        (`sources.MISSING`); `missing` gives other words for it, () none: then NA is text. `names`
-        are the columns' where the first line is a row already.
+        (`sources.MISSING_WORDS`); `missing` gives other words for it, () none: then NA is text.
+        `as_column_names` are the columns' where the first line is a row already.
         """
         from qkv.database import sources
 
-        keywords("from_source()", how, cls.from_columns.__kwdefaults__)
+        validate_keywords("from_source()", how, cls.from_columns.__kwdefaults__)
         way: Any = {"table": table, "missing": missing, "names": names}
         read = sources.read(source, **way, progress=how.get("progress"))
         return cls.from_columns(read.columns, **how)
 
-    def valuate(
+    def value_of_rows(
         self,
         pairs: Iterable[Any],
         *,
@@ -229,13 +251,13 @@ class Database(Writing[K, V]):
         would grow without it. A row that does harm may be mislabelled. The rest as in `ask`.
 
         >>> D = Database([(1.0, "low"), (1.1, "low"), (1.2, "high"), (5.0, "high"), (5.2, "high")])
-        >>> D.valuate([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
+        >>> D.value_of_rows([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
         1.2
         """
-        from qkv.database.influence import valuate
+        from qkv.database.query.influence import compute_row_values
 
         how = (score, weighting, where, 1, tolerance, confidence)
-        return valuate(self._asked(self._filled(), *how), pairs)
+        return compute_row_values(self._get_executor(self._nonempty_view(), *how), pairs)
 
 
 def open(
@@ -264,7 +286,7 @@ def open(
     ...         D["Li"]
     'Mu'
     """
-    keywords("open()", other, open.__kwdefaults__, elsewhere=READING)
+    validate_keywords("open()", other, open.__kwdefaults__, elsewhere=OPEN_ARGUMENT_HINTS)
     if isinstance(path, str) and "://" in path:
         raise ArgumentError(
             f"path: {path} is an address, and a database here is a folder: qkv.Client(url) asks a "
@@ -272,22 +294,22 @@ def open(
         )
     store = Store(path, create=create, skip_damaged=skip_damaged)
     wish = {"key": key, "value": value, "unique": unique, "precision": precision}
-    made = Database._on(store, encoder=encoder, **wish)
+    made = Database._from_store(store, encoder=encoder, **wish)
     if (key, value, unique, encoder, precision) != ("key", "value", False, None, None):
         try:
-            _agrees(made, key, value, unique)
-            _kept(made, precision)
+            _check_same_columns(made, key, value, unique)
+            _check_same_vectors(made, precision)
         except BaseException:
             made.close()
             raise
     return made
 
 
-def _agrees(made: Database, key: Any, value: Any, unique: bool) -> None:
+def _check_same_columns(made: Database, key: Any, value: Any, unique: bool) -> None:
     """Refuse what was asked for where the rows that are there were made otherwise."""
     about = made.info()
-    given = {"key": "key" if key == "key" else names(key)}
-    given["value"] = "value" if value in (None, "value") else names(value, "value")
+    given = {"key": "key" if key == "key" else as_column_names(key)}
+    given["value"] = "value" if value in (None, "value") else as_column_names(value, "value")
     for what, name in given.items():
         have = about[what]  # type: ignore[literal-required]
         if have and name != what and list(name) != have:
@@ -302,16 +324,16 @@ def _agrees(made: Database, key: Any, value: Any, unique: bool) -> None:
         )
 
 
-def _kept(made: Database, precision: str | None) -> None:
+def _check_same_vectors(made: Database, precision: str | None) -> None:
     """The same of the keys' vectors: of which encoder they are, in how many bits."""
-    view, given = made._view, made._encoder_wish
+    view, given = made._view, made._requested_encoder
     told = view.settings.get("encoder", {})
-    if told and given is not None and given.kind not in _kinds(told):
+    if told and given is not None and given.kind not in _encoder_kinds(told):
         raise CombinationError(
             f"encoder: the keys of {made.path} were encoded by {told['kind']}, not {given.kind}: "
             "open it without encoder=, and encode(encoder) turns them into other vectors"
         )
-    have = view.snapshot.kind("code")
+    have = view.snapshot.tensor_type("code")
     if precision is not None and have is not None and have[0].name != precision:
         raise CombinationError(
             f"precision: the keys of {made.path} are kept in {have[0].name}, not {precision}: open "
@@ -319,16 +341,16 @@ def _kept(made: Database, precision: str | None) -> None:
         )
 
 
-def _kinds(told: Any) -> Iterator[str]:
+def _encoder_kinds(told: Any) -> Iterator[str]:
     """The kind of an encoder, by its settings, and those of the encoders in it."""
     if isinstance(told, dict):
         yield from [told["kind"]] if "kind" in told else []
     if isinstance(told, dict | list):
         for part in told.values() if isinstance(told, dict) else told:
-            yield from _kinds(part)
+            yield from _encoder_kinds(part)
 
 
-def _first_text(columns: Cells) -> str:
+def _first_text_column(columns: ColumnData) -> str:
     """The first column whose first cell that is not missing is text; else the first."""
     for name, column in columns.items():
         if is_array(column):

@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv import arrays
-from qkv.arrays.base import Framework
-from qkv.arrays.tree import brief, fields_of, leaves, map_arrays
-from qkv.engines.dropout import keep_factor, seed_array
-from qkv.errors import NO_DOUBLES, ArgumentError, DtypeError, count
+from qkv import frameworks
+from qkv.engines.dropout import hash_dropout_factors, seed_array
+from qkv.errors import FLOAT64_HINT, ArgumentError, DtypeError, format_count
+from qkv.frameworks.base import Framework
+from qkv.frameworks.tree import array_leaves, field_names, format_record, map_arrays
 from qkv.masks import Mask
-from qkv.scores import Score, evaluate, is_open
-from qkv.types import Array, At, Block, Live, Shape, Span, derived
+from qkv.scores import Score, evaluate_block, has_user_code
+from qkv.util.types import Array, Block, LiveMask, Shape, ShardPosition, Span, lazy_property
 from qkv.weightings import Weighting
-from qkv.weightings.base import of_rows
+from qkv.weightings.base import weighting_for_rows
 
 
-class Bare(NamedTuple):
+class ThreeArrayRunner(NamedTuple):
     """What an engine does with calls that are nothing but three arrays: `of(query, key, value)`."""
 
-    of: Callable[[Array, Array, Array], Any]
+    function: Callable[[Array, Array, Array], Any]
 
     def run(self, query: Array, key: Array, value: Array, *_: Any) -> Any:
-        return self.of(query, key, value)
+        return self.function(query, key, value)
 
 
 @dataclass(frozen=True)
@@ -54,79 +54,82 @@ class Call:
     tolerance: float | None = None
     wants_lse: bool = False
     wants_weights: str | None = None
-    at: At | None = None
+    at: ShardPosition | None = None
 
-    @derived
+    @lazy_property
     def fw(self) -> Framework:
-        return arrays.of(self.query)
+        return frameworks.get_framework(self.query)
 
-    @derived
+    @lazy_property
     def lead(self) -> Shape:
-        return self.fw.shape(self.query)[:-2]
+        return self.fw.static_shape(self.query)[:-2]
 
-    @derived
+    @lazy_property
     def n(self) -> int:
-        return self.fw.shape(self.query)[-2]
+        return self.fw.static_shape(self.query)[-2]
 
-    @derived
+    @lazy_property
     def m(self) -> int:
-        return self.fw.shape(self.key)[-2]
+        return self.fw.static_shape(self.key)[-2]
 
-    @derived
-    def unsized(self) -> bool:
+    @lazy_property
+    def has_unknown_length(self) -> bool:
         """Whether a length is unknown until a graph runs."""
-        return any(self.fw.unsized(x) for x in (self.query, self.key))
+        return any(self.fw.has_unknown_length(x) for x in (self.query, self.key))
 
-    @derived
+    @lazy_property
     def lowering(self) -> tuple[Score, float] | str:
         """The score as one that has a form, and a bound on its error; or why there is none."""
         fw = self.fw
         # Where a function that JAX compiles holds arrays, what is made of them is traced.
-        parts = (self.query, self.key, *leaves(fw, self.score)) if self.score.ranged else ()
-        if any(fw.tracing(x) or fw.tracing(fw.detach(x)) for x in parts):
+        parts = (
+            (self.query, self.key, *array_leaves(fw, self.score)) if self.score.needs_range else ()
+        )
+        if any(fw.is_traced(x) or fw.is_traced(fw.detach(x)) for x in parts):
             return "the range of the arguments is not known while they are traced"
-        wide = self.precise() if self.score.ranged else self
-        dtype = self.fw.dtype(self.query)
-        return wide.score.lowered(wide.query, wide.key, self.tolerance, dtype)
+        wide = self.upcast() if self.score.needs_range else self
+        dtype = self.fw.dtype_name(self.query)
+        return wide.score.find_lowering(wide.query, wide.key, self.tolerance, dtype)
 
-    def precise(self) -> Call:
+    def upcast(self) -> Call:
         """The same call with 16-bit arrays widened, so that sums run in float32; where it does not
         hold the scores, in float64."""
         fw = self.fw
-        narrow = ("float16", "bfloat16", *(("float32",) if self.extreme else ()))
-        if fw.dtype(self.query) not in narrow:
+        narrow = ("float16", "bfloat16", *(("float32",) if self.exceeds_float32 else ()))
+        if fw.dtype_name(self.query) not in narrow:
             return self
-        wide = "float64" if self.extreme else "float32"
+        wide = "float64" if self.exceeds_float32 else "float32"
 
-        def widen(x: Array) -> Array:
-            return fw.astype(x, wide) if fw.dtype(x) in narrow else x
+        def upcast_array(x: Array) -> Array:
+            return fw.astype(x, wide) if fw.dtype_name(x) in narrow else x
 
-        return map_arrays(fw, widen, self)
+        return map_arrays(fw, upcast_array, self)
 
-    @derived
-    def extreme(self) -> bool:
+    @lazy_property
+    def exceeds_float32(self) -> bool:
         """Whether a bandwidth, a scale or a temperature brings scores to where float32 ends."""
         fw, parts = self.fw, (self.score, self.weighting)
-        if fw.dtype(self.query) == "float64" or within(parts):
+        if fw.dtype_name(self.query) == "float64" or has_numbers_in_range(parts):
             return False
-        if (doubles := fw.doubles(self.query)) or within(parts, 1e-18, 1e18):
+        if (doubles := fw.supports_float64(self.query)) or has_numbers_in_range(parts, 1e-18, 1e18):
             return doubles
         raise DtypeError(
-            f"float32 does not hold the scores of {brief(self.score)} and {brief(self.weighting)}, "
-            f"and {NO_DOUBLES}"
+            f"float32 does not hold the scores of {format_record(self.score)} and "
+            f"{format_record(self.weighting)}, "
+            f"and {FLOAT64_HINT}"
         )
 
-    @derived
-    def beyond(self) -> bool:
+    @lazy_property
+    def may_exceed_float64(self) -> bool:
         """Whether a bandwidth or a temperature is so small that float64 may not hold the scores."""
-        return not within((self.score, self.weighting), *HELD)
+        return not has_numbers_in_range((self.score, self.weighting), *FLOAT64_SAFE_RANGE)
 
 
-HELD = 1e-100, math.inf
+FLOAT64_SAFE_RANGE = 1e-100, math.inf
 """Numbers of a score and a weighting with which float64 holds all scores."""
 
 
-def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
+def has_numbers_in_range(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     """Whether the numbers of a record are of a size between these, 0 or infinite."""
     parts = [record]
     for x in parts:  # which grows on the way
@@ -137,147 +140,156 @@ def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
         elif type(x) is tuple:
             parts += x
         elif x is not None:
-            parts += [getattr(x, name) for name in fields_of(x) or ()]
+            parts += [getattr(x, name) for name in field_names(x) or ()]
     return True
 
 
-def place(call: Call, rows: Span | None = None, cols: Span | None = None) -> Block:
+def make_block(call: Call, rows: Span | None = None, cols: Span | None = None) -> Block:
     """Where a block lies, with the positions that masks and score_mods read; None: a whole axis."""
     fw, lead, like = call.fw, call.lead, call.query
-    rows = rows or Span(0, fw.length(like, -2))
-    cols = cols or Span(0, fw.length(call.key, -2))
-    row, col, n, m = call.at or (0, 0, fw.length(like, -2), fw.length(call.key, -2))
+    rows = rows or Span(0, fw.axis_length(like, -2))
+    cols = cols or Span(0, fw.axis_length(call.key, -2))
+    row, col, n, m = call.at or (0, 0, fw.axis_length(like, -2), fw.axis_length(call.key, -2))
     rows = rows._replace(start=rows.start + row) if row else rows
 
-    def positions(name: str) -> Array:
+    def make_positions(name: str) -> Array:
         if name == "q":
-            return fw.positions(rows.start, rows.size, like)[:, None]
+            return fw.position_range(rows.start, rows.size, like)[:, None]
         if name == "k":
-            return fw.positions(cols.start + col if col else cols.start, cols.size, like)[None, :]
-        sizes = [fw.length(like, axis) for axis in range(len(lead))]  # known when a graph runs
+            return fw.position_range(cols.start + col if col else cols.start, cols.size, like)[
+                None, :
+            ]
+        sizes = [fw.axis_length(like, axis) for axis in range(len(lead))]  # known when a graph runs
         if name == "h":
-            at = fw.positions(0, sizes[-1] if lead else 1, like)
+            at = fw.position_range(0, sizes[-1] if lead else 1, like)
             return at[:, None, None] if lead else at[:, None]
         if len(lead) < 2:
-            return fw.positions(0, 1, like)[:, None]
+            return fw.position_range(0, 1, like)[:, None]
         count = reduce(mul, sizes[:-1])
-        return fw.xp.reshape(fw.positions(0, count, like), (*sizes[:-1], 1, 1, 1))
+        return fw.xp.reshape(fw.position_range(0, count, like), (*sizes[:-1], 1, 1, 1))
 
-    return Block(rows, cols, n, m, positions, len(lead))
+    return Block(rows, cols, n, m, make_positions, len(lead))
 
 
-def some_rows(call: Call, rows: Span | None) -> Call:
+def slice_weighting_rows(call: Call, rows: Span | None) -> Call:
     """The call with what its weighting has for each row cut to these, None: to all."""
     if rows is None:
         return call
-    weighting = of_rows(call.fw, call.weighting, rows, call.n)
+    weighting = weighting_for_rows(call.fw, call.weighting, rows, call.n)
     return call if weighting is call.weighting else replace(call, weighting=weighting)
 
 
-def live(call: Call, block: Block) -> Array | None:
+def compute_live_pairs(call: Call, block: Block) -> Array | None:
     """Which pairs of the block count: what the mask allows, less what was counted elsewhere."""
     out = None
-    if call.rule is not None and not block.cols.open:
-        out = call.rule.allowed(block)
+    if call.rule is not None and not block.cols.is_unmasked:
+        out = call.rule.allowed_pairs(block)
     for name, span in (("q", block.rows), ("k", block.cols)):
-        if span.first is not None:
-            fresh = getattr(block, name) >= span.first
+        if span.first_new is not None:
+            fresh = getattr(block, name) >= span.first_new
             out = fresh if out is None else call.fw.xp.logical_and(out, fresh)
     return out
 
 
-def scores(call: Call, query: Array, key: Array, bias: Array | None, block: Block) -> Array:
+def compute_scores(call: Call, query: Array, key: Array, bias: Array | None, block: Block) -> Array:
     """The scores of a block: of its queries and keys, with the mask's bias, scaled for α."""
-    s = evaluate(call.score, query, share_heads(call, key), block)
+    s = evaluate_block(call.score, query, repeat_shared_heads(call, key), block)
     if bias is not None:
-        s = s + call.fw.keep(bias, bias != -float("inf"))
-    return call.fw.settle(call.weighting.scale(s))
+        s = s + call.fw.fill_unless(bias, bias != -float("inf"))
+    return call.fw.prevent_fusion(call.weighting.scale_scores(s))
 
 
-def held(call: Call, s: Array, alive: Live) -> None:
+def check_scores_finite(call: Call, s: Array, alive: LiveMask) -> None:
     """Refuse queries whose scores (…, r, m) float64 does not hold, as far as they can be looked at:
     they would be answered as if they might look at nothing."""
     fw = call.fw
-    if fw.tracing(s) or 0 in fw.shape(s):
+    if fw.is_traced(s) or 0 in fw.static_shape(s):
         return
     given = [fw.to_numpy(fw.detach(x)) for x in (call.query, call.key, s)]
     seen = np.broadcast_to(True if alive is None else fw.to_numpy(alive), given[2].shape)
     top = np.where(seen, given[2], -np.inf).max(axis=-1)
-    lost = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.convex)
+    lost = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.is_convex)
     if lost.any() and all(np.isfinite(x).all() for x in given[:2]):
-        raise unheld(call.score, call.weighting, int(lost.sum()))
+        raise overflow_error(call.score, call.weighting, int(lost.sum()))
 
 
-def unheld(score: Score, weighting: Weighting, queries: int) -> ArgumentError:
+def overflow_error(score: Score, weighting: Weighting, queries: int) -> ArgumentError:
     return ArgumentError(
-        f"float64 does not hold the scores of {brief(score)} and {brief(weighting)} "
-        f"for {count(queries)} of the queries: take a larger bandwidth or temperature, "
+        f"float64 does not hold the scores of {format_record(score)} and "
+        f"{format_record(weighting)} "
+        f"for {format_count(queries)} of the queries: take a larger bandwidth or temperature, "
         "for long before this the best key has all the weight"
     )
 
 
-def reached(score: Score, weighting: Weighting, query: np.ndarray, best: np.ndarray) -> None:
+def check_best_scores_finite(
+    score: Score, weighting: Weighting, query: np.ndarray, best: np.ndarray
+) -> None:
     """The same by the best score of each query (n,) among rows that it may look at."""
-    if within((score, weighting), *HELD) or not weighting.convex or not np.isfinite(query).all():
+    if (
+        has_numbers_in_range((score, weighting), *FLOAT64_SAFE_RANGE)
+        or not weighting.is_convex
+        or not np.isfinite(query).all()
+    ):
         return
-    if lost := int((~np.isfinite(weighting.scale(best))).sum()):
-        raise unheld(score, weighting, lost)
+    if lost := int((~np.isfinite(weighting.scale_scores(best))).sum()):
+        raise overflow_error(score, weighting, lost)
 
 
-def clean(call: Call, rows: Array, alive: Live) -> Array:
+def zero_dead_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
     """Keys or values (…, c, d) with 0 in the rows that no query of the block may look at.
 
     What stands there may be NaN, and 0 · NaN would bring it back.
     """
     fw = call.fw
-    if alive is None or (fw.surely_finite(rows) and not is_open(call.score)):
+    if alive is None or (fw.is_surely_finite(rows) and not has_user_code(call.score)):
         return rows
     seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1), over the lead or less
-    lead = fw.shape(rows)[:-2]
+    lead = fw.static_shape(rows)[:-2]
     if len(seen.shape) > 2 and (lead != call.lead or lead[-1] is None):
-        seen = fw.astype(seen, fw.dtype(rows))
-        sizes = (*fw.sizes(call.query)[:-2], *fw.sizes(seen)[-2:])
+        seen = fw.astype(seen, fw.dtype_name(rows))
+        sizes = (*fw.dynamic_shape(call.query)[:-2], *fw.dynamic_shape(seen)[-2:])
         seen = fw.xp.broadcast_to(seen, sizes)
-        seen = fold_heads(call, seen, fw.sizes(rows)[:-2]) > 0
-    return fw.keep(rows, seen)
+        seen = sum_shared_heads(call, seen, fw.dynamic_shape(rows)[:-2]) > 0
+    return fw.fill_unless(rows, seen)
 
 
-def clean_queries(call: Call, query: Array, alive: Live) -> Array:
+def zero_dead_queries(call: Call, query: Array, alive: LiveMask) -> Array:
     """Queries (…, r, d) with 0 in the rows that may look at no key of the block, likewise."""
-    if alive is None or (call.fw.surely_finite(query) and not is_open(call.score)):
+    if alive is None or (call.fw.is_surely_finite(query) and not has_user_code(call.score)):
         return query
-    return call.fw.keep(query, call.fw.xp.any(alive, axis=-1)[..., None])
+    return call.fw.fill_unless(query, call.fw.xp.any(alive, axis=-1)[..., None])
 
 
-def share_heads(call: Call, x: Array) -> Array:
+def repeat_shared_heads(call: Call, x: Array) -> Array:
     """A key or value with fewer heads than the query, each repeated for its group."""
-    shape = call.fw.shape(x)
+    shape = call.fw.static_shape(x)
     alike = shape[-3:-2] == call.lead[-1:] and None not in call.lead[-1:]
     if len(shape) < 3 or not call.lead or shape[-3] == 1 or alike:
         return x
-    return call.fw.each_head(x, call.fw.length(call.query, -3))
+    return call.fw.repeat_heads(x, call.fw.axis_length(call.query, -3))
 
 
-def fold_heads(call: Call, x: Array, lead: Shape) -> Array:
+def sum_shared_heads(call: Call, x: Array, lead: Shape) -> Array:
     """x (*call.lead, ·, ·) summed over what `lead` shares: the transpose of broadcasting."""
     xp = call.fw.xp
     while len(x.shape) - 2 > len(lead):
         x = xp.sum(x, axis=0)
     for axis, size in enumerate(lead):
         have = x.shape[axis]
-        unknown = have is None or arrays.is_array(size)
+        unknown = have is None or frameworks.is_array(size)
         if axis < len(lead) - 1 if unknown else have == size:
             continue
         if not unknown and size == 1:
             x = xp.sum(x, axis=axis, keepdims=True)
         else:
-            sizes = call.fw.sizes(x)
+            sizes = call.fw.dynamic_shape(x)
             x = xp.reshape(x, (*sizes[:axis], size, sizes[axis] // size, *sizes[axis + 1 :]))
             x = xp.sum(x, axis=axis + 1)
     return x
 
 
-def dropped(call: Call, block: Block, like: Array | None = None) -> Array | None:
+def dropout_factors(call: Call, block: Block, like: Array | None = None) -> Array | None:
     """The factor that dropout puts on each weight of the block: 0 or 1 / (1 − p).
 
     Without a seed it is drawn anew for weights like these, so the block must be made once.
@@ -285,23 +297,23 @@ def dropped(call: Call, block: Block, like: Array | None = None) -> Array | None
     if not call.dropout:
         return None
     if call.seed is None:
-        return call.fw.kept(like, call.dropout)
-    return keep_factor(call.query, call.dropout, call.seed, block)
+        return call.fw.dropout_mask(like, call.dropout)
+    return hash_dropout_factors(call.query, call.dropout, call.seed, block)
 
 
-def seeded(call: Call) -> Call:
+def ensure_seed(call: Call) -> Call:
     """The call with a seed, for an engine that makes a block more than once."""
     if not call.dropout or call.seed is not None:
         return call
     return replace(call, seed=seed_array(call.fw, None, call.query))
 
 
-def results(call: Call, found: tuple[Array | None, Array | None, Array | None]) -> Any:
+def pack_results(call: Call, found: tuple[Array | None, Array | None, Array | None]) -> Any:
     """What `attend` returns of an engine's output, log-sum-exp and weights.
 
     The log-sum-exp keeps the precision of the sums: rounded to 16 bits it would merge nothing.
     """
-    fw, dtype = call.fw, call.fw.dtype(call.query)
+    fw, dtype = call.fw, call.fw.dtype_name(call.query)
     out, lse, alpha = found
     if lse is None and alpha is None:
         return fw.astype(out, dtype)

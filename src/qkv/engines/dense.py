@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from qkv.arrays import tree
 from qkv.engines import call as calls
 from qkv.engines.call import Call
-from qkv.engines.request import resolved
-from qkv.types import Array, Arrays, Span
+from qkv.engines.validation import resolve_score_and_weighting
+from qkv.frameworks import tree
+from qkv.util.types import Array, Arrays, Span
 
 NAME = "dense"
-WIDENS = MINDS = True
+UPCASTS = CHECKS_OVERFLOW = True
 
 
-def cannot(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     return None
 
 
-def declines(call: Call) -> str | None:
+def slower_reason(call: Call) -> str | None:
     return None
 
 
@@ -27,60 +27,63 @@ def describe(call: Call) -> str:
     return "the whole matrix at once"
 
 
-def direct(call: Call) -> Callable[..., Array] | None:
+def build_direct_runner(call: Call) -> Callable[..., Array] | None:
     """The equation where there is no mask, no dropout and no shared head."""
     fw = call.fw
-    alike = call.lead == fw.shape(call.key)[:-2] == fw.shape(call.value)[:-2]
-    if call.rule is not None or call.precise() is not call or not alike:
+    alike = call.lead == fw.static_shape(call.key)[:-2] == fw.static_shape(call.value)[:-2]
+    if call.rule is not None or call.upcast() is not call or not alike:
         return None
 
-    fixed_weighting = None if tree.leaves(fw, call.weighting) else call.weighting
-    learned = fixed_weighting is None or tree.leaves(fw, call.score)
+    fixed_weighting = None if tree.array_leaves(fw, call.weighting) else call.weighting
+    learned = fixed_weighting is None or tree.array_leaves(fw, call.score)
     fixed = None if learned else (call.score, call.weighting)
 
-    def attend(
+    def run_arrays(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Array:
-        score, weighting = fixed or resolved(score, fixed_weighting or weighting, None)
-        with fw.quiet():
-            scores = fw.settle(weighting.scale(score(query, key)))
-            at = fw.positions(0, key.shape[-2], key)
-            out: Array = weighting.pool(weighting.weights(scores, None, at), value, None, None)
+        score, weighting = fixed or resolve_score_and_weighting(
+            score, fixed_weighting or weighting, None
+        )
+        with fw.compute_context():
+            scores = fw.prevent_fusion(weighting.scale_scores(score(query, key)))
+            at = fw.position_range(0, key.shape[-2], key)
+            weights = weighting.weights(scores, None, at)
+            out: Array = weighting.pool_values(weights, value, None, None)
             return out
 
-    return attend
+    return run_arrays
 
 
-def reference(call: Call) -> Callable[..., Arrays]:
+def build_reference(call: Call) -> Callable[..., Arrays]:
     """The output and, where wanted, the log-sum-exp as a function of the call's arrays: what a
     gradient of another engine's own is differentiated by."""
-    fw, dtype = call.fw, call.fw.dtype(call.query)
+    fw, dtype = call.fw, call.fw.dtype_name(call.query)
 
-    def function(*arrays: Array) -> Arrays:
-        found = run(tree.rebuild(fw, call, arrays))[:2]
+    def compute_reference(*arrays: Array) -> Arrays:
+        found = run(tree.replace_arrays(fw, call, arrays))[:2]
         return tuple(fw.astype(x, dtype) for x in found if x is not None)
 
-    return function
+    return compute_reference
 
 
 def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | None, Array]:
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, its log-sum-exp and its weights, for some rows or all."""
-    call = calls.some_rows(call.precise(), rows)
-    block = calls.place(call, rows)
-    live = calls.live(call, block)
-    query = calls.clean_queries(call, call.fw.cut(call.query, block.rows, -2), live)
-    key = calls.clean(call, call.key, live)
-    bias = None if call.bias is None else call.fw.cut(call.bias, block.rows, -2)
+    call = calls.slice_weighting_rows(call.upcast(), rows)
+    block = calls.make_block(call, rows)
+    live = calls.compute_live_pairs(call, block)
+    query = calls.zero_dead_queries(call, call.fw.slice_span(call.query, block.rows, -2), live)
+    key = calls.zero_dead_rows(call, call.key, live)
+    bias = None if call.bias is None else call.fw.slice_span(call.bias, block.rows, -2)
 
-    scores = calls.scores(call, query, key, bias, block)
-    if call.beyond:
-        calls.held(call, scores, live)
+    scores = calls.compute_scores(call, query, key, bias, block)
+    if call.may_exceed_float64:
+        calls.check_scores_finite(call, scores, live)
     weights = call.weighting.weights(scores, live, block.k)
-    lse = call.weighting.lse_of(scores, live, block.k) if call.wants_lse else None
+    lse = call.weighting.compute_lse(scores, live, block.k) if call.wants_lse else None
 
-    keep = calls.dropped(call, block, weights)
+    keep = calls.dropout_factors(call, block, weights)
     out = None
     if call.value is not None:
-        value = calls.share_heads(call, calls.clean(call, call.value, live))
-        out = call.weighting.pool(weights, value, live, keep)
+        value = calls.repeat_shared_heads(call, calls.zero_dead_rows(call, call.value, live))
+        out = call.weighting.pool_values(weights, value, live, keep)
     return out, lse, weights if keep is None else weights * keep

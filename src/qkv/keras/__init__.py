@@ -14,9 +14,9 @@ them are where training starts: each becomes a weight of the layer. The scores "
 
 from __future__ import annotations
 
-from qkv.errors import extra
+from qkv.errors import require_extra
 
-with extra("keras", "qkv.keras needs Keras 3"):
+with require_extra("keras", "qkv.keras needs Keras 3"):
     import keras.ops  # noqa: F401
 
 from qkv.keras.attention import AdditiveAttention, Attention

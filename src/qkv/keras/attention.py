@@ -10,54 +10,54 @@ import numpy as np
 from keras import ops
 
 from qkv import masks, scores, weightings
-from qkv.arrays import framework, tree
 from qkv.attention import attend, weights
-from qkv.elsewhere import built_with, refuse, refuse_call
-from qkv.errors import ArgumentError, DtypeError, fraction, unknown
-from qkv.keras.axes import Axes, check_shapes, three
-from qkv.keras.masks import merged
+from qkv.errors import ArgumentError, DtypeError, unknown_name_error, validate_fraction
+from qkv.frameworks import load_framework, tree
+from qkv.keras.axes import Axes, check_shapes, unpack_inputs
+from qkv.keras.masks import merge_masks
 from qkv.keras.scores import (
-    LEARNED,
+    LEARNED_SCORES,
     ScoreConfig,
     WeightingConfig,
-    arrays,
-    first,
-    named,
-    on_host,
-    read,
-    start,
-    written,
+    constant_initializer,
+    from_config,
+    learned_initializer,
+    learned_score_name,
+    move_to_host,
+    named_arrays,
+    to_config,
 )
-from qkv.types import Array, Shape
+from qkv.util.keyword_hints import init_keywords, reject_call_keywords, reject_init_keywords
+from qkv.util.types import Array, Shape
 
 Config = dict[str, Any]
 
-MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
+KERAS_SCORE_MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
 """Keras's names of scores, and ours."""
 
 
-def start_as(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
+def init_keras_layer(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
     """init(**kwargs) of Keras's own layer; what it does not know is told with where that goes."""
     try:
         init(**kwargs)
     except ValueError as error:
         if others := [name for name in kwargs if f"'{name}'" in str(error)]:
-            refuse(layer, others, built_with(type(layer)))
+            reject_init_keywords(layer, others, init_keywords(type(layer)))
         raise
 
 
-class Guided(keras.Layer):  # type: ignore[misc]
+class KeywordCheckedLayer(keras.Layer):  # type: ignore[misc]
     """A layer that says of a keyword which it is not called with where that goes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
         except TypeError:
-            refuse_call(self, kwargs)
+            reject_call_keywords(self, kwargs)
             raise
 
 
-class AttentionLayer(Guided):
+class AttentionLayer(KeywordCheckedLayer):
     """What the layers share: a score and a weighting, their weights, and the call of `attend`."""
 
     def __init__(
@@ -71,30 +71,32 @@ class AttentionLayer(Guided):
                 f"score is a Keras layer, {type(score).__name__}, whose weights would not be "
                 "trained: pass a score of qkv.scores, whose arrays are"
             )
-        start_as(self, super().__init__, kwargs)
-        self.score = named(read(scores, score))
-        self.weighting = read(weightings, weighting)
-        if not self._makes_score:
-            self._score = on_host(scores.resolve(self.score))
-        self._weighting = on_host(weightings.resolve(self.weighting))
+        init_keras_layer(self, super().__init__, kwargs)
+        self.score = learned_score_name(from_config(scores, score))
+        self.weighting = from_config(weightings, weighting)
+        if not self._creates_score:
+            self._score = move_to_host(scores.resolve(self.score))
+        self._weighting = move_to_host(weightings.resolve(self.weighting))
         self.supports_masking = True
 
     @property
-    def _makes_score(self) -> bool:
-        return isinstance(self.score, str) and self.score in LEARNED
+    def _creates_score(self) -> bool:
+        return isinstance(self.score, str) and self.score in LEARNED_SCORES
 
     def _build_score(self, d_q: int, d_k: int) -> None:
         """One weight for each array of the score and of the weighting."""
-        if self._makes_score:
-            self._score = LEARNED[self.score](d_q, d_k)
-        self._score.check((d_q,), (d_k,))
+        if self._creates_score:
+            self._score = LEARNED_SCORES[self.score](d_q, d_k)
+        self._score.check_shapes((d_q,), (d_k,))
         self._score_weights = [
             self.add_weight(
                 name=f"score_{name}",
                 shape=x.shape,
-                initializer=first(name, x) if self._makes_score else start(x),
+                initializer=learned_initializer(name, x)
+                if self._creates_score
+                else constant_initializer(x),
             )
-            for name, x in arrays(self._score)
+            for name, x in named_arrays(self._score)
         ]
         self._build_weighting()
 
@@ -104,11 +106,13 @@ class AttentionLayer(Guided):
 
     def _build_weighting(self) -> None:
         self._weighting_weights = [
-            self.add_weight(name=f"weighting_{name}", shape=x.shape, initializer=start(x))
-            for name, x in arrays(self._weighting)
+            self.add_weight(
+                name=f"weighting_{name}", shape=x.shape, initializer=constant_initializer(x)
+            )
+            for name, x in named_arrays(self._weighting)
         ]
 
-    def _attend(
+    def _run_attention(
         self,
         query: Array,
         key: Array,
@@ -120,13 +124,13 @@ class AttentionLayer(Guided):
     ) -> tuple[Array, Array | None]:
         """The output and, where asked for, the weights as they are before dropout."""
 
-        def filled(record: Any, variables: Sequence[Any]) -> Any:
+        def fill_arrays(record: Any, variables: Sequence[Any]) -> Any:
             now = (ops.cast(x, query.dtype) for x in variables)
-            return tree.rebuild(framework("numpy"), record, now)
+            return tree.replace_arrays(load_framework("numpy"), record, now)
 
         how = {
-            "score": filled(self._score, self._score_arrays()),
-            "weighting": filled(self._weighting, self._weighting_weights),
+            "score": fill_arrays(self._score, self._score_arrays()),
+            "weighting": fill_arrays(self._weighting, self._weighting_weights),
             "mask": mask,
         }
         if not dropout:
@@ -140,8 +144,8 @@ class AttentionLayer(Guided):
     def get_config(self) -> Config:
         return {
             **super().get_config(),
-            "score": written(self.score),
-            "weighting": written(self.weighting),
+            "score": to_config(self.score),
+            "weighting": to_config(self.weighting),
         }
 
 
@@ -162,7 +166,7 @@ class Attention(AttentionLayer):
     (`scale`, `concat_score_weight`) have its names and its order.
 
     >>> import numpy as np
-    >>> from qkv.arrays import to_numpy
+    >>> from qkv.frameworks import to_numpy
     >>> keys, values = np.array([[[0.0], [3.0]]]), np.array([[[10.0], [20.0]]])
     >>> layer = Attention(score="gaussian")
     >>> out, alpha = layer([np.zeros((1, 1, 1)), values, keys], return_attention_scores=True)
@@ -186,29 +190,29 @@ class Attention(AttentionLayer):
                 f"score={score!r} and Keras's own use_scale={use_scale!r}, "
                 f"score_mode={score_mode!r} each say how query and key are compared: give one"
             )
-        if as_keras and score_mode not in (None, *MODES):
-            raise unknown("score_mode", score_mode, MODES)
+        if as_keras and score_mode not in (None, *KERAS_SCORE_MODES):
+            raise unknown_name_error("score_mode", score_mode, KERAS_SCORE_MODES)
         if score is None:
-            score = MODES[score_mode or "dot"] if as_keras else "scaled_dot"
+            score = KERAS_SCORE_MODES[score_mode or "dot"] if as_keras else "scaled_dot"
         super().__init__(score=score, weighting=weighting, **kwargs)
         self.use_scale, self.score_mode, self._as_keras = use_scale, score_mode, as_keras
-        self.dropout, self.seed = fraction("dropout", dropout), seed
+        self.dropout, self.seed = validate_fraction("dropout", dropout), seed
         self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout else None
 
     # Where a layer that makes its own query, key and value differs.
 
-    def _shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
+    def _qvk_shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
         """The shapes of query, value and key."""
-        shapes = three(input_shape)
+        shapes = unpack_inputs(input_shape)
         check_shapes(*shapes)
         return shapes
 
-    def _inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def _qvk_inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Query, value and key, and the masks that came with them."""
-        return three(inputs), three([None] * 2 if mask is None else mask, "mask")
+        return unpack_inputs(inputs), unpack_inputs([None] * 2 if mask is None else mask, "mask")
 
     def build(self, input_shape: Any) -> None:
-        query, _, key = self._shapes(input_shape)
+        query, _, key = self._qvk_shapes(input_shape)
         self._build_score(query[-1], key[-1])
 
     def _build_score(self, d_q: int, d_k: int) -> None:
@@ -225,7 +229,7 @@ class Attention(AttentionLayer):
             self._score = scores.Additive(np.eye(d_q), of_keys, np.ones(d_q))
         elif self.use_scale:
             self._score = scores.ScaledDot(np.ones(()))
-        self._score.check((d_q,), (d_k,))
+        self._score.check_shapes((d_q,), (d_k,))
         self._build_weighting()
 
     def _score_arrays(self) -> Sequence[Any]:
@@ -233,7 +237,7 @@ class Attention(AttentionLayer):
             return super()._score_arrays()
         if self.score_mode != "concat":
             return () if self.scale is None else (self.scale,)
-        *eyes, one = (x for _, x in arrays(self._score))
+        *eyes, one = (x for _, x in named_arrays(self._score))
         if self.scale is not None:
             eyes = [ops.multiply(self.scale, x) for x in eyes]
         return *eyes, ops.multiply(self.concat_score_weight, one)
@@ -249,10 +253,10 @@ class Attention(AttentionLayer):
         use_causal_mask: bool = False,
     ) -> Any:
         # Keras fills in `mask`, or `inputs_mask` where a second tensor is passed.
-        given = self._inputs(inputs, inputs_mask if mask is None else mask)
+        given = self._qvk_inputs(inputs, inputs_mask if mask is None else mask)
         (query, value, key), (query_mask, value_mask, key_mask) = given
         rank = len(query.shape)
-        rule = merged(
+        rule = merge_masks(
             query,
             key,
             None,
@@ -264,7 +268,7 @@ class Attention(AttentionLayer):
             causal=use_causal_mask,
         )
         dropout = self.dropout if training else 0.0
-        found = self._attend(
+        found = self._run_attention(
             query, key, value, rule, dropout, self.seed_generator, return_attention_scores
         )
         return found if return_attention_scores else found[0]
@@ -273,16 +277,16 @@ class Attention(AttentionLayer):
         return mask[0] if isinstance(mask, list | tuple) else mask
 
     def compute_output_shape(self, input_shape: Any) -> Shape:
-        query, value, _ = self._shapes(input_shape)
+        query, value, _ = self._qvk_shapes(input_shape)
         return (*query[:-1], value[-1])
 
     def compute_output_spec(
         self, inputs: Any, *args: Any, return_attention_scores: bool = False, **kwargs: Any
     ) -> Any:
         several = isinstance(inputs, list | tuple)
-        query, value, key = self._shapes([x.shape for x in inputs] if several else inputs.shape)
+        query, value, key = self._qvk_shapes([x.shape for x in inputs] if several else inputs.shape)
         shapes = (*query[:-1], value[-1]), (*query[:-1], key[-2])
-        return spec(self, *shapes, return_attention_scores)
+        return build_output_spec(self, *shapes, return_attention_scores)
 
     def get_config(self) -> Config:
         own = {name: getattr(self, name) for name in ("dropout", "seed", "use_scale", "score_mode")}
@@ -317,7 +321,7 @@ class AdditiveAttention(Attention):
     def _build_score(self, d_q: int, d_k: int) -> None:
         one = np.ones(d_q)
         self._score = scores.Additive(np.eye(d_q), None, one)
-        self._score.check((d_q,), (d_k,))
+        self._score.check_shapes((d_q,), (d_k,))
         self.scale = None
         if self.use_scale:
             self.scale = self.add_weight(
@@ -332,7 +336,7 @@ class AdditiveAttention(Attention):
         return config
 
 
-def spec(layer: Any, out: Shape, alpha: Shape, both: bool) -> Any:
+def build_output_spec(layer: Any, out: Shape, alpha: Shape, both: bool) -> Any:
     """What a layer will give: the output and, if asked for, the weights."""
     shapes = (out, alpha) if both else (out,)
     specs = tuple(keras.KerasTensor(shape, dtype=layer.compute_dtype) for shape in shapes)

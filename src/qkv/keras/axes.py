@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from qkv.errors import DtypeError, ShapeError
-from qkv.types import Array, Shape
+from qkv.util.types import Array, Shape
 
 
 class Axes(NamedTuple):
@@ -19,57 +19,57 @@ class Axes(NamedTuple):
     """Of a tensor (batch, …, width)."""
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def axis_order(self) -> tuple[int, ...]:
         """Every axis but the width, the batch first and what is attended over last."""
         return (*(i for i in range(self.rank - 1) if i not in self.attended), *self.attended)
 
-    def shape(self, shape: Shape) -> tuple[Shape, Shape]:
+    def split_shape(self, shape: Shape) -> tuple[Shape, Shape]:
         """Of (batch, …, width): the axes of the batch, and those of the rows."""
-        axes = self.order
+        axes = self.axis_order
         cut = len(axes) - len(self.attended)
         return tuple(shape[i] for i in axes[:cut]), tuple(shape[i] for i in axes[cut:])
 
-    def check(self, query: Shape, value: Shape) -> None:
+    def check_shared_axes(self, query: Shape, value: Shape) -> None:
         """Refuse axes between the batch and the rows that a query and a value do not share."""
-        sides = (self.shape(x)[0][1:] for x in (query, value))
+        sides = (self.split_shape(x)[0][1:] for x in (query, value))
         if any(None not in pair and pair[0] != pair[1] for pair in zip(*sides, strict=True)):
             raise ShapeError(
                 f"query {tuple(query)} and value {tuple(value)} differ in an axis that is not "
                 f"attended over: attention_axes are {self.attended}"
             )
 
-    def rows(self, x: Array) -> Array:
+    def flatten_rows(self, x: Array) -> Array:
         """(batch, …, heads, width) as (batch, …, heads, rows, width)."""
-        lead, rows = self.shape(ops.shape(x))
+        lead, rows = self.split_shape(ops.shape(x))
         heads = self.rank - 1
         cut = len(lead)
-        x = ops.transpose(x, (*self.order[:cut], heads, *self.order[cut:], heads + 1))
+        x = ops.transpose(x, (*self.axis_order[:cut], heads, *self.axis_order[cut:], heads + 1))
         return x if len(rows) == 1 else ops.reshape(x, (*lead, x.shape[cut], -1, x.shape[-1]))
 
-    def back(self, out: Array, like: Array) -> Array:
-        """What `rows` did to `like`, undone."""
-        lead, rows = self.shape(ops.shape(like))
+    def restore_axes(self, out: Array, like: Array) -> Array:
+        """What `flatten_rows` did to `like`, undone."""
+        lead, rows = self.split_shape(ops.shape(like))
         cut = len(lead)
         out = ops.reshape(out, (*lead, out.shape[cut], *rows, out.shape[-1]))
-        now = (*self.order[:cut], self.rank - 1, *self.order[cut:], self.rank)
+        now = (*self.axis_order[:cut], self.rank - 1, *self.axis_order[cut:], self.rank)
         return ops.transpose(out, [now.index(i) for i in range(self.rank + 1)])
 
-    def scores(self, query: Shape, value: Shape, heads: int | None) -> Shape:
+    def scores_shape(self, query: Shape, value: Shape, heads: int | None) -> Shape:
         """(batch, …, heads, axes of the query, axes of the key), as Keras has the weights."""
-        lead, rows = self.shape(query)
-        return (*lead, *(() if heads is None else (heads,)), *rows, *self.shape(value)[1])
+        lead, rows = self.split_shape(query)
+        return (*lead, *(() if heads is None else (heads,)), *rows, *self.split_shape(value)[1])
 
-    def along(self, mask: Array, of_keys: bool, heads: int | None) -> Array:
+    def expand_row_mask(self, mask: Array, of_keys: bool, heads: int | None) -> Array:
         """A mask (batch, …) of rows, beside scores (batch, …, heads, n, m)."""
         if len(mask.shape) < self.rank - 1:  # (batch, rows), for all that lies between
             lead = (ops.shape(mask)[0], *(1,) * (self.rank - 3))
         else:
-            mask = ops.transpose(mask, self.order)
+            mask = ops.transpose(mask, self.axis_order)
             lead = ops.shape(mask)[: self.rank - 1 - len(self.attended)]
         ones = () if heads is None else (1,)
         return ops.reshape(mask, (*lead, *ones, *((1, -1) if of_keys else (-1, 1))))
 
-    def between(self, mask: Array, full: Shape) -> Array:
+    def expand_pair_mask(self, mask: Array, full: Shape) -> Array:
         """A mask of pairs, its axes as in `full`, the shape of the scores, or the first and last
         of them; beside scores (batch, …, heads, n, m)."""
         count = len(self.attended)
@@ -82,11 +82,11 @@ class Axes(NamedTuple):
         return ops.reshape(mask, (*lead, prod(pairs[:count]), prod(pairs[count:])))
 
 
-SEQUENCE = Axes((1,), 3)
+SEQUENCE_AXES = Axes((1,), 3)
 """(batch, rows, width)"""
 
 
-def three(given: Any, name: str = "inputs") -> tuple[Any, Any, Any]:
+def unpack_inputs(given: Any, name: str = "inputs") -> tuple[Any, Any, Any]:
     """[query, value] or [query, value, key] as three."""
     listed = isinstance(given, list | tuple) and not any(isinstance(x, int) for x in given)
     if not listed or len(given) not in (2, 3):
@@ -104,7 +104,7 @@ def check_shapes(query: Shape, value: Shape, key: Shape) -> None:
             raise DtypeError(f"{name} must be an array, not None")
         if len(shape) < 3:
             raise ShapeError(f"{name} must have the axes (batch, …, rows, width), not {shape}")
-        width(name, shape)
+        known_width(name, shape)
     if None not in (value[-2], key[-2]) and value[-2] != key[-2]:
         raise ShapeError(
             f"key and value must have one row each per pair, but key has {key[-2]} and value "
@@ -112,14 +112,14 @@ def check_shapes(query: Shape, value: Shape, key: Shape) -> None:
         )
 
 
-def sequence(name: str, shape: Shape) -> Shape:
+def check_sequence(name: str, shape: Shape) -> Shape:
     if len(shape) != 3:
         raise ShapeError(f"{name} must have the axes (batch, rows, width), not {tuple(shape)}")
-    width(name, shape)
+    known_width(name, shape)
     return tuple(shape)
 
 
-def width(name: str, shape: Shape) -> int:
+def known_width(name: str, shape: Shape) -> int:
     if shape[-1] is None:
         raise ShapeError(f"{name} must have a known width, its last axis, not {tuple(shape)}")
     return shape[-1]

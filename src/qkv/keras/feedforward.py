@@ -6,14 +6,14 @@ from typing import Any
 
 import keras
 
-from qkv.errors import fraction, sizes, sizes_or_none
-from qkv.keras.attention import Config, Guided, start_as
-from qkv.keras.axes import width
-from qkv.types import Shape
+from qkv.errors import validate_fraction, validate_optional_sizes, validate_sizes
+from qkv.keras.attention import Config, KeywordCheckedLayer, init_keras_layer
+from qkv.keras.axes import known_width
+from qkv.util.types import Shape
 
 
 @keras.saving.register_keras_serializable("qkv")
-class FeedForward(Guided):
+class FeedForward(KeywordCheckedLayer):
     """y = f(x W₁ + b₁) W₂ + b₂, each row by itself: what follows attention in a transformer.
 
     x (…, d) → (…, d_out); W₁ (d, hidden), W₂ (hidden, d_out). d_out is d unless given. Dropout
@@ -39,11 +39,11 @@ class FeedForward(Guided):
         seed: int | None = None,
         **kwargs: Any,
     ) -> None:
-        sizes(hidden=hidden)
-        sizes_or_none(d_out=d_out)
-        start_as(self, super().__init__, kwargs)
+        validate_sizes(hidden=hidden)
+        validate_optional_sizes(d_out=d_out)
+        init_keras_layer(self, super().__init__, kwargs)
         self.hidden, self.d_out, self.use_bias = hidden, d_out, use_bias
-        self.dropout, self.seed = fraction("dropout", dropout), seed
+        self.dropout, self.seed = validate_fraction("dropout", dropout), seed
         self.activation = keras.activations.get(activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -52,20 +52,20 @@ class FeedForward(Guided):
         self.supports_masking = True
 
     def build(self, input_shape: Any) -> None:
-        d = width("inputs", input_shape)
+        d = known_width("inputs", input_shape)
 
-        def dense(name: str, units: int, activation: Any) -> Any:
+        def make_dense(name: str, units: int, activation: Any) -> Any:
             return keras.layers.Dense(
                 units,
                 activation=activation,
                 use_bias=self.use_bias,
                 name=name,
                 dtype=self.dtype_policy,
-                **self._settings(),
+                **self._serialize_settings(),
             )
 
-        self.first = dense("first", self.hidden, self.activation)
-        self.second = dense("second", self.d_out or d, None)
+        self.first = make_dense("first", self.hidden, self.activation)
+        self.second = make_dense("second", self.d_out or d, None)
         self.drop = keras.layers.Dropout(self.dropout, seed=self.seed, dtype=self.dtype_policy)
         self.first.build(input_shape)
         self.second.build((*input_shape[:-1], self.hidden))
@@ -74,9 +74,9 @@ class FeedForward(Guided):
         return self.second(self.drop(self.first(inputs), training=training))
 
     def compute_output_shape(self, input_shape: Any) -> Shape:
-        return (*input_shape[:-1], self.d_out or width("inputs", input_shape))
+        return (*input_shape[:-1], self.d_out or known_width("inputs", input_shape))
 
-    def _settings(self) -> Config:
+    def _serialize_settings(self) -> Config:
         return {
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
@@ -87,7 +87,7 @@ class FeedForward(Guided):
     def get_config(self) -> Config:
         return {
             **super().get_config(),
-            **self._settings(),
+            **self._serialize_settings(),
             "hidden": self.hidden,
             "d_out": self.d_out,
             "activation": keras.activations.serialize(self.activation),

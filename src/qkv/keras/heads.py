@@ -9,12 +9,12 @@ import keras
 from keras import ops
 
 from qkv import masks
-from qkv.errors import ArgumentError, fraction, sizes, sizes_or_none
-from qkv.keras.attention import Attention, AttentionLayer, Config, spec
-from qkv.keras.axes import SEQUENCE, Axes, check_shapes, sequence, three
-from qkv.keras.masks import merged
+from qkv.errors import ArgumentError, validate_fraction, validate_optional_sizes, validate_sizes
+from qkv.keras.attention import Attention, AttentionLayer, Config, build_output_spec
+from qkv.keras.axes import SEQUENCE_AXES, Axes, check_sequence, check_shapes, unpack_inputs
+from qkv.keras.masks import merge_masks
 from qkv.keras.scores import ScoreConfig, WeightingConfig
-from qkv.types import Array, Shape
+from qkv.util.types import Array, Shape
 
 
 @keras.saving.register_keras_serializable("qkv")
@@ -44,24 +44,24 @@ class SelfAttention(Attention):
         seed: int | None = None,
         **kwargs: Any,
     ) -> None:
-        sizes_or_none(d_qk=d_qk, d_v=d_v)
+        validate_optional_sizes(d_qk=d_qk, d_v=d_v)
         super().__init__(score=score, weighting=weighting, dropout=dropout, seed=seed, **kwargs)
         self.d_qk, self.d_v = d_qk, d_v
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
 
-    def _shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
-        *rows, d = sequence("inputs", input_shape)
+    def _qvk_shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
+        *rows, d = check_sequence("inputs", input_shape)
         asked, given = (*rows, self.d_qk or d), (*rows, self.d_v or d)
         return asked, given, asked
 
-    def _inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def _qvk_inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         return [ops.matmul(inputs, w) for w in (self.w_q, self.w_v, self.w_k)], (mask, mask, None)
 
     def build(self, input_shape: Any) -> None:
-        d = sequence("inputs", input_shape)[-1]
+        d = check_sequence("inputs", input_shape)[-1]
 
-        def matrix(name: str, width: int) -> Any:
+        def add_matrix(name: str, width: int) -> Any:
             # A copy: one initializer gives the same numbers each time.
             fresh = keras.initializers.get(keras.initializers.serialize(self.kernel_initializer))
             regularizer = self.kernel_regularizer
@@ -69,8 +69,8 @@ class SelfAttention(Attention):
                 name=name, shape=(d, width), initializer=fresh, regularizer=regularizer
             )
 
-        self.w_q, self.w_k = (matrix(name, self.d_qk or d) for name in ("w_q", "w_k"))
-        self.w_v = matrix("w_v", self.d_v or d)
+        self.w_q, self.w_k = (add_matrix(name, self.d_qk or d) for name in ("w_q", "w_k"))
+        self.w_v = add_matrix("w_v", self.d_v or d)
         super().build(input_shape)
 
     def get_config(self) -> Config:
@@ -83,17 +83,17 @@ class SelfAttention(Attention):
         }
 
 
-class ManyHeads(AttentionLayer):
+class MultiHeadBase(AttentionLayer):
     """The two places where Keras's layers of many heads let another attention in; `_heads` are the
     query's, `_axes` those that are attended over, `_window` the sliding one."""
 
-    _axes = SEQUENCE
+    _axes = SEQUENCE_AXES
 
     def _compute_attention_mask(
         self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
     ) -> masks.Mask | None:
         how = {"causal": use_causal_mask, "window": self._window, **given}
-        return merged(query, value, self._heads, self._axes, **how)
+        return merge_masks(query, value, self._heads, self._axes, **how)
 
     def _compute_attention(
         self,
@@ -107,18 +107,20 @@ class ManyHeads(AttentionLayer):
     ) -> tuple[Array, Array | None]:
         if return_attention_scores is None:  # a layer of grouped heads keeps it
             return_attention_scores = self._return_attention_scores
-        q, k, v = (self._axes.rows(x) for x in (query, key, value))
+        q, k, v = (self._axes.flatten_rows(x) for x in (query, key, value))
         dropout = self.dropout if training else 0.0
         seeds = getattr(self._dropout_layer, "seed_generator", None)
-        out, alpha = self._attend(q, k, v, attention_mask, dropout, seeds, return_attention_scores)
+        out, alpha = self._run_attention(
+            q, k, v, attention_mask, dropout, seeds, return_attention_scores
+        )
         if alpha is not None and len(self._axes.attended) > 1:
             asked, given = ops.shape(query)[:-1], ops.shape(key)[:-1]
-            alpha = ops.reshape(alpha, self._axes.scores(asked, given, self._heads))
-        return self._axes.back(out, query), alpha
+            alpha = ops.reshape(alpha, self._axes.scores_shape(asked, given, self._heads))
+        return self._axes.restore_axes(out, query), alpha
 
 
 @keras.saving.register_keras_serializable("qkv")
-class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: ignore[misc]
+class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # type: ignore[misc]
     """Σₕ S⁽ʰ⁾ W_O⁽ʰ⁾ + b, where S⁽ʰ⁾ = α(Q W_Q⁽ʰ⁾, K W_K⁽ʰ⁾) V W_V⁽ʰ⁾: many heads at once.
 
     query (batch, n, d), value and key (batch, m, ·) → (batch, n, d), and with
@@ -151,11 +153,11 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
         weighting: WeightingConfig = "softmax",
         **kwargs: Any,
     ) -> None:
-        sizes(num_heads=num_heads, key_dim=key_dim)
-        sizes_or_none(value_dim=value_dim)
-        fraction("dropout", dropout)
+        validate_sizes(num_heads=num_heads, key_dim=key_dim)
+        validate_optional_sizes(value_dim=value_dim)
+        validate_fraction("dropout", dropout)
         for size in output_shape if isinstance(output_shape, list | tuple) else (output_shape,):
-            sizes_or_none(output_shape=size)
+            validate_optional_sizes(output_shape=size)
         super().__init__(
             score=score,
             weighting=weighting,
@@ -170,7 +172,7 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
         )
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        query, value, key = three([query_shape, value_shape, key_shape or value_shape])
+        query, value, key = unpack_inputs([query_shape, value_shape, key_shape or value_shape])
         check_shapes(query, value, key)
         asked, rank = self._attention_axes or (), len(query)
         if not all(0 < (axis + rank if axis < 0 else axis) < rank - 1 for axis in asked):
@@ -181,7 +183,7 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
         super().build(query, value, key)
         self._query_mask = None
         self._axes = Axes(tuple(self._attention_axes), rank)
-        self._axes.check(query, value)
+        self._axes.check_shared_axes(query, value)
         self._heads, self._window = self.num_heads, self._sliding_window
         self._build_score(self.key_dim, self.key_dim)
 
@@ -223,12 +225,12 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
     ) -> Any:
         asked, given = tuple(query.shape), tuple(value.shape)
         out = self.compute_output_shape(asked, given, None if key is None else key.shape)
-        alpha = self._axes.scores(asked, given, self.num_heads)
-        return spec(self, out, alpha, return_attention_scores)
+        alpha = self._axes.scores_shape(asked, given, self.num_heads)
+        return build_output_spec(self, out, alpha, return_attention_scores)
 
 
 @keras.saving.register_keras_serializable("qkv")
-class GroupedQueryAttention(ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]
+class GroupedQueryAttention(MultiHeadBase, keras.layers.GroupQueryAttention):  # type: ignore[misc]
     """`MultiHeadAttention` whose keys and values have fewer heads, each shared by a group of the
     query's.
 
@@ -256,8 +258,8 @@ class GroupedQueryAttention(ManyHeads, keras.layers.GroupQueryAttention):  # typ
         weighting: WeightingConfig = "softmax",
         **kwargs: Any,
     ) -> None:
-        sizes(head_dim=head_dim)
-        sizes(num_query_heads=num_query_heads, num_key_value_heads=num_key_value_heads)
+        validate_sizes(head_dim=head_dim)
+        validate_sizes(num_query_heads=num_query_heads, num_key_value_heads=num_key_value_heads)
         if num_query_heads % num_key_value_heads:
             raise ArgumentError(
                 f"num_query_heads must be a multiple of num_key_value_heads, not {num_query_heads} "
@@ -269,16 +271,16 @@ class GroupedQueryAttention(ManyHeads, keras.layers.GroupQueryAttention):  # typ
             head_dim=head_dim,
             num_query_heads=num_query_heads,
             num_key_value_heads=num_key_value_heads,
-            dropout=fraction("dropout", dropout),
+            dropout=validate_fraction("dropout", dropout),
             use_bias=use_bias,
             **kwargs,
         )
         self.num_repeats = 1  # `attend` shares the heads
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        query, value, key = three([query_shape, value_shape, key_shape or value_shape])
+        query, value, key = unpack_inputs([query_shape, value_shape, key_shape or value_shape])
         for name, shape in (("query", query), ("value", value), ("key", key)):
-            sequence(name, shape)
+            check_sequence(name, shape)
         check_shapes(query, value, key)
         super().build(query, value, key)
         self._heads, self._window = self.num_query_heads, self.sliding_window

@@ -10,13 +10,13 @@ import keras
 from keras import ops
 
 from qkv import masks
-from qkv.arrays import of
 from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.frameworks import get_framework
 from qkv.keras.axes import Axes
-from qkv.types import Array, Shape
+from qkv.util.types import Array, Shape
 
 
-def merged(
+def merge_masks(
     query: Array,
     value: Array,
     heads: int | None,
@@ -44,23 +44,23 @@ def merged(
         ("key_mask", key_mask, value),
     ):
         if mask is not None:
-            lead, rows = axes.shape(tuple(like.shape))
+            lead, rows = axes.split_shape(tuple(like.shape))
             due = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
-            mask = _boolean(name, mask, *due, exact=True)
-            rules.append(masks.array(axes.along(mask, name != "query_mask", heads)))
+            mask = _as_boolean(name, mask, *due, exact=True)
+            rules.append(masks.array(axes.expand_row_mask(mask, name != "query_mask", heads)))
     if isinstance(attention_mask, str | masks.Mask):
         rules.append(masks.array(attention_mask))
     elif attention_mask is not None:
-        full = axes.scores(tuple(query.shape), tuple(value.shape), heads)
+        full = axes.scores_shape(tuple(query.shape), tuple(value.shape), heads)
         cut = len(full) - 2 * len(axes.attended)
         due = [(*full[:count], *full[cut:]) for count in range(1, cut + 1)]
-        mask = _boolean("attention_mask", attention_mask, *due)
-        now = axes.scores(ops.shape(query), ops.shape(value), heads)
-        rules.append(masks.array(axes.between(mask, now)))
+        mask = _as_boolean("attention_mask", attention_mask, *due)
+        now = axes.scores_shape(ops.shape(query), ops.shape(value), heads)
+        rules.append(masks.array(axes.expand_pair_mask(mask, now)))
     return reduce(and_, rules) if rules else None
 
 
-def _boolean(name: str, mask: Any, *due: Shape, exact: bool = False) -> Array:
+def _as_boolean(name: str, mask: Any, *due: Shape, exact: bool = False) -> Array:
     """The mask as booleans, if its shape is due or broadcasts to what is.
 
     Ones and zeros may be floats, as in Keras; numbers to be added, which are negative where nothing
@@ -68,20 +68,20 @@ def _boolean(name: str, mask: Any, *due: Shape, exact: bool = False) -> Array:
     """
     mask = ops.convert_to_tensor(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
-    known = of(mask).concrete(mask) if "float" in dtype else None
+    known = get_framework(mask).concrete_value(mask) if "float" in dtype else None
     if known is not None and (known < 0).any():
         raise DtypeError(
             f"{name} is an array of {dtype} with negative numbers, as if to be added: pass "
             "booleans, or ones and zeros, True where a query may attend"
         )
     shape = tuple(mask.shape)
-    if not any(_fits(shape, full, exact) for full in due):
+    if not any(_shape_fits(shape, full, exact) for full in due):
         told = " or ".join(str(x) for x in dict.fromkeys(due))
         raise ShapeError(f"{name} must have the shape {told}, not {shape}")
     return ops.cast(mask, "bool")
 
 
-def _fits(shape: Shape, full: Shape, exact: bool) -> bool:
+def _shape_fits(shape: Shape, full: Shape, exact: bool) -> bool:
     if len(shape) > len(full) or (exact and len(shape) < len(full)):
         return False
     sizes = zip(shape[::-1], full[::-1], strict=False)

@@ -12,17 +12,17 @@ import numpy as np
 from keras import ops
 
 from qkv import scores, weightings
-from qkv.arrays import is_array, of, to_numpy, tree
-from qkv.errors import unknown
-from qkv.names import plug_in
-from qkv.scores.modified import Function
-from qkv.types import Array
+from qkv.errors import unknown_name_error
+from qkv.frameworks import get_framework, is_array, to_numpy, tree
+from qkv.scores.functions import UserScore
+from qkv.util.registry import load_plugins
+from qkv.util.types import Array
 
 ScoreConfig = scores.ScoreLike | scores.LearnedName | type[scores.Score] | dict[str, Any]
 WeightingConfig = weightings.WeightingLike | dict[str, Any]
 """What a layer takes, and what a config has in its place."""
 
-LEARNED: dict[str, Callable[[int, int], scores.Score]] = {
+LEARNED_SCORES: dict[str, Callable[[int, int], scores.Score]] = {
     "additive": lambda q, k: scores.Additive(
         np.zeros((q, q)), np.zeros((q, k)), np.zeros(q), np.zeros(q)
     ),
@@ -32,30 +32,30 @@ LEARNED: dict[str, Callable[[int, int], scores.Score]] = {
 """Scores that a layer makes itself, from the widths of query and key; it fills in the numbers."""
 
 
-def named(score: Any) -> Any:
+def learned_score_name(score: Any) -> Any:
     """The name of a learned score that is given as a class; anything else as it is."""
     name = score.__name__.lower() if isinstance(score, type) else None
-    return name if name in LEARNED else score
+    return name if name in LEARNED_SCORES else score
 
 
-def arrays(record: Any, path: str = "") -> Iterator[tuple[str, Array]]:
-    """Every array of the record with its name, in the order of `tree.leaves`."""
+def named_arrays(record: Any, path: str = "") -> Iterator[tuple[str, Array]]:
+    """Every array of the record with its name, in the order of `tree.array_leaves`."""
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if is_array(value):
             yield path + field.name, value
         elif dataclasses.is_dataclass(value):
-            yield from arrays(value, f"{path}{field.name}_")
+            yield from named_arrays(value, f"{path}{field.name}_")
 
 
-def on_host(record: Any) -> Any:
+def move_to_host(record: Any) -> Any:
     """The same record with NumPy's arrays, whichever framework's they were."""
-    for fw in {of(x) for _, x in arrays(record)}:
+    for fw in {get_framework(x) for _, x in named_arrays(record)}:
         record = tree.map_arrays(fw, to_numpy, record)
     return record
 
 
-def first(name: str, x: Array) -> Any:
+def learned_initializer(name: str, x: Array) -> Any:
     """An initializer for an array of a learned score: scores that spread by about one."""
     if name == "bias":
         return "zeros"
@@ -63,12 +63,12 @@ def first(name: str, x: Array) -> Any:
     return keras.initializers.RandomNormal(0.0, x.size**-0.5) if matrix else "glorot_uniform"
 
 
-def start(x: Array) -> Callable[..., Array]:
+def constant_initializer(x: Array) -> Callable[..., Array]:
     """An initializer that gives x."""
     return lambda shape, dtype=None: ops.convert_to_tensor(x, dtype=dtype)
 
 
-def written(thing: Any) -> Any:
+def to_config(thing: Any) -> Any:
     """A score or a weighting as JSON can hold it: its name and its numbers."""
     if thing is None or isinstance(thing, str | bool | int | float):
         return thing
@@ -76,19 +76,19 @@ def written(thing: Any) -> Any:
         return float(thing)
     if is_array(thing):
         return {"dtype": str(to_numpy(thing).dtype), "values": to_numpy(thing).tolist()}
-    if isinstance(thing, Function):
-        return written(thing.function)
+    if isinstance(thing, UserScore):
+        return to_config(thing.function)
     kind = type(thing)
     ours = kind.__name__ if kind.__module__.startswith("qkv.") else None
     name = ours or scores.NAMES.name_of(kind) or weightings.NAMES.name_of(kind)
     if dataclasses.is_dataclass(thing) and name:
         fields = [field.name for field in dataclasses.fields(thing) if field.init]
-        return {"name": name, "fields": {x: written(getattr(thing, x)) for x in fields}}
+        return {"name": name, "fields": {x: to_config(getattr(thing, x)) for x in fields}}
     return keras.saving.serialize_keras_object(thing)
 
 
-def read(room: Any, thing: Any) -> Any:
-    """What `written` wrote, as it was; anything else as it is. `room`: scores or weightings."""
+def from_config(room: Any, thing: Any) -> Any:
+    """What `to_config` wrote, as it was; anything else as it is. `room`: scores or weightings."""
     if not isinstance(thing, dict):
         return thing
     if "values" in thing:
@@ -98,8 +98,10 @@ def read(room: Any, thing: Any) -> Any:
     known = {x: getattr(room, x) for x in room.__all__ if isinstance(getattr(room, x), type)}
     name = thing["name"]
     if name not in known:
-        failed, ours = plug_in(), set(known.values())
+        failed, ours = load_plugins(), set(known.values())
         known |= {x: kind for x, kind in room.NAMES.items() if kind not in ours}
     if name not in known:
-        raise unknown(room.NAMES.what, name, known, "".join(failed))
-    return known[name](**{field: read(room, value) for field, value in thing["fields"].items()})
+        raise unknown_name_error(room.NAMES.what, name, known, "".join(failed))
+    return known[name](
+        **{field: from_config(room, value) for field, value in thing["fields"].items()}
+    )

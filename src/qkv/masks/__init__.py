@@ -8,11 +8,11 @@
 from collections.abc import Callable
 from typing import Literal
 
-from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
-from qkv.masks.base import Mask, array, resolve, seen
-from qkv.masks.functions import custom, has_functions, hoisted
+from qkv.masks.band import causal, dilated, global_tokens, is_plain_causal, strided, window
+from qkv.masks.base import Mask, array, localize_mask, resolve
+from qkv.masks.functions import custom, has_user_functions, hoist_mask
 from qkv.masks.sequences import blocks, documents, lengths
-from qkv.types import Nested, Shaped
+from qkv.util.types import NestedLists, Shaped
 
 NAMES: dict[str, Mask | Callable[..., Mask]] = {
     "blocks": blocks,
@@ -28,7 +28,7 @@ NAMES: dict[str, Mask | Callable[..., Mask]] = {
 """The masks by name. A call takes the name of one that needs no argument: `mask="causal"`."""
 
 Name = Literal["causal"]
-MaskLike = Mask | Name | Shaped | Nested
+MaskLike = Mask | Name | Shaped | NestedLists
 
 __all__ = [
     "NAMES",
@@ -42,12 +42,12 @@ __all__ = [
     "dilated",
     "documents",
     "global_tokens",
-    "has_functions",
-    "hoisted",
-    "is_causal",
+    "has_user_functions",
+    "hoist_mask",
+    "is_plain_causal",
     "lengths",
     "resolve",
-    "seen",
+    "localize_mask",
     "strided",
     "window",
 ]

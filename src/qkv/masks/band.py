@@ -6,11 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.arrays import is_array, of
 from qkv.errors import ArgumentError
-from qkv.masks.base import Mask, Verdict
-from qkv.masks.numbers import FARTHEST, check_rows, on_host, per_row, whole_number, whole_numbers
-from qkv.types import Array, Block, Shape, Span
+from qkv.frameworks import get_framework, is_array
+from qkv.masks.base import BlockVerdict, Mask
+from qkv.masks.integers import (
+    MAX_POSITION,
+    check_row_shape,
+    host_values,
+    per_row,
+    validate_integer,
+    validate_integers,
+)
+from qkv.util.types import Array, Block, Shape, Span
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,25 +34,25 @@ class Band(Mask):
             told = "an array" if is_array(self.align) else repr(self.align)
             raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {told}")
         if isinstance(self.offset, int):
-            near = max(-FARTHEST, min(self.offset, FARTHEST))
+            near = max(-MAX_POSITION, min(self.offset, MAX_POSITION))
             object.__setattr__(self, "offset", near)
         elif self.offset is not None:
-            object.__setattr__(self, "offset", whole_numbers("offset", self.offset))
+            object.__setattr__(self, "offset", validate_integers("offset", self.offset))
 
     @property
-    def relative(self) -> bool:
+    def is_relative(self) -> bool:
         return self.offset is None or isinstance(self.offset, int)
 
-    def placed(self) -> str:
+    def alignment_arguments(self) -> str:
         """How the positions are aligned, as its arguments."""
         told = [] if self.align == "top_left" else [f"align={self.align!r}"]
         return ", ".join(told + ([] if self.offset is None else [f"offset={self.offset!r}"]))
 
     def __repr__(self) -> str:
         bounds = [str(float("inf") if x is None else x) for x in (self.left, self.right)]
-        return f"window({', '.join([*bounds, *filter(None, [self.placed()])])})"
+        return f"window({', '.join([*bounds, *filter(None, [self.alignment_arguments()])])})"
 
-    def shift(self, block: Block) -> Any:
+    def position_shift(self, block: Block) -> Any:
         """How far the queries' positions lie behind the keys'."""
         if self.offset is None:
             return block.m - block.n if self.align == "bottom_right" else 0
@@ -53,9 +60,9 @@ class Band(Mask):
             return self.offset
         return per_row(self.offset, block)
 
-    def allowed(self, block: Block) -> Array | None:
-        xp = of(block.q).xp
-        at = block.q + self.shift(block)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        xp = get_framework(block.q).xp
+        at = block.q + self.position_shift(block)
         out = None
         if self.right is not None:
             out = block.k <= at + self.right
@@ -64,23 +71,23 @@ class Band(Mask):
             out = near if out is None else xp.logical_and(out, near)
         return out
 
-    def shifts(self, n: int, m: int) -> tuple[int, int] | None:
+    def shift_range(self, n: int, m: int) -> tuple[int, int] | None:
         """The least and the largest shift, where they are known."""
         if self.offset is None:
             return (m - n, m - n) if self.align == "bottom_right" else (0, 0)
-        host = on_host(self.offset)
+        host = host_values(self.offset)
         return None if host is None or not host.size else (int(host.min()), int(host.max()))
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        shifts = self.shifts(n, m)
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        shifts = self.shift_range(n, m)
         if shifts is None:
             return 0, m
         start = 0 if self.left is None else rows.start + shifts[0] - self.left
         end = m if self.right is None else rows.start + rows.size + shifts[1] + self.right
         return min(max(start, 0), m), max(min(end, m), 0)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        shifts = self.shifts(n, m)
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        shifts = self.shift_range(n, m)
         if shifts is None:
             return None
         low, high = shifts
@@ -97,9 +104,9 @@ class Band(Mask):
             inside = inside and start >= bottom + high - self.left
         return True if inside else None
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         if self.offset is not None and not isinstance(self.offset, int):
-            check_rows("causal: offset", self.offset, lead, n, None)
+            check_row_shape("causal: offset", self.offset, lead, n, None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,10 +123,10 @@ class Causal(Band):
         return Causal(align=align, offset=offset)
 
     def __repr__(self) -> str:
-        return "causal" + (f"({self.placed()})" if self.placed() else "")
+        return "causal" + (f"({self.alignment_arguments()})" if self.alignment_arguments() else "")
 
 
-def is_causal(rule: Mask | None) -> bool:
+def is_plain_causal(rule: Mask | None) -> bool:
     """Whether a rule is plain `causal`, the one that fused kernels know."""
     return isinstance(rule, Causal) and rule.align == "top_left" and rule.offset is None
 
@@ -146,7 +153,7 @@ def window(
     """
     right = left if right is None else right
     low, high = (
-        whole_number("window", name, value, 0) if is_array(value) or value != math.inf else None
+        validate_integer("window", name, value, 0) if is_array(value) or value != math.inf else None
         for name, value in (("left", left), ("right", right))
     )
     return Band(low, high, align, offset)
@@ -155,13 +162,13 @@ def window(
 @dataclass(frozen=True, repr=False)
 class Strided(Mask):
     step: int
-    relative = True
+    is_relative = True
 
     def __repr__(self) -> str:
         return f"strided({self.step})"
 
-    def allowed(self, block: Block) -> Array | None:
-        return of(block.q).xp.remainder(block.q - block.k, self.step) == 0
+    def allowed_pairs(self, block: Block) -> Array | None:
+        return get_framework(block.q).xp.remainder(block.q - block.k, self.step) == 0
 
 
 def strided(step: int) -> Mask:
@@ -170,7 +177,7 @@ def strided(step: int) -> Mask:
     >>> strided(4)
     strided(4)
     """
-    return Strided(whole_number("strided", "step", step, 1))
+    return Strided(validate_integer("strided", "step", step, 1))
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,19 +188,19 @@ class Dilated(Strided):
         return f"dilated({self.window}, {self.step})"
 
     @property
-    def reach(self) -> Band:
-        far = min(self.window * self.step, FARTHEST)
+    def outer_band(self) -> Band:
+        far = min(self.window * self.step, MAX_POSITION)
         return Band(far, far)
 
-    def allowed(self, block: Block) -> Array | None:
-        near = self.reach.allowed(block)
-        return of(block.q).xp.logical_and(near, super().allowed(block))
+    def allowed_pairs(self, block: Block) -> Array | None:
+        near = self.outer_band.allowed_pairs(block)
+        return get_framework(block.q).xp.logical_and(near, super().allowed_pairs(block))
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        return self.reach.extent(rows, n, m)
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        return self.outer_band.key_extent(rows, n, m)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        verdict = self.reach.verdict(rows, cols, n, m)
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        verdict = self.outer_band.block_verdict(rows, cols, n, m)
         return verdict if verdict is False or self.step == 1 else None
 
 
@@ -203,21 +210,21 @@ def dilated(window: int, step: int) -> Mask:
     >>> dilated(2, 3)  # i − 6, i − 3, i, i + 3, i + 6
     dilated(2, 3)
     """
-    window = whole_number("dilated", "window", window, 0)
-    return Dilated(whole_number("dilated", "step", step, 1), window)
+    window = validate_integer("dilated", "window", window, 0)
+    return Dilated(validate_integer("dilated", "step", step, 1), window)
 
 
 @dataclass(frozen=True, repr=False)
-class Global(Mask):
+class GlobalTokens(Mask):
     count: int
 
     def __repr__(self) -> str:
         return f"global_tokens({self.count})"
 
-    def allowed(self, block: Block) -> Array | None:
-        return of(block.q).xp.logical_or(block.q < self.count, block.k < self.count)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        return get_framework(block.q).xp.logical_or(block.q < self.count, block.k < self.count)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         if rows.start >= self.count and cols.start >= self.count:
             return False
         inside = rows.start + rows.size <= self.count or cols.start + cols.size <= self.count
@@ -230,4 +237,4 @@ def global_tokens(count: int) -> Mask:
     >>> global_tokens(1) | window(64)
     global_tokens(1) | window(64, 64)
     """
-    return Global(whole_number("global_tokens", "count", count, 0))
+    return GlobalTokens(validate_integer("global_tokens", "count", count, 0))

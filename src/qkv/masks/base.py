@@ -10,51 +10,51 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import is_array, of, plain
-from qkv.arrays.tree import Record
-from qkv.errors import DtypeError, ShapeError, unknown
-from qkv.masks.numbers import on_host
-from qkv.types import Array, At, Block, Shape, Span
+from qkv.errors import DtypeError, ShapeError, unknown_name_error
+from qkv.frameworks import as_plain_array, get_framework, is_array
+from qkv.frameworks.tree import Record
+from qkv.masks.integers import host_values
+from qkv.util.types import Array, Block, Shape, ShardPosition, Span
 
-Verdict = bool | None
+BlockVerdict = bool | None
 """Of a whole block: True, all may be attended to; False, nothing may; None, it depends."""
 
 
 class Mask(Record):
     """A rule that says, for a block of positions, which pairs may attend."""
 
-    what: ClassVar[str] = "mask"
+    role: ClassVar[str] = "mask"
     __array_ufunc__ = None  # so that `numpy_array & mask` is ours to answer
 
-    keyed: ClassVar[bool] = False
+    has_key_axis: ClassVar[bool] = False
     """Whether it holds something for each key."""
 
     @property
-    def relative(self) -> bool:
+    def is_relative(self) -> bool:
         """Whether the rule sees the distance of a pair alone, not where it lies."""
         return False
 
     @property
-    def shared(self) -> bool:
+    def is_shared_by_queries(self) -> bool:
         """Whether all queries of a sequence may look at the same keys."""
         return False
 
-    def allowed(self, block: Block) -> Array | None:
+    def allowed_pairs(self, block: Block) -> Array | None:
         """A boolean array that broadcasts against (…, r, c), or None for all."""
         raise NotImplementedError("a mask says which pairs may attend")
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         """What holds for the whole block, as far as it is known without looking at each pair."""
         return None
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
         """Keys outside start … end are ruled out for all these queries."""
         return 0, m
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         """Raise where the mask does not fit scores of shape (*lead, n, m)."""
 
-    def arrays(self) -> list[Array]:
+    def list_arrays(self) -> list[Array]:
         """The arrays that must be of the call's own framework."""
         return []
 
@@ -63,25 +63,25 @@ class Mask(Record):
         """A mask beside a tensor: torch.compile asks here, and names the tensor first."""
         name = func.__name__
         if name in ("__and__", "bitwise_and"):
-            return Both(*map(array, args))
+            return AndMask(*map(array, args))
         if name in ("__or__", "bitwise_or"):
-            return Either(*(_boolean(array(x)) for x in args))
+            return OrMask(*(_require_boolean(array(x)) for x in args))
         return NotImplemented
 
     def __and__(self, other: Any) -> Mask:
-        return Both(self, array(other))
+        return AndMask(self, array(other))
 
     def __rand__(self, other: Any) -> Mask:
-        return Both(array(other), self)
+        return AndMask(array(other), self)
 
     def __or__(self, other: Any) -> Mask:
-        return Either(_boolean(self), _boolean(array(other)))
+        return OrMask(_require_boolean(self), _require_boolean(array(other)))
 
     def __ror__(self, other: Any) -> Mask:
-        return Either(_boolean(array(other)), _boolean(self))
+        return OrMask(_require_boolean(array(other)), _require_boolean(self))
 
     def __invert__(self) -> Mask:
-        return Not(_boolean(self))
+        return NotMask(_require_boolean(self))
 
     def __bool__(self) -> bool:
         raise DtypeError(
@@ -90,121 +90,121 @@ class Mask(Record):
         )
 
 
-class Compound(Mask):
+class CompoundMask(Mask):
     """A mask made of others, its fields."""
 
     @property
-    def parts(self) -> tuple[Mask, ...]:
+    def operand_masks(self) -> tuple[Mask, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
     @property
-    def relative(self) -> bool:
-        return all(part.relative for part in self.parts)
+    def is_relative(self) -> bool:
+        return all(part.is_relative for part in self.operand_masks)
 
     @property
-    def shared(self) -> bool:
-        return all(part.shared for part in self.parts)
+    def is_shared_by_queries(self) -> bool:
+        return all(part.is_shared_by_queries for part in self.operand_masks)
 
-    def arrays(self) -> list[Array]:
-        return [x for part in self.parts for x in part.arrays()]
+    def list_arrays(self) -> list[Array]:
+        return [x for part in self.operand_masks for x in part.list_arrays()]
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        for part in self.parts:
-            part.check(lead, n, m)
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
+        for part in self.operand_masks:
+            part.check_shapes(lead, n, m)
 
 
 @dataclass(frozen=True, repr=False)
-class Pair(Compound):
+class PairMask(CompoundMask):
     """Two masks as one."""
 
     one: Mask
     two: Mask
 
 
-class Both(Pair):
+class AndMask(PairMask):
     def __repr__(self) -> str:
-        return f"{_grouped(self.one)} & {_grouped(self.two)}"
+        return f"{_parenthesize(self.one)} & {_parenthesize(self.two)}"
 
-    def allowed(self, block: Block) -> Array | None:
-        a, b = self.one.allowed(block), self.two.allowed(block)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        a, b = self.one.allowed_pairs(block), self.two.allowed_pairs(block)
         if a is None or b is None:
             return b if a is None else a
-        return of(a).xp.logical_and(a, b)
+        return get_framework(a).xp.logical_and(a, b)
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        (a, b), (c, d) = (x.extent(rows, n, m) for x in (self.one, self.two))
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        (a, b), (c, d) = (x.key_extent(rows, n, m) for x in (self.one, self.two))
         return max(a, c), min(b, d)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        a, b = (x.verdict(rows, cols, n, m) for x in (self.one, self.two))
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        a, b = (x.block_verdict(rows, cols, n, m) for x in (self.one, self.two))
         if a is False or b is False:
             return False
         return True if a and b else None
 
 
-class Either(Pair):
+class OrMask(PairMask):
     def __repr__(self) -> str:
-        return f"{_grouped(self.one)} | {_grouped(self.two)}"
+        return f"{_parenthesize(self.one)} | {_parenthesize(self.two)}"
 
-    def allowed(self, block: Block) -> Array | None:
-        a, b = self.one.allowed(block), self.two.allowed(block)
-        return None if a is None or b is None else of(a).xp.logical_or(a, b)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        a, b = self.one.allowed_pairs(block), self.two.allowed_pairs(block)
+        return None if a is None or b is None else get_framework(a).xp.logical_or(a, b)
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        (a, b), (c, d) = (x.extent(rows, n, m) for x in (self.one, self.two))
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        (a, b), (c, d) = (x.key_extent(rows, n, m) for x in (self.one, self.two))
         return min(a, c), max(b, d)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        a, b = (x.verdict(rows, cols, n, m) for x in (self.one, self.two))
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        a, b = (x.block_verdict(rows, cols, n, m) for x in (self.one, self.two))
         if a or b:
             return True
         return False if a is False and b is False else None
 
 
 @dataclass(frozen=True, repr=False)
-class Not(Compound):
+class NotMask(CompoundMask):
     one: Mask
 
     def __repr__(self) -> str:
-        return f"~{_grouped(self.one)}"
+        return f"~{_parenthesize(self.one)}"
 
-    def allowed(self, block: Block) -> Array | None:
-        a = self.one.allowed(block)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        a = self.one.allowed_pairs(block)
         if a is None:
             return block.q - block.k != block.q - block.k  # nowhere
-        return of(a).xp.logical_not(a)
+        return get_framework(a).xp.logical_not(a)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        a = self.one.verdict(rows, cols, n, m)
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        a = self.one.block_verdict(rows, cols, n, m)
         return None if a is None else not a
 
 
 @dataclass(frozen=True, repr=False)
-class Values(Mask):
+class ArrayMask(Mask):
     """A boolean or a float array that broadcasts to the scores."""
 
     values: Array
     is_bias: bool
-    keyed: ClassVar[bool] = True
+    has_key_axis: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         kind = "float" if self.is_bias else "boolean"
         return f"{kind} array {tuple(self.values.shape)}"
 
-    def arrays(self) -> list[Array]:
+    def list_arrays(self) -> list[Array]:
         return [self.values]
 
     @property
-    def shared(self) -> bool:
+    def is_shared_by_queries(self) -> bool:
         return bool(self.values.shape[-2] == 1)
 
-    def allowed(self, block: Block) -> Array | None:
-        fw = of(self.values)
-        part = fw.cut(fw.cut(self.values, block.rows, -2), block.cols, -1)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        fw = get_framework(self.values)
+        part = fw.slice_span(fw.slice_span(self.values, block.rows, -2), block.cols, -1)
         return part != -float("inf") if self.is_bias else part
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        host = on_host(self.values)
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        host = host_values(self.values)
         if host is None:
             return None
         high, wide = (
@@ -215,7 +215,7 @@ class Values(Mask):
         live = host if host.dtype == bool else host != -np.inf
         return True if live.all() else (None if live.any() else False)
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         shape, full = tuple(self.values.shape), (*lead, n, m)
         fits = len(shape) <= len(full)
         for a, b in zip(shape[::-1], full[::-1], strict=False):
@@ -239,7 +239,7 @@ def array(values: Any) -> Mask:
         return values
     if not is_array(values):
         if isinstance(values, str):
-            return _named(values)
+            return _mask_by_name(values)
         if not isinstance(values, list | tuple):
             told = type(values).__name__
             if isinstance(values, bool):
@@ -264,8 +264,8 @@ def array(values: Any) -> Mask:
             f"mask is a {type(values).__name__} of torch, which holds no numbers: pass "
             "masks.causal, or masks.causal('bottom_right') for the lower right"
         )
-    values = plain(values, "mask")
-    kind = of(values).dtype(values)
+    values = as_plain_array(values, "mask")
+    kind = get_framework(values).dtype_name(values)
     if kind != "bool" and "float" not in kind:
         step = "mask == 1 of zeros and ones"
         if len(values.shape) < 2:  # a row for each query is what a mask mostly has
@@ -276,14 +276,14 @@ def array(values: Any) -> Mask:
         )
     while len(values.shape) < 2:
         values = values[None, ...]
-    return Values(values, is_bias=kind != "bool")
+    return ArrayMask(values, is_bias=kind != "bool")
 
 
-def _named(name: str) -> Mask:
+def _mask_by_name(name: str) -> Mask:
     from qkv.masks import NAMES
 
     if name not in NAMES:
-        raise unknown("mask", name, NAMES)
+        raise unknown_name_error("mask", name, NAMES)
     found = NAMES[name]
     if not isinstance(found, Mask):
         given = ", ".join(signature(found).parameters)
@@ -295,28 +295,28 @@ def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
     """A mask as its rule and, where it adds to the scores, the array that it adds."""
     if mask is None:
         return None, None
-    rules, biases = _split(array(mask))
+    rules, biases = _split_bias(array(mask))
     if not biases:
-        return reduce(Both, rules), None
+        return reduce(AndMask, rules), None
     bias = reduce(add, (part.values for part in biases))
-    return reduce(Both, [*rules, Values(bias, is_bias=True)]), bias
+    return reduce(AndMask, [*rules, ArrayMask(bias, is_bias=True)]), bias
 
 
-def _grouped(mask: Mask) -> str:
-    return f"({mask!r})" if isinstance(mask, Pair) else repr(mask)
+def _parenthesize(mask: Mask) -> str:
+    return f"({mask!r})" if isinstance(mask, PairMask) else repr(mask)
 
 
-def _split(mask: Mask) -> tuple[list[Mask], list[Values]]:
-    if isinstance(mask, Both):
-        one, two = _split(mask.one), _split(mask.two)
+def _split_bias(mask: Mask) -> tuple[list[Mask], list[ArrayMask]]:
+    if isinstance(mask, AndMask):
+        one, two = _split_bias(mask.one), _split_bias(mask.two)
         return one[0] + two[0], one[1] + two[1]
-    if isinstance(mask, Values) and mask.is_bias:
+    if isinstance(mask, ArrayMask) and mask.is_bias:
         return [], [mask]
     return [mask], []
 
 
-def _boolean(mask: Mask) -> Mask:
-    if _split(mask)[1]:
+def _require_boolean(mask: Mask) -> Mask:
+    if _split_bias(mask)[1]:
         raise DtypeError(
             "a float mask adds to the scores, so it combines by & only: | and ~ take booleans"
         )
@@ -324,48 +324,50 @@ def _boolean(mask: Mask) -> Mask:
 
 
 @dataclass(frozen=True)
-class Within(Mask):
+class ShardMask(Mask):
     """What a rule says of blocks of a call that lies at `at` of a larger one.
 
-    `allowed` is the rule's own: a block knows the positions that it lies at.
+    `allowed_pairs` is the rule's own: a block knows the positions that it lies at.
     """
 
     rule: Mask
-    at: At
+    at: ShardPosition
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         at = self.at
         rows = rows._replace(start=rows.start + at.row)
-        cols = cols._replace(start=cols.start + self.shift)
-        return self.rule.verdict(rows, cols, at.n, m if self.rule.keyed else at.m)
+        cols = cols._replace(start=cols.start + self.key_shift)
+        return self.rule.block_verdict(rows, cols, at.n, m if self.rule.has_key_axis else at.m)
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
         at = self.at
         rows = rows._replace(start=rows.start + at.row)
-        found = self.rule.extent(rows, at.n, m if self.rule.keyed else at.m)
-        start, end = (min(max(x - self.shift, 0), m) for x in found)
+        found = self.rule.key_extent(rows, at.n, m if self.rule.has_key_axis else at.m)
+        start, end = (min(max(x - self.key_shift, 0), m) for x in found)
         return start, end
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        self.rule.check(lead, self.at.n, m if self.rule.keyed else self.at.m)
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
+        self.rule.check_shapes(lead, self.at.n, m if self.rule.has_key_axis else self.at.m)
 
     @property
-    def shift(self) -> int:
-        return 0 if self.rule.keyed else self.at.col
+    def key_shift(self) -> int:
+        return 0 if self.rule.has_key_axis else self.at.col
 
 
-def seen(rule: Mask, at: At | None) -> Mask:
+def localize_mask(rule: Mask, at: ShardPosition | None) -> Mask:
     """The rule for blocks of a call that lies there; None: it is the whole call.
 
     Positions are those of the whole; an array has a row for each query of the whole, and a column
     for each key that is here.
 
     >>> from qkv.masks import causal
-    >>> seen(causal, At(0, 4, 8, 8)).extent(Span(0, 6), 8, 4)  # key 4 is the first one here
+    >>> localize_mask(causal, ShardPosition(0, 4, 8, 8)).key_extent(
+    ...     Span(0, 6), 8, 4
+    ... )  # key 4 is the first one here
     (0, 2)
     """
     if at is None:
         return rule
-    if isinstance(rule, Compound):
-        return type(rule)(*(seen(part, at) for part in rule.parts))
-    return Within(rule, at)
+    if isinstance(rule, CompoundMask):
+        return type(rule)(*(localize_mask(part, at) for part in rule.operand_masks))
+    return ShardMask(rule, at)

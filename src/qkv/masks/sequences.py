@@ -7,32 +7,32 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import of
 from qkv.errors import DtypeError, ShapeError
-from qkv.masks.base import Mask, Verdict
-from qkv.masks.numbers import (
-    check_rows,
+from qkv.frameworks import get_framework
+from qkv.masks.base import BlockVerdict, Mask
+from qkv.masks.integers import (
+    check_row_shape,
     copied_to_host,
-    on_host,
+    host_values,
     per_position,
     per_row,
-    whole_number,
-    whole_numbers,
+    validate_integer,
+    validate_integers,
 )
-from qkv.types import Array, Block, Shape, Span
+from qkv.util.types import Array, Block, Shape, Span
 
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Mask):
     layout: np.ndarray[Any, Any]
     size: tuple[int, int]
-    known: ClassVar[tuple[str, ...]] = ("layout",)
+    static_fields: ClassVar[tuple[str, ...]] = ("layout",)
 
     def __repr__(self) -> str:
         return f"blocks({self.layout.shape}, {self.size})"
 
-    def allowed(self, block: Block) -> Array | None:
-        fw = of(block.q)
+    def allowed_pairs(self, block: Block) -> Array | None:
+        fw = get_framework(block.q)
         rows = fw.xp.floor_divide(block.q, self.size[0])
         cols = fw.xp.floor_divide(block.k, self.size[1])
         flat = fw.xp.reshape(fw.cached_constant(self.layout, block.q, "bool"), (-1,))
@@ -40,9 +40,9 @@ class Blocks(Mask):
         at = rows * wide + cols
         if self.layout.ndim > 2:  # one layout a head
             at = at + block.h * (high * wide)
-        return fw.take(flat, at)
+        return fw.take_positions(flat, at)
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         (tall, wide), layout = self.size, self.layout
         part = layout[
             ...,
@@ -51,7 +51,7 @@ class Blocks(Mask):
         ]
         return False if not part.any() else (True if part.all() else None)
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         high, wide = self.layout.shape[-2:]
         if None not in (n, m) and (high * self.size[0] < n or wide * self.size[1] < m):
             raise ShapeError(
@@ -81,7 +81,7 @@ def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
     pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
     if len(pair) != 2:
         raise ShapeError(f"masks.blocks: size is one number or a pair, not {size!r}")
-    tall, wide = (whole_number("blocks", "size", side, 1) for side in pair)
+    tall, wide = (validate_integer("blocks", "size", side, 1) for side in pair)
     return Blocks(host.astype(bool), (tall, wide))
 
 
@@ -93,26 +93,26 @@ class Lengths(Mask):
         return f"lengths of shape {tuple(self.valid.shape)}"
 
     @property
-    def shared(self) -> bool:
+    def is_shared_by_queries(self) -> bool:
         return len(self.valid.shape) == 1
 
-    def allowed(self, block: Block) -> Array | None:
+    def allowed_pairs(self, block: Block) -> Array | None:
         return block.k < per_row(self.valid, block)
 
-    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        host = on_host(self.valid)
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        host = host_values(self.valid)
         return (0, m) if host is None or not host.size else (0, min(int(host.max()), m))
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        host = on_host(self.valid)
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        host = host_values(self.valid)
         if host is None or not host.size:
             return None
         if cols.start >= host.max():
             return False
         return True if cols.start + cols.size <= host.min() else None
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        check_rows("masks.lengths: valid", self.valid, lead, n, None)
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
+        check_row_shape("masks.lengths: valid", self.valid, lead, n, None)
 
 
 def lengths(valid: Any) -> Mask:
@@ -123,28 +123,28 @@ def lengths(valid: Any) -> Mask:
     >>> lengths([3, 5])
     lengths of shape (2,)
     """
-    return Lengths(whole_numbers("masks.lengths: valid", valid))
+    return Lengths(validate_integers("masks.lengths: valid", valid))
 
 
 @dataclass(frozen=True, repr=False)
 class Documents(Mask):
     query_ids: Any
     key_ids: Any
-    keyed: ClassVar[bool] = True
+    has_key_axis: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f"documents of shape {tuple(self.query_ids.shape)}"
 
-    def allowed(self, block: Block) -> Array | None:
+    def allowed_pairs(self, block: Block) -> Array | None:
         q = per_position(self.query_ids, block.rows, block)
         k = per_position(self.key_ids, block.cols, block)
-        fw = of(block.q)
-        if fw.dtype(q) != fw.dtype(k):
+        fw = get_framework(block.q)
+        if fw.dtype_name(q) != fw.dtype_name(k):
             q, k = (fw.astype(x, "int64") for x in (q, k))
         return q[..., :, None] == k[..., None, :]
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        q, k = on_host(self.query_ids), on_host(self.key_ids)
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        q, k = host_values(self.query_ids), host_values(self.key_ids)
         if q is None or k is None:
             return None
         q = q[..., rows.start : rows.start + rows.size]
@@ -155,9 +155,9 @@ class Documents(Mask):
             return False
         return True if q.min() == q.max() == k.min() == k.max() else None
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        check_rows("masks.documents: ids", self.query_ids, lead, n, n)
-        check_rows("masks.documents: ids of the keys", self.key_ids, lead, m, m)
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
+        check_row_shape("masks.documents: ids", self.query_ids, lead, n, n)
+        check_row_shape("masks.documents: ids of the keys", self.key_ids, lead, m, m)
 
 
 def documents(ids: Any, key_ids: Any = None) -> Mask:
@@ -166,12 +166,12 @@ def documents(ids: Any, key_ids: Any = None) -> Mask:
     >>> documents([0, 0, 1, 1]).query_ids
     array([0, 0, 1, 1])
     """
-    ids = whole_numbers("masks.documents: ids", ids)
-    key_ids = ids if key_ids is None else whole_numbers("masks.documents: key_ids", key_ids)
-    return Documents(*_short(ids, key_ids))
+    ids = validate_integers("masks.documents: ids", ids)
+    key_ids = ids if key_ids is None else validate_integers("masks.documents: key_ids", key_ids)
+    return Documents(*_renumber_ids(ids, key_ids))
 
 
-def _short(ids: Any, key_ids: Any) -> tuple[Any, Any]:
+def _renumber_ids(ids: Any, key_ids: Any) -> tuple[Any, Any]:
     """Ids of NumPy's that 32 bits do not hold, numbered anew: other frameworks may have no more."""
     if not (type(ids) is type(key_ids) is np.ndarray):
         return ids, key_ids

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-from qkv.errors import MissingExtra
+from qkv.errors import MissingExtraError
 
 if importlib.util.find_spec("torch") is None:
-    raise MissingExtra('qkv.nn needs PyTorch: pip install "qkv[torch]"')
+    raise MissingExtraError('qkv.nn needs PyTorch: pip install "qkv[torch]"')
 
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.blocks import (
@@ -17,6 +17,7 @@ from qkv.nn.blocks import (
     TransformerEncoder,
 )
 from qkv.nn.cache import Cache
+from qkv.nn.captured_attention import CapturedAttention, capture
 from qkv.nn.description import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention
@@ -30,7 +31,6 @@ from qkv.nn.scores import (
     LearnedScore,
     MultiplicativeScore,
 )
-from qkv.nn.seen import Seen, capture
 
 __all__ = [
     "AdditiveScore",
@@ -47,7 +47,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiplicativeScore",
     "Rotary",
-    "Seen",
+    "CapturedAttention",
     "SelfAttention",
     "SqueezeExcitation",
     "Transformer",

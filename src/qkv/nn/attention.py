@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, Never, overload
 from torch import Tensor, nn
 
 from qkv import attention
-from qkv.elsewhere import guided, refuse_call, unscripted
-from qkv.errors import fraction, sizes
+from qkv.errors import validate_fraction, validate_sizes
 from qkv.masks import MaskLike
 from qkv.nn import weightings
-from qkv.nn.scores import LayerScore, built, checked, parameter, told
+from qkv.nn.scores import LayerScore, build_score, empty_parameter, resolve_score, score_name
 from qkv.nn.tensors import (
     called_as,
     check_dtype,
@@ -19,10 +18,11 @@ from qkv.nn.tensors import (
     check_tensors,
     check_width,
 )
+from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 from qkv.weightings import WeightingLike
 
 
-def attended(
+def attend_with_weights(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -37,8 +37,8 @@ def attended(
         query,
         key,
         value,
-        score=built(score, query.dtype),
-        weighting=weightings.built(weighting, query.dtype),
+        score=build_score(score, query.dtype),
+        weighting=weightings.build_weighting(weighting, query.dtype),
         mask=mask,
         dropout_p=dropout_p,
         return_weights="mean" if weights == "mean" else weights is not None,
@@ -46,7 +46,7 @@ def attended(
     return (found, None) if weights is None else found
 
 
-@guided
+@suggest_keywords
 class Attention(nn.Module):
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with any score and weighting, by name or as objects.
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
     tensor([[10.0100]])
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Attention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.score = checked(score)
-        self.weighting = weightings.checked(weighting)
-        self.dropout = fraction("dropout", dropout)
+        self.score = resolve_score(score)
+        self.weighting = weightings.resolve_weighting(weighting)
+        self.dropout = validate_fraction("dropout", dropout)
 
     @overload
     def forward(
@@ -105,9 +105,9 @@ class Attention(nn.Module):
     ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, m) beside it."""
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_tensors(query=query, key=key, value=value)
-        return _answered(self, query, key, value, mask, need_weights)
+        return _attend_layer(self, query, key, value, mask, need_weights)
 
     if TYPE_CHECKING:
 
@@ -115,10 +115,10 @@ class Attention(nn.Module):
         def __call__(self) -> None: ...
 
     def extra_repr(self) -> str:
-        return words(self)
+        return describe_scoring(self)
 
 
-@guided
+@suggest_keywords
 class SelfAttention(nn.Module):
     """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
 
@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
     torch.Size([5, 2])
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(
         self,
@@ -146,13 +146,13 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         d_qk, d_v = (d if width is None else width for width in (d_qk, d_v))
-        sizes(d=d, d_qk=d_qk, d_v=d_v)
-        self.w_query = parameter((d, d_qk), device, dtype)
-        self.w_key = parameter((d, d_qk), device, dtype)
-        self.w_value = parameter((d, d_v), device, dtype)
-        self.score = checked(score, (d_qk, d_qk), device=device, dtype=dtype)
-        self.weighting = weightings.checked(weighting)
-        self.dropout = fraction("dropout", dropout)
+        validate_sizes(d=d, d_qk=d_qk, d_v=d_v)
+        self.w_query = empty_parameter((d, d_qk), device, dtype)
+        self.w_key = empty_parameter((d, d_qk), device, dtype)
+        self.w_value = empty_parameter((d, d_v), device, dtype)
+        self.score = resolve_score(score, (d_qk, d_qk), device=device, dtype=dtype)
+        self.weighting = weightings.resolve_weighting(weighting)
+        self.dropout = validate_fraction("dropout", dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -176,12 +176,12 @@ class SelfAttention(nn.Module):
     ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_plain(x=x)
         check_dtype(self.w_query, x=x)
         check_width(self.w_query.shape[0], x)
         query, key, value = (x @ w for w in (self.w_query, self.w_key, self.w_value))
-        return _answered(self, query, key, value, mask, need_weights)
+        return _attend_layer(self, query, key, value, mask, need_weights)
 
     if TYPE_CHECKING:
 
@@ -190,20 +190,24 @@ class SelfAttention(nn.Module):
 
     def extra_repr(self) -> str:
         (d, d_qk), d_v = self.w_query.shape, self.w_value.shape[1]
-        return f"{d}, d_qk={d_qk}, d_v={d_v}, {words(self)}"
+        return f"{d}, d_qk={d_qk}, d_v={d_v}, {describe_scoring(self)}"
 
 
-def _answered(
+def _attend_layer(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, need_weights: bool
 ) -> Any:
     """What a layer of one score and one weighting returns."""
     dropout = layer.dropout if layer.training else 0.0
     weights = "heads" if need_weights else None
-    found = attended(query, key, value, layer.score, layer.weighting, mask, dropout, weights)
+    found = attend_with_weights(
+        query, key, value, layer.score, layer.weighting, mask, dropout, weights
+    )
     return found if need_weights else found[0]
 
 
-def words(layer: Any) -> str:
+def describe_scoring(layer: Any) -> str:
     """The score and the weighting of a layer, for its repr."""
-    text = f"score={told(layer.score)}, weighting={weightings.told(layer.weighting)}"
+    text = (
+        f"score={score_name(layer.score)}, weighting={weightings.weighting_name(layer.weighting)}"
+    )
     return text + (f", dropout={layer.dropout}" if layer.dropout else "")

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any, Never, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from qkv.elsewhere import refuse, refuse_call
-from qkv.errors import ArgumentError, sizes
+from qkv.errors import ArgumentError, validate_sizes
 from qkv.masks import MaskLike
 from qkv.nn.cache import Cache
-from qkv.nn.feedforward import FeedForward, feed
+from qkv.nn.feedforward import FeedForward, run_feedforward
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.rotary import Rotary
-from qkv.nn.scores import LayerScore, drawn
+from qkv.nn.scores import LayerScore, copy_options
 from qkv.nn.tensors import called_as, check_dtype, check_tensors
+from qkv.util.keyword_hints import (
+    reject_call_keywords,
+    reject_init_keywords,
+    reject_torchscript,
+)
 from qkv.weightings import WeightingLike
 
 Caches = list[tuple[Cache, Cache]]
@@ -62,6 +66,8 @@ class TransformerBlock(nn.Module):
     torch.Size([1, 5, 8])
     """
 
+    __prepare_scriptable__ = reject_torchscript
+
     def __init__(
         self,
         d_model: int,
@@ -79,13 +85,13 @@ class TransformerBlock(nn.Module):
         **heads: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
-        refuse(self, heads, HeadOptions.__optional_keys__)
+        reject_init_keywords(self, heads, HeadOptions.__optional_keys__)
         where = {"device": device, "dtype": dtype}
         common = {"dropout": dropout, "bias": bias, "batch_first": True, **where}
         self.norm_first, self.cross = norm_first, cross
         self.self_attn = MultiHeadAttention(d_model, nhead, **common, **heads)
         if cross:
-            plain = drawn({name: x for name, x in heads.items() if name != "rotary"})
+            plain = copy_options({name: x for name, x in heads.items() if name != "rotary"})
             self.multihead_attn = MultiHeadAttention(d_model, nhead, **common, **plain)
         network = FeedForward(d_model, dim_feedforward, activation, dropout, bias, **where)
         self.activation = network.activation
@@ -108,12 +114,12 @@ class TransformerBlock(nn.Module):
         cache: tuple[Cache, Cache] | None = None,
         **wrong: Never,
     ) -> Tensor:
-        """`mask` and `memory_mask` as for `qkv.attend`; the other two are True for padding.
+        """`mask` and `memory_mask` as for `qkv.attend_to_self`; the other two are True for padding.
 
         `cache` holds the keys of earlier calls, and of the memory once it was read.
         """
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_tensors(x=x, memory=x if memory is None else memory)
         check_dtype(getattr(self.self_attn.out_proj, "weight", None), x=x, memory=memory)
         own, far = cache or (None, None)
@@ -121,19 +127,21 @@ class TransformerBlock(nn.Module):
             wanted = "needs one: pass it, or" if self.cross else "takes none:"
             raise ArgumentError(f"memory: this block {wanted} build it with cross={not self.cross}")
 
-        def attend(x: Tensor) -> Tensor:
+        def attend_to_self(x: Tensor) -> Tensor:
             return self.self_attn(
                 x, x, x, key_padding_mask, False, is_causal=is_causal, mask=mask, cache=own
             )[0]
 
-        def look(x: Tensor) -> Tensor:
+        def attend_to_memory(x: Tensor) -> Tensor:
             known = None if far else memory
             return self.multihead_attn(
                 x, known, known, memory_key_padding_mask, False, mask=memory_mask, cache=far
             )[0]
 
-        steps: list[Callable[[Tensor], Tensor]] = [attend, look] if self.cross else [attend]
-        steps.append(partial(feed, self))
+        steps: list[Callable[[Tensor], Tensor]] = (
+            [attend_to_self, attend_to_memory] if self.cross else [attend_to_self]
+        )
+        steps.append(partial(run_feedforward, self))
         for i, step in enumerate(steps, 1):
             norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
             x = x + dropout(step(norm(x))) if self.norm_first else norm(x + dropout(step(x)))
@@ -145,24 +153,28 @@ class TransformerBlock(nn.Module):
         def __call__(self) -> None: ...
 
 
-class _Stack(nn.Module):
+class _BlockStack(nn.Module):
     """num_layers blocks, one after the other, and a last norm where `norm`."""
+
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(
         self, num_layers: int, d_model: int, nhead: int, norm: bool, cross: bool, block: Any
     ) -> None:
         super().__init__()
-        refuse(self, block, BlockOptions.__optional_keys__)
-        sizes(num_layers=num_layers)
+        reject_init_keywords(self, block, BlockOptions.__optional_keys__)
+        validate_sizes(num_layers=num_layers)
         self.layers = nn.ModuleList()
         for i in range(num_layers):
-            own = block if i == 0 else drawn(block)
+            own = block if i == 0 else copy_options(block)
             self.layers.append(TransformerBlock(d_model, nhead, cross=cross, **own))
         rest = {name: block[name] for name in ("bias", "device", "dtype") if name in block}
         eps = block.get("layer_norm_eps", 1e-5)
         self.norm = nn.LayerNorm(d_model, eps=eps, **rest) if norm else None
 
-    def _through(self, x: Tensor, *memory: Tensor | None, cache: Any = None, **rest: Any) -> Tensor:
+    def _run_layers(
+        self, x: Tensor, *memory: Tensor | None, cache: Any = None, **rest: Any
+    ) -> Tensor:
         if cache is not None and len(cache) != len(self.layers):
             raise ArgumentError(
                 f"cache is for {len(cache)} layers and the model has {len(self.layers)}: make it "
@@ -177,7 +189,7 @@ class _Stack(nn.Module):
         return [(Cache(), Cache()) for _ in self.layers]
 
 
-class TransformerEncoder(_Stack):
+class TransformerEncoder(_BlockStack):
     """Blocks of self-attention and feed-forward: x (B, n, d_model) → (B, n, d_model).
 
     `block` are the other arguments of `TransformerBlock`.
@@ -208,8 +220,10 @@ class TransformerEncoder(_Stack):
         **wrong: Never,
     ) -> Tensor:
         if wrong:
-            refuse_call(self, wrong)
-        return self._through(x, mask=mask, key_padding_mask=key_padding_mask, is_causal=is_causal)
+            reject_call_keywords(self, wrong)
+        return self._run_layers(
+            x, mask=mask, key_padding_mask=key_padding_mask, is_causal=is_causal
+        )
 
     if TYPE_CHECKING:
 
@@ -217,7 +231,7 @@ class TransformerEncoder(_Stack):
         def __call__(self) -> None: ...
 
 
-class TransformerDecoder(_Stack):
+class TransformerDecoder(_BlockStack):
     """Blocks of causal self-attention, attention to a memory where `cross`, and feed-forward.
 
     x (B, n, d_model), memory (B, m, d_model) → (B, n, d_model). Without `cross` it is the decoder
@@ -255,8 +269,8 @@ class TransformerDecoder(_Stack):
         **wrong: Never,
     ) -> Tensor:
         if wrong:
-            refuse_call(self, wrong)
-        return self._through(
+            reject_call_keywords(self, wrong)
+        return self._run_layers(
             x,
             memory,
             mask=mask,
@@ -285,6 +299,8 @@ class Transformer(nn.Module):
     torch.Size([1, 3, 8])
     """
 
+    __prepare_scriptable__ = reject_torchscript
+
     def __init__(
         self,
         d_model: int = 512,
@@ -294,9 +310,9 @@ class Transformer(nn.Module):
         **block: Unpack[BlockOptions],
     ) -> None:
         super().__init__()
-        refuse(self, block, BlockOptions.__optional_keys__)
+        reject_init_keywords(self, block, BlockOptions.__optional_keys__)
         self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)
-        block = drawn(block)
+        block = copy_options(block)
         self.decoder = TransformerDecoder(num_decoder_layers, d_model, nhead, norm=True, **block)
         for weight in self.parameters():
             if weight.dim() > 1:
@@ -314,7 +330,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The target sees itself causally; the padding masks are True for padding."""
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         memory = self.encoder(source, key_padding_mask=source_key_padding_mask)
         return self.decoder(
             target,

@@ -29,7 +29,7 @@ class Cache:
     def __init__(self) -> None:
         self.length = 0
         self.owner: Any = None
-        self.kept: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def __len__(self) -> int:
         return self.length
@@ -37,27 +37,29 @@ class Cache:
     def __repr__(self) -> str:
         return f"Cache({self.length} rows)"
 
-    def rows(self, layer: Any) -> list[Tensor]:
+    def get_rows(self, layer: Any) -> list[Tensor]:
         """The keys and the values so far."""
-        self._claim(layer)
-        return self._rows()
+        self._claim_owner(layer)
+        return self._current_rows()
 
-    def _rows(self) -> list[Tensor]:
-        return [x[..., : self.length, :] for x in self.kept]
+    def _current_rows(self) -> list[Tensor]:
+        return [x[..., : self.length, :] for x in self.buffers]
 
     def append(self, layer: Any, key: Tensor, value: Tensor) -> list[Tensor]:
-        self._claim(layer)
-        self._fits(key, value)
-        if not self.kept:
-            self.kept = [key, value]
+        self._claim_owner(layer)
+        self._check_fit(key, value)
+        if not self.buffers:
+            self.buffers = [key, value]
         elif torch.is_grad_enabled():  # a graph may hold what is kept: nothing is overwritten
-            self.kept = [torch.cat(x, -2) for x in zip(self._rows(), (key, value), strict=True)]
+            self.buffers = [
+                torch.cat(x, -2) for x in zip(self._current_rows(), (key, value), strict=True)
+            ]
         else:
-            self._write(key, value)
+            self._write_rows(key, value)
         self.length += key.shape[-2]
-        return self._rows()
+        return self._current_rows()
 
-    def _claim(self, layer: Any) -> None:
+    def _claim_owner(self, layer: Any) -> None:
         """The cache as this layer's own."""
         if self.owner is None:
             self.owner = weakref.ref(layer)
@@ -67,8 +69,8 @@ class Cache:
                 "layer, qkv.nn.Cache() or model.cache()"
             )
 
-    def _fits(self, key: Tensor, value: Tensor) -> None:
-        for name, old, new in zip(("key", "value"), self.kept, (key, value), strict=False):
+    def _check_fit(self, key: Tensor, value: Tensor) -> None:
+        for name, old, new in zip(("key", "value"), self.buffers, (key, value), strict=False):
             have, come = ((*x.shape[:-2], x.shape[-1]) for x in (old, new))
             if have != come or old.dtype != new.dtype or old.device != new.device:
                 raise ShapeError(
@@ -77,11 +79,11 @@ class Cache:
                     "cache for another batch"
                 )
 
-    def _write(self, key: Tensor, value: Tensor) -> None:
+    def _write_rows(self, key: Tensor, value: Tensor) -> None:
         """The rows after those kept, in buffers that double when they are full."""
         need = self.length + key.shape[-2]
         for i, new in enumerate((key, value)):
-            buffer = self.kept[i]
+            buffer = self.buffers[i]
             if (
                 buffer.shape[-2] < need
                 or buffer.is_inference() != torch.is_inference_mode_enabled()
@@ -89,5 +91,5 @@ class Cache:
                 wide = max(2 * self.length, need, 16)
                 grown = new.new_empty((*new.shape[:-2], wide, new.shape[-1]))
                 grown[..., : self.length, :] = buffer[..., : self.length, :]
-                self.kept[i] = buffer = grown
+                self.buffers[i] = buffer = grown
             buffer[..., self.length : need, :] = new

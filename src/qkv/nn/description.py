@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from qkv.attention import explain
-from qkv.errors import DtypeError, sizes
+from qkv.errors import DtypeError, validate_sizes
 from qkv.nn import weightings
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.models import BahdanauDecoder, KernelRegression
-from qkv.nn.scores import built, told
+from qkv.nn.scores import build_score, score_name
 
 
 @dataclass(frozen=True)
-class Described:
+class LayerDescription:
     """One line: where it is in the model, what it is, its shapes, and how it will run."""
 
     name: str
@@ -33,7 +33,7 @@ class Described:
 class Description:
     """What `describe` found, shown as a table."""
 
-    layers: tuple[Described, ...]
+    layers: tuple[LayerDescription, ...]
     parameters: int
     length: int
 
@@ -67,13 +67,13 @@ def describe(module: nn.Module, length: int = 1024, batch: int = 1) -> Descripti
     """
     if not isinstance(module, nn.Module):
         raise DtypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    sizes(length=length, batch=batch)
+    validate_sizes(length=length, batch=batch)
     layers = []
     within: list[str] = []  # an attention's parts are told with it
     for name, layer in module.named_modules():
         if any(f"{name}.".startswith(outer) for outer in within):
             continue
-        calls = _calls(layer, length, batch)
+        calls = _example_inputs(layer, length, batch)
         own = sum(x.numel() for x in layer.parameters(recurse=False))
         if calls is not None:
             # The decoder's other parts have lines of their own.
@@ -83,28 +83,33 @@ def describe(module: nn.Module, length: int = 1024, batch: int = 1) -> Descripti
             count = (
                 sum(x.numel() for x in whole.parameters()) if hasattr(whole, "parameters") else 0
             )
-            layers.append(_attending(name, layer, calls, count))
+            layers.append(_describe_attention(name, layer, calls, count))
         elif own:
-            layers.append(Described(name, type(layer).__name__, _shapes(layer), own, ""))
+            layers.append(
+                LayerDescription(name, type(layer).__name__, _parameter_shapes(layer), own, "")
+            )
     total = sum(x.numel() for x in module.parameters())
     return Description(tuple(layers), total, length)
 
 
-def _attending(name: str, layer: Any, calls: Any, count: int) -> Described:
+def _describe_attention(name: str, layer: Any, calls: Any, count: int) -> LayerDescription:
     query, key, value = calls
     with torch.no_grad():
-        score = built(layer.score, query.dtype)
-        how = weightings.built(layer.weighting, query.dtype)
+        score = build_score(layer.score, query.dtype)
+        how = weightings.build_weighting(layer.weighting, query.dtype)
         found = explain(query, key, value, score=score, weighting=how)
-    kind = f"{type(layer).__name__} · {told(layer.score)} → {weightings.told(layer.weighting)}"
+    kind = (
+        f"{type(layer).__name__} · {score_name(layer.score)} → "
+        f"{weightings.weighting_name(layer.weighting)}"
+    )
     widths = f"{query.shape[-1]}·{key.shape[-1]} → {value.shape[-1]}"
     heads = f"{query.shape[-3]} heads of {widths}" if query.dim() == 4 else widths
     if query.dim() == 4 and key.shape[-3] != query.shape[-3]:
         heads += f", {key.shape[-3]} of keys"
-    return Described(name, kind, heads, count, found.engine, found.detail)
+    return LayerDescription(name, kind, heads, count, found.engine, found.detail)
 
 
-def _calls(layer: Any, length: int, batch: int) -> Any:
+def _example_inputs(layer: Any, length: int, batch: int) -> Any:
     """query, key and value as the layer would hand them to `attend`; None if it never does."""
     like = next(layer.parameters(), None) if isinstance(layer, nn.Module) else None
 
@@ -120,7 +125,7 @@ def _calls(layer: Any, length: int, batch: int) -> Any:
         x = [w.shape[1] for w in (layer.w_query, layer.w_key, layer.w_value)]
         return tuple(zeros(batch, length, width) for width in x)
     if isinstance(layer, Attention):
-        d_q, d_k = _widths(layer.score)
+        d_q, d_k = _score_widths(layer.score)
         return zeros(batch, length, d_q), zeros(batch, length, d_k), zeros(batch, length, d_k)
     if isinstance(layer, BahdanauDecoder):
         memory = zeros(batch, length, layer.start.in_features)
@@ -131,7 +136,7 @@ def _calls(layer: Any, length: int, batch: int) -> Any:
     return None
 
 
-def _widths(score: Any) -> tuple[int, int]:
+def _score_widths(score: Any) -> tuple[int, int]:
     """d_q and d_k of a learned score; a score without widths is shown with 64."""
     if hasattr(score, "w"):
         return int(score.w.shape[0]), int(score.w.shape[1])
@@ -140,7 +145,7 @@ def _widths(score: Any) -> tuple[int, int]:
     return 64, 64
 
 
-def _shapes(layer: Any) -> str:
+def _parameter_shapes(layer: Any) -> str:
     if isinstance(layer, nn.Linear):
         return f"{layer.in_features} → {layer.out_features}"
     own = [tuple(x.shape) for x in layer.parameters(recurse=False)]

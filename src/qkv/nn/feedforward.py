@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Never
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qkv.elsewhere import guided, refuse_call, unscripted
-from qkv.errors import DtypeError, fraction, sizes, unknown
+from qkv.errors import DtypeError, unknown_name_error, validate_fraction, validate_sizes
 from qkv.nn.tensors import called_as, check_tensors, check_width
+from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@guided
+@suggest_keywords
 class FeedForward(nn.Module):
     """FFN(x) = W₂ f(W₁x + b₁) + b₂, at every position: (…, d) → (…, d).
 
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
     torch.Size([2, 5, 4])
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(
         self,
@@ -43,22 +43,22 @@ class FeedForward(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        sizes(d=d)
+        validate_sizes(d=d)
         hidden = 4 * d if hidden is None else hidden
-        sizes(hidden=hidden)
-        self.activation = activation_of(activation)
+        validate_sizes(hidden=hidden)
+        self.activation = resolve_activation(activation)
         self.linear1 = nn.Linear(d, hidden, bias=bias, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(fraction("dropout", dropout))
+        self.dropout = nn.Dropout(validate_fraction("dropout", dropout))
         self.linear2 = nn.Linear(hidden, d, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, **wrong: Never) -> Tensor:
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_tensors(x=x)
         width = getattr(self.linear1, "in_features", None)  # what takes its place may know none
         if width is not None:
             check_width(width, x)
-        return feed(self, x)
+        return run_feedforward(self, x)
 
     if TYPE_CHECKING:
 
@@ -66,16 +66,16 @@ class FeedForward(nn.Module):
         def __call__(self) -> None: ...
 
 
-def feed(layer: Any, x: Tensor) -> Tensor:
+def run_feedforward(layer: Any, x: Tensor) -> Tensor:
     """The network by its parts, which may also belong to a larger layer."""
     return layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
 
 
-def activation_of(activation: Any) -> Callable[[Tensor], Tensor]:
+def resolve_activation(activation: Any) -> Callable[[Tensor], Tensor]:
     if callable(activation):
         return activation  # type: ignore[no-any-return]
     if not isinstance(activation, str):
         raise DtypeError(f"activation must be a name or a function, not {activation!r}")
     if activation not in ACTIVATIONS:
-        raise unknown("activation", activation, ACTIVATIONS)
+        raise unknown_name_error("activation", activation, ACTIVATIONS)
     return ACTIVATIONS[activation]

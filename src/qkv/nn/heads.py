@@ -12,31 +12,38 @@ from torch.nn.functional import linear, pad
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 
 from qkv import masks, scores, weightings
-from qkv.arrays import framework, tree
-from qkv.attention import projected
-from qkv.elsewhere import guided, refuse_call, unscripted
-from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
+from qkv.attention import projected_attention
+from qkv.errors import (
+    ArgumentError,
+    DtypeError,
+    ShapeError,
+    validate_fraction,
+    validate_optional_sizes,
+    validate_sizes,
+)
+from qkv.frameworks import load_framework, tree
 from qkv.masks import MaskLike
-from qkv.nn.attention import attended, words
+from qkv.nn.attention import attend_with_weights, describe_scoring
 from qkv.nn.cache import Cache
-from qkv.nn.rotary import Rotary, rotary_of
-from qkv.nn.scores import LayerScore, checked, hooked, parameter
+from qkv.nn.rotary import Rotary, resolve_rotary
+from qkv.nn.scores import LayerScore, empty_parameter, has_hooks, resolve_score
 from qkv.nn.tensors import called_as, check_dtype, check_tensors
-from qkv.nn.weightings import checked as checked_weighting
+from qkv.nn.weightings import resolve_weighting as checked_weighting
+from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 from qkv.weightings import WeightingLike
 
-TORCH, AT_ONCE = framework("torch"), projected("torch")
+TORCH, FUSED_LAYER = load_framework("torch"), projected_attention("torch")
 
 
-def _kinds(*records: Any) -> list[Any]:
-    return [tree.kind(TORCH, x) for x in records]
+def _build_signatures(*records: Any) -> list[Any]:
+    return [tree.record_signature(TORCH, x) for x in records]
 
 
-PLAIN = _kinds(scores.resolve("scaled_dot"), weightings.resolve("softmax"))
+TORCH_SIGNATURES = _build_signatures(scores.resolve("scaled_dot"), weightings.resolve("softmax"))
 """The score and the weighting of torch's own layer."""
 
 
-@guided
+@suggest_keywords
 class MultiHeadAttention(nn.MultiheadAttention):
     """MultiHead(Q, K, V) = [S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = Attention(Q W_Q⁽ⁱ⁾, K W_K⁽ⁱ⁾, V W_V⁽ⁱ⁾).
 
@@ -67,7 +74,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
     bias_k: Any
     bias_v: Any
 
-    __prepare_scriptable__ = unscripted
+    def __prepare_scriptable__(self) -> nn.MultiheadAttention:
+        """What torch.jit.script reads in its place: torch's own layer over the same parameters,
+        where that computes the same."""
+        same = type(self) is MultiHeadAttention and self._has_torch_score()
+        return self._as_torch_layer() if same else reject_torchscript(self)  # type: ignore[no-any-return]
 
     def __init__(
         self,
@@ -88,19 +99,19 @@ class MultiHeadAttention(nn.MultiheadAttention):
         num_kv_heads: int | None = None,
         rotary: bool | Rotary = False,
     ) -> None:
-        sizes(embed_dim=embed_dim, num_heads=num_heads)
-        sizes_or_none(kdim=kdim, vdim=vdim)
+        validate_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        validate_optional_sizes(kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             raise ArgumentError(
                 f"embed_dim must be a multiple of num_heads, but {embed_dim} is none of {num_heads}"
             )
         shared = num_heads if num_kv_heads is None else num_kv_heads
-        sizes(num_kv_heads=shared)
+        validate_sizes(num_kv_heads=shared)
         if num_heads % shared:
             raise ArgumentError(
                 f"num_kv_heads must divide num_heads, but {shared} does not divide {num_heads}"
             )
-        dropout = fraction("dropout", dropout)
+        dropout = validate_fraction("dropout", dropout)
         # Before torch draws its first values, which then are those of its own layer.
         super().__init__(
             embed_dim,
@@ -116,38 +127,54 @@ class MultiHeadAttention(nn.MultiheadAttention):
             dtype,
         )
         self.num_kv_heads = shared
-        self._extra = int(add_bias_kv) + int(add_zero_attn)
+        self._extra_keys = int(add_bias_kv) + int(add_zero_attn)
         widths = (self.head_dim, self.head_dim)
-        self.score = checked(score, widths, device=device, dtype=dtype)
+        self.score = resolve_score(score, widths, device=device, dtype=dtype)
         self.weighting = checked_weighting(weighting)
-        self.rotary = rotary_of(rotary, self.head_dim)
-        self.packed = self._qkv_same_embed_dim
+        self.rotary = resolve_rotary(rotary, self.head_dim)
+        self.is_packed = self._qkv_same_embed_dim
         # torch.nn.TransformerEncoderLayer runs a kernel of its own on layers with this mark.
-        self._qkv_same_embed_dim = self._is_torchs()
+        self._qkv_same_embed_dim = self._is_torch_equivalent()
         if shared != num_heads:
-            self._narrow(device, dtype)
+            self._shrink_kv_parameters(device, dtype)
 
-    def _is_torchs(self) -> bool:
+    def _is_torch_equivalent(self) -> bool:
         """Whether this is what torch's own layer computes from one packed input."""
-        same = self.num_kv_heads == self.num_heads and self.rotary is None and not self._extra
+        return self.is_packed and not self._extra_keys and self._has_torch_score()
+
+    def _has_torch_score(self) -> bool:
+        """Whether the heads are compared and weighted as in torch's own layer."""
+        if self.num_kv_heads != self.num_heads or self.rotary is not None:
+            return False
         try:
-            return same and self.packed and _kinds(self.score, self.weighting) == PLAIN
-        except tree.Unkind:  # learned, or a function
+            return _build_signatures(self.score, self.weighting) == TORCH_SIGNATURES
+        except tree.UncacheableError:  # learned, or a function
             return False
 
-    def _narrow(self, device: Any, dtype: Any) -> None:
+    def _as_torch_layer(self) -> nn.MultiheadAttention:
+        """torch's own layer, with the parameters, hooks and mode of this one."""
+        kind = MultiHeadAttention.__base__  # by any name that torch's may have been given since
+        assert kind is not None
+        made: nn.MultiheadAttention = kind.__new__(kind)
+        own = ("score", "weighting", "rotary", "num_kv_heads", "is_packed", "_extra_keys")
+        vars(made).update({name: x for name, x in vars(self).items() if name not in own})
+        modules = {name: x for name, x in self._modules.items() if name not in own}
+        vars(made).update(_modules=modules, _qkv_same_embed_dim=self.is_packed)
+        return made
+
+    def _shrink_kv_parameters(self, device: Any, dtype: Any) -> None:
         """Parameters for as many keys and values as there are heads of them."""
         names = {"k_proj_weight": self.kdim, "v_proj_weight": self.vdim}
-        if self.packed:
+        if self.is_packed:
             names = {"in_proj_weight": self.embed_dim}
         for name, width in names.items():
-            rows = self.kv_dim + (self.embed_dim + self.kv_dim if self.packed else 0)
-            setattr(self, name, parameter((rows, width), device, dtype))
+            rows = self.kv_dim + (self.embed_dim + self.kv_dim if self.is_packed else 0)
+            setattr(self, name, empty_parameter((rows, width), device, dtype))
         if self.in_proj_bias is not None:
-            self.in_proj_bias = parameter((self.embed_dim + 2 * self.kv_dim,), device, dtype)
+            self.in_proj_bias = empty_parameter((self.embed_dim + 2 * self.kv_dim,), device, dtype)
         if self.bias_k is not None:
-            self.bias_k = parameter((1, 1, self.kv_dim), device, dtype)
-            self.bias_v = parameter((1, 1, self.kv_dim), device, dtype)
+            self.bias_k = empty_parameter((1, 1, self.kv_dim), device, dtype)
+            self.bias_v = empty_parameter((1, 1, self.kv_dim), device, dtype)
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
@@ -184,20 +211,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
         both adds nothing. Masks then speak of all keys.
         """
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_tensors(query=query)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
         if query is key is value and not is_causal and mask is None is cache:
-            found = self._at_once(query, key_padding_mask, attn_mask, weights)
+            found = self._run_fused(query, key_padding_mask, attn_mask, weights)
             if found is not None:
                 return found
         if query.is_nested:
             whole = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "cache": cache}
             rest = (need_weights, average_attn_weights, is_causal)
-            return self._nested(query, key, value, rest, mask, whole)
-        self._check(query, key, value, cache)
+            return self._forward_nested(query, key, value, rest, mask, whole)
+        self._check_inputs(query, key, value, cache)
         batched = query.dim() == 3
-        q, k, v = self._projected(query, key, value)
+        q, k, v = self._project_inputs(query, key, value)
         past = 0 if cache is None else len(cache)
         if self.rotary is not None:
             q, k = (x if x is None else self.rotary(x, past) for x in (q, k))
@@ -205,13 +232,17 @@ class MultiHeadAttention(nn.MultiheadAttention):
         # Torch reads an attn_mask that is said to be causal only where it must.
         reads = need_weights or key_padding_mask is not None
         given = (key_padding_mask, attn_mask, is_causal, mask)
-        mask = self._mask(*given, shape, 0 if k is None else past, batched, reads, q.device)
+        mask = self._combine_masks(
+            *given, shape, 0 if k is None else past, batched, reads, q.device
+        )
         if cache is not None:
-            k, v = cache.rows(self) if k is None else cache.append(self, k, v)
-        k, v = self._extended(k, v)
+            k, v = cache.get_rows(self) if k is None else cache.append(self, k, v)
+        k, v = self._append_extra_keys(k, v)
         dropout = self.dropout if self.training else 0.0
-        out, alpha = attended(q, k, v, self.score, self.weighting, mask, dropout, weights)
-        out = self.out_proj(self._joined(out, batched))
+        out, alpha = attend_with_weights(
+            q, k, v, self.score, self.weighting, mask, dropout, weights
+        )
+        out = self.out_proj(self._merge_heads(out, batched))
         return out, alpha if alpha is None or batched else alpha[0]
 
     if TYPE_CHECKING:
@@ -219,18 +250,18 @@ class MultiHeadAttention(nn.MultiheadAttention):
         @called_as(forward)
         def __call__(self) -> None: ...
 
-    def _at_once(
+    def _run_fused(
         self, x: Tensor, padding: Tensor | None, hidden: Tensor | None, weights: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
         """The whole layer at once, where it is torch's own and runs so sooner than by parts."""
-        if torch.is_grad_enabled() or TORCH.tracing(x):
+        if torch.is_grad_enabled() or TORCH.is_traced(x):
             return None
         if not self.batch_first or (self.training and self.dropout):
             return None
         last = self._modules["out_proj"]  # a hook on it, or another in its place, must be called
-        if type(last) is not Last or hooked(last):
+        if type(last) is not Last or has_hooks(last):
             return None
-        if not (padding is None or hidden is None) or not self._is_torchs():
+        if not (padding is None or hidden is None) or not self._is_torch_equivalent():
             return None
         if not torch.backends.mha.get_fastpath_enabled():
             return None
@@ -238,49 +269,51 @@ class MultiHeadAttention(nn.MultiheadAttention):
         first, then = self._parameters.get, last._parameters.get
         given = first("in_proj_weight"), first("in_proj_bias"), then("weight"), then("bias")
         mask = padding if hidden is None else hidden
-        return AT_ONCE(x, self.num_heads, given, mask, hidden is None, weights)
+        return FUSED_LAYER(x, self.num_heads, given, mask, hidden is None, weights)
 
-    def _projected(
+    def _project_inputs(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Q, K and V (N, heads, L, head_dim): as few products as the inputs allow."""
         heads, widths = self.num_kv_heads, [self.embed_dim, self.kv_dim, self.kv_dim]
         bias = self.in_proj_bias
-        if self.packed and query is key and key is value:
+        if self.is_packed and query is key and key is value:
             all_heads = self.num_heads + 2 * heads
-            made = self._heads(linear(query, self.in_proj_weight, bias), all_heads)
+            made = self._split_heads(linear(query, self.in_proj_weight, bias), all_heads)
             return tuple(made.split_with_sizes((self.num_heads, heads, heads), 1))
         biases = (None, None, None) if bias is None else bias.split(widths)
-        if self.packed:
+        if self.is_packed:
             parts = self.in_proj_weight.split(widths)
         else:
             parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        q = self._heads(linear(query, parts[0], biases[0]), self.num_heads)
+        q = self._split_heads(linear(query, parts[0], biases[0]), self.num_heads)
         if key is None:
             return q, None, None
-        if self.packed and key is value:
+        if self.is_packed and key is value:
             rest = None if bias is None else bias[self.embed_dim :]
-            both = self._heads(linear(key, self.in_proj_weight[self.embed_dim :], rest), 2 * heads)
+            both = self._split_heads(
+                linear(key, self.in_proj_weight[self.embed_dim :], rest), 2 * heads
+            )
             return q, *both.split_with_sizes((heads, heads), 1)
         k, v = linear(key, parts[1], biases[1]), linear(value, parts[2], biases[2])
-        return q, self._heads(k, heads), self._heads(v, heads)
+        return q, self._split_heads(k, heads), self._split_heads(v, heads)
 
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
+    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
         """(L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim), without a copy."""
         x = x.view(*x.shape[:-1], heads, self.head_dim)
         if x.dim() == 3:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
-    def _joined(self, out: Tensor, batched: bool) -> Tensor:
+    def _merge_heads(self, out: Tensor, batched: bool) -> Tensor:
         if not batched:
             return out[0].transpose(0, 1).flatten(-2)
         out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
         return out.flatten(-2)
 
-    def _extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _append_extra_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The learned key and value after the others, then those of zeros."""
-        if not self._extra:
+        if not self._extra_keys:
             return key, value
         if self.bias_k is not None:
             shape = (1, self.num_kv_heads, 1, self.head_dim)
@@ -291,7 +324,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
         return key, value
 
-    def _mask(
+    def _combine_masks(
         self,
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
@@ -305,44 +338,44 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> Any:
         """Torch's masks and ours as one of ours; keys that the layer adds are seen by all."""
         batch, n, m = shape
-        if mask is not None and self._extra:
+        if mask is not None and self._extra_keys:
             if isinstance(mask, torch.Tensor):  # one that is added to the scores adds nothing there
                 seen = float(mask.dtype == torch.bool)
-                mask = pad(mask.expand(*mask.shape[:-1], m), (0, self._extra), value=seen)
+                mask = pad(mask.expand(*mask.shape[:-1], m), (0, self._extra_keys), value=seen)
             else:
-                mask = masks.array(mask) | self._added(m)
+                mask = masks.array(mask) | self._extra_keys_mask(m)
         parts = [] if mask is None else [mask]
         if key_padding_mask is not None:
             wanted = (batch, m) if batched else (m,)
             _check_mask("key_padding_mask", key_padding_mask, [wanted], device)
-            parts.append(self._turned(key_padding_mask.reshape(batch, 1, 1, m)))
+            parts.append(self._convert_torch_mask(key_padding_mask.reshape(batch, 1, 1, m)))
         if attn_mask is not None:
             shapes = [(n, m), (batch * self.num_heads, n, m)]
             _check_mask("attn_mask", attn_mask, shapes, device)
         if is_causal and (attn_mask is None or not reads):
             if n != 1 or past + n < m:  # or the last query, which sees every key
                 part = masks.causal(offset=past) if past else masks.causal
-                parts.append(part | self._added(m) if self._extra else part)
+                parts.append(part | self._extra_keys_mask(m) if self._extra_keys else part)
         elif attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.reshape(batch, self.num_heads, n, m)
-            parts.append(self._turned(attn_mask))
-        return _joined(parts)
+            parts.append(self._convert_torch_mask(attn_mask))
+        return _intersect_masks(parts)
 
-    def _turned(self, mask: Tensor) -> Tensor:
+    def _convert_torch_mask(self, mask: Tensor) -> Tensor:
         """A mask with torch's meaning as one with ours."""
-        mask = pad(mask, (0, self._extra)) if self._extra else mask
+        mask = pad(mask, (0, self._extra_keys)) if self._extra_keys else mask
         return mask.logical_not() if mask.dtype == torch.bool else mask
 
-    def _added(self, m: int) -> Any:
+    def _extra_keys_mask(self, m: int) -> Any:
         device = next(self.parameters()).device
-        return torch.arange(m + self._extra, device=device)[None] >= m
+        return torch.arange(m + self._extra_keys, device=device)[None] >= m
 
-    def _check(self, query: Any, key: Any, value: Any, cache: Any) -> None:
+    def _check_inputs(self, query: Any, key: Any, value: Any, cache: Any) -> None:
         given = {"query": query, "key": key, "value": value}  # a query is a tensor already
         if cache is not None and not isinstance(cache, Cache):
             raise DtypeError(f"cache must be a qkv.nn.Cache, not {type(cache).__name__}")
-        alone = self.packed and query is key is value
+        alone = self.is_packed and query is key is value
         if alone or (key is None and value is None and cache is not None and len(cache)):
             given = {"query": query}
         elif key is None or value is None:
@@ -373,7 +406,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 f"{tuple(key.shape)}: batch_first is {self.batch_first}"
             )
 
-    def _nested(
+    def _forward_nested(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -407,7 +440,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             ),
             strict=True,
         )
-        shut = TORCH.packed(list(out), query)
+        shut = TORCH.pack_nested(list(out), query)
         if not need_weights:
             return shut, None
         n, m = (max(x.shape[axis] for x in alpha) for axis in (-2, -1))
@@ -418,10 +451,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         heads = f"{self.embed_dim}, num_heads={self.num_heads}"
         if self.num_kv_heads != self.num_heads:
             heads += f", num_kv_heads={self.num_kv_heads}"
-        return f"{heads}, {words(self)}"
+        return f"{heads}, {describe_scoring(self)}"
 
 
-def _joined(parts: list[Any]) -> Any:
+def _intersect_masks(parts: list[Any]) -> Any:
     """Masks as one; what is a single tensor stays one."""
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -439,7 +472,7 @@ def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]], device: tor
             f"{name} must be a tensor of booleans (True: masked out) or floats (added), not "
             f"{mask.dtype}"
         )
-    if tuple(TORCH.plain(mask, name).shape) not in shapes:
+    if tuple(TORCH.as_plain_array(mask, name).shape) not in shapes:
         told = " or ".join(map(str, shapes))
         raise ShapeError(f"{name} must have shape {told}, not {tuple(mask.shape)}")
     if mask.device != device:

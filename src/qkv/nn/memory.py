@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from qkv import attention
 from qkv.database.database import Database, open
-from qkv.database.touched import (
-    Touched,
-    asked,
-    forget,
-    moves_keys,
+from qkv.database.memory_rows import (
+    MemoryRows,
+    can_update_keys,
+    encode_memory_query,
+    find_memory_rows,
+    forget_rows,
     own_score,
-    rewritten,
-    touched,
+    update_memory_rows,
 )
-from qkv.elsewhere import guided, refuse_call, unscripted
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, validate_sizes
 from qkv.nn import weightings
-from qkv.nn.scores import LayerScore, built, checked, told
+from qkv.nn.scores import LayerScore, build_score, resolve_score, score_name
 from qkv.nn.tensors import called_as, check_tensors
+from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 from qkv.weightings import TopK, WeightingLike
 
 
-@guided
+@suggest_keywords
 class Memory(nn.Module):
     """Σᵢ α(q, kᵢ) vᵢ over the rows of a database: query (…, n, h·d) → (…, n, h·d_v), h the heads.
 
@@ -55,7 +55,7 @@ class Memory(nn.Module):
     tensor([[10.]])
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(
         self,
@@ -68,38 +68,40 @@ class Memory(nn.Module):
         learn: bool = False,
     ) -> None:
         super().__init__()
-        sizes(heads=heads)
-        self._store = Lent(database)
+        validate_sizes(heads=heads)
+        self._shared = SharedDatabase(database)
         self.heads, self.tolerance, self.learn = heads, tolerance, learn
-        self.score = None if score is None else checked(score, self._widths())
-        self.weighting = weightings.checked(weighting)
-        self._few = getattr(self.weighting, "few", None) if tolerance is None else None
-        if learn and self._few is None:
+        self.score = None if score is None else resolve_score(score, self._score_widths())
+        self.weighting = weightings.resolve_weighting(weighting)
+        self._max_support = (
+            getattr(self.weighting, "max_support", None) if tolerance is None else None
+        )
+        if learn and self._max_support is None:
             raise CombinationError(
                 "learn: rows are moved where a query looks at few: pass weighting=TopK(k) and no "
                 "tolerance"
             )
-        self._looked: list[tuple[Touched, Tensor, Tensor]] = []
+        self._touched: list[tuple[MemoryRows, Tensor, Tensor]] = []
 
     @property
     def database(self) -> Database[Any, Any]:
-        return self._store.database
+        return self._shared.database
 
-    def _widths(self) -> tuple[int, int] | None:
+    def _score_widths(self) -> tuple[int, int] | None:
         """Of query and key; None while there are no keys."""
         encoder = self.database.encoder if len(self.database) else None
         return None if encoder is None else (encoder.width, encoder.width)
 
     def forward(self, query: Tensor, **wrong: Never) -> Tensor:
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_tensors(query=query)
         if query.shape[-1] % self.heads:
             raise ShapeError(
                 f"query: its {query.shape[-1]} numbers are no multiple of {self.heads} heads"
             )
         asked = query.reshape(-1, query.shape[-1] // self.heads)
-        out = self._read(asked)
+        out = self._attend_rows(asked)
         return out.reshape(*query.shape[:-1], -1)
 
     if TYPE_CHECKING:
@@ -108,23 +110,23 @@ class Memory(nn.Module):
         def __call__(self) -> None: ...
 
     @torch._disable_dynamo  # a graph can open no file; compiler.disable loads all of dynamo here
-    def _read(self, query: Tensor) -> Tensor:
-        score = None if self.score is None else built(self.score, query.dtype)
-        weighting = weightings.built(self.weighting, query.dtype)
-        if self._few is None:
+    def _attend_rows(self, query: Tensor) -> Tensor:
+        score = None if self.score is None else build_score(self.score, query.dtype)
+        weighting = weightings.build_weighting(self.weighting, query.dtype)
+        if self._max_support is None:
             how: Any = {"score": score, "weighting": weighting, "tolerance": self.tolerance}
             return self.database.attend(query, **how)
-        found = touched(self.database, query, self._few, score)
+        found = find_memory_rows(self.database, query, self._max_support, score)
         key, value = (torch.as_tensor(x).to(query) for x in (found.key, found.value))
         if self.learn and torch.is_grad_enabled():
-            key.requires_grad_(moves_keys(self.database))
-            self._looked.append((found, key, value.requires_grad_()))
+            key.requires_grad_(can_update_keys(self.database))
+            self._touched.append((found, key, value.requires_grad_()))
         if score is None:
             score = own_score(self.database, query)
-        at = torch.as_tensor(found.at, device=query.device)
-        live = torch.as_tensor(found.live, device=query.device)
-        mask = None if found.live.all() else live[:, None, :]
-        code = asked(self.database, query).to(query.dtype)[:, None, :]
+        at = torch.as_tensor(found.row_positions, device=query.device)
+        live = torch.as_tensor(found.is_found, device=query.device)
+        mask = None if found.is_found.all() else live[:, None, :]
+        code = encode_memory_query(self.database, query).to(query.dtype)[:, None, :]
         how = {"score": score, "weighting": weighting, "mask": mask}
         out = attention.attend(code, key[at], value[at], **how)
         return out[:, 0, :]
@@ -133,7 +135,7 @@ class Memory(nn.Module):
         """row ← row − lr · gradient, for the rows that were looked at since the last step: a new
         version of the database. How many rows moved; those that were taken out meanwhile stay out.
         """
-        looked, self._looked = self._looked, []
+        looked, self._touched = self._touched, []
         looked = [x for x in looked if x[2].grad is not None]
         if not looked:
             return 0
@@ -158,25 +160,25 @@ class Memory(nn.Module):
                 "step: rows would become NaN or infinite, and stay as they are: look at the loss, "
                 "or take a smaller lr"
             )
-        keys = key if moves_keys(self.database) else None
-        return rewritten(self.database, ids[moved], keys, value)
+        keys = key if can_update_keys(self.database) else None
+        return update_memory_rows(self.database, ids[moved], keys, value)
 
     def forget(self, keys: Any) -> int:
         """Take out the rows of these keys (one, or a list): answers are then as if they had never
         been there, but for what `database.learn` made of pairs that named them. How many went.
         `database.compact()` takes them out of the files, too."""
-        return forget(self.database, keys)
+        return forget_rows(self.database, keys)
 
     def extra_repr(self) -> str:
-        score = "the encoder's" if self.score is None else told(self.score)
+        score = "the encoder's" if self.score is None else score_name(self.score)
         where = self.database.path or "in memory"
         return (
             f"{where}, heads={self.heads}, score={score}, "
-            f"weighting={weightings.told(self.weighting)}"
+            f"weighting={weightings.weighting_name(self.weighting)}"
         )
 
 
-class Lent:
+class SharedDatabase:
     """A database that belongs to the caller, or the one in a folder; copies are the same one."""
 
     def __init__(self, database: Database[Any, Any] | str | os.PathLike[str]) -> None:
@@ -188,8 +190,8 @@ class Lent:
             )
         self.database = database
 
-    def __deepcopy__(self, memo: Any) -> Lent:
+    def __deepcopy__(self, memo: Any) -> SharedDatabase:
         return self
 
     def __reduce__(self) -> Any:
-        return Lent, (self.database,)
+        return SharedDatabase, (self.database,)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from qkv import masks
 from qkv.attention import attend
-from qkv.elsewhere import guided, refuse_call, unscripted
-from qkv.errors import ShapeError, fraction, sizes
+from qkv.errors import ShapeError, validate_fraction, validate_sizes
 from qkv.nn import weightings
-from qkv.nn.attention import attended, words
-from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, checked, hooked
+from qkv.nn.attention import attend_with_weights, describe_scoring
+from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, has_hooks, resolve_score
 from qkv.nn.tensors import called_as, check_plain, check_tensors
+from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 from qkv.weightings import Sigmoid, WeightingLike
 
 
-@guided
+@suggest_keywords
 class BahdanauDecoder(nn.Module):
     """cᵢ = Σⱼ α(sᵢ₋₁, hⱼ) hⱼ, sᵢ = GRU([yᵢ₋₁; cᵢ], sᵢ₋₁), logits = W[sᵢ; cᵢ; yᵢ₋₁].
 
@@ -46,11 +46,13 @@ class BahdanauDecoder(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        sizes(vocabulary=vocabulary, embed_dim=embed_dim, hidden=hidden, memory_dim=memory_dim)
+        validate_sizes(
+            vocabulary=vocabulary, embed_dim=embed_dim, hidden=hidden, memory_dim=memory_dim
+        )
         self.embedding = nn.Embedding(vocabulary, embed_dim)
-        self.score = checked(score, (hidden, memory_dim))
-        self.weighting = weightings.checked(weighting)
-        self.dropout = fraction("dropout", dropout)
+        self.score = resolve_score(score, (hidden, memory_dim))
+        self.weighting = weightings.resolve_weighting(weighting)
+        self.dropout = validate_fraction("dropout", dropout)
         self.start = nn.Linear(memory_dim, hidden)
         self.cell = nn.GRUCell(embed_dim + memory_dim, hidden)
         self.head = nn.Linear(hidden + memory_dim + embed_dim, vocabulary)
@@ -65,7 +67,7 @@ class BahdanauDecoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_plain(tokens=tokens, memory=memory)
         if tokens.dim() != 2 or memory.dim() != 3 or tokens.shape[0] != memory.shape[0]:
             raise ShapeError(
@@ -79,11 +81,11 @@ class BahdanauDecoder(nn.Module):
         live = None if mask is None else ~mask[:, None, :]
         state = torch.tanh(self.start(memory[:, 0])) if state is None else state
         key, score = memory, self.score
-        if isinstance(score, LearnedScore) and not hooked(score):
-            score, key = score.ahead(memory)
+        if isinstance(score, LearnedScore) and not has_hooks(score):
+            score, key = score.project_keys(memory)
         found = []
         for word in self.embedding(tokens).unbind(1):
-            logits, state, alpha = self._step(word, key, memory, score, live, state)
+            logits, state, alpha = self._decode_step(word, key, memory, score, live, state)
             found.append((logits, alpha))
         logits, alpha = (torch.stack(x, 1) for x in zip(*found, strict=True))
         return logits, state, alpha
@@ -93,7 +95,7 @@ class BahdanauDecoder(nn.Module):
         @called_as(forward)
         def __call__(self) -> None: ...
 
-    def _step(
+    def _decode_step(
         self,
         word: Tensor,
         key: Tensor,
@@ -104,7 +106,7 @@ class BahdanauDecoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One word vector (B, embed_dim) further: logits, the next state, and α (B, m)."""
         dropout = self.dropout if self.training else 0.0
-        context, alpha = attended(
+        context, alpha = attend_with_weights(
             state[:, None], key, memory, score, self.weighting, live, dropout, "heads"
         )
         context = context[:, 0]
@@ -112,10 +114,10 @@ class BahdanauDecoder(nn.Module):
         return self.head(torch.cat((state, context, word), -1)), state, alpha[:, 0]  # type: ignore[index]
 
     def extra_repr(self) -> str:
-        return words(self)
+        return describe_scoring(self)
 
 
-@guided
+@suggest_keywords
 class SqueezeExcitation(nn.Module):
     """out_c = α_c x_c, α_c = σ(q·k_c + b_c), q = relu(W₁z + b₁), z = the mean of x over its places.
 
@@ -128,11 +130,11 @@ class SqueezeExcitation(nn.Module):
     torch.Size([1, 8, 5, 5])
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(self, channels: int, reduction: int = 16) -> None:
         super().__init__()
-        sizes(channels=channels, reduction=reduction)
+        validate_sizes(channels=channels, reduction=reduction)
         self.fc1 = nn.Linear(channels, max(channels // reduction, 1))
         self.fc2 = nn.Linear(max(channels // reduction, 1), channels)
 
@@ -162,7 +164,7 @@ class SqueezeExcitation(nn.Module):
         return f"{self.fc1.in_features}, reduction={self.fc1.in_features // self.fc1.out_features}"
 
 
-@guided
+@suggest_keywords
 class KernelRegression(nn.Module):
     """f(q) = Σᵢ α(q, kᵢ) vᵢ with α the softmax of −‖(q − k)/σ‖²/2, and σ learned.
 
@@ -177,7 +179,7 @@ class KernelRegression(nn.Module):
     (True, torch.Size([1]))
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(
         self,
@@ -200,15 +202,15 @@ class KernelRegression(nn.Module):
         d, where = key.shape[1], {"device": key.device, "dtype": key.dtype}
         if score is None:
             score = GaussianScore(bandwidth, d if features else None, **where)
-        self.score = checked(score, (d, d), **where)
-        self.weighting = weightings.checked(weighting)
+        self.score = resolve_score(score, (d, d), **where)
+        self.weighting = weightings.resolve_weighting(weighting)
         self.dropout = 0.0
 
     def forward(self, query: Tensor, **wrong: Never) -> Tensor:
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_tensors(query=query)
-        return self._predicted(query, None)
+        return self._predict_values(query, None)
 
     if TYPE_CHECKING:
 
@@ -217,7 +219,7 @@ class KernelRegression(nn.Module):
 
     def held_out(self) -> Tensor:
         """What the other examples predict for each of them."""
-        return self._predicted(self.key, ~masks.window(0))
+        return self._predict_values(self.key, ~masks.window(0))
 
     def loss(self) -> Tensor:
         """The mean squared error of `held_out`."""
@@ -239,10 +241,10 @@ class KernelRegression(nn.Module):
                 told(losses[-1])
         return losses
 
-    def _predicted(self, query: Tensor, mask: Any) -> Tensor:
+    def _predict_values(self, query: Tensor, mask: Any) -> Tensor:
         value = self.value if self.value.dim() == 2 else self.value[:, None]
-        out = attended(query, self.key, value, self.score, self.weighting, mask)[0]
+        out = attend_with_weights(query, self.key, value, self.score, self.weighting, mask)[0]
         return out if self.value.dim() == 2 else out[..., 0]
 
     def extra_repr(self) -> str:
-        return f"{len(self.key)} examples, {words(self)}"
+        return f"{len(self.key)} examples, {describe_scoring(self)}"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qkv.elsewhere import guided, unscripted
 from qkv.errors import ArgumentError, ShapeError
 from qkv.nn.tensors import called_as, check_plain
+from qkv.util.keyword_hints import reject_torchscript, suggest_keywords
 
 
-@guided
+@suggest_keywords
 class Rotary(nn.Module):
     """Each pair (x₂ᵢ, x₂ᵢ₊₁) of a vector at position p is turned by the angle p · base^(−2i/d).
 
@@ -25,7 +25,7 @@ class Rotary(nn.Module):
             [0.5400, 0.8410]])
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     def __init__(self, width: int, base: float = 10_000.0, interleaved: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Rotary(nn.Module):
         return f"{self.width}, base={self.base:g}, interleaved={self.interleaved}"
 
 
-def rotary_of(rotary: Any, width: int) -> Rotary | None:
+def resolve_rotary(rotary: Any, width: int) -> Rotary | None:
     """What a layer's argument `rotary` asks for: False, True, or one made for this width."""
     if rotary is None or rotary is False:
         return None

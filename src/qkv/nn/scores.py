@@ -13,11 +13,11 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import _has_any_global_hook
 
 from qkv import scores
-from qkv.elsewhere import guided, refuse_call, unscripted
-from qkv.errors import ArgumentError, DtypeError, sizes
+from qkv.errors import ArgumentError, DtypeError, validate_sizes
 from qkv.nn import weightings
 from qkv.nn.tensors import called_as, check_plain
 from qkv.scores import Score
+from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 from qkv.weightings import Weighting
 
 
@@ -29,10 +29,10 @@ class LearnedScore(nn.Module):
     called instead, for the whole matrix or, of a long call, for each block of it.
     """
 
-    __prepare_scriptable__ = unscripted
+    __prepare_scriptable__ = reject_torchscript
 
     @classmethod
-    def of(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
+    def for_widths(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
         """The score of a layer with queries and keys of these widths; None: it knows of none."""
         if widths is None:
             raise ArgumentError(
@@ -44,16 +44,16 @@ class LearnedScore(nn.Module):
     def build(self, dtype: Any) -> Score:
         raise NotImplementedError("a learned score says which score its parameters make")
 
-    def ahead(self, memory: Tensor) -> tuple[Any, Tensor]:
+    def project_keys(self, memory: Tensor) -> tuple[Any, Tensor]:
         """The score, and the keys as it has them, where all are known before the first query."""
         return self, memory
 
     def forward(self, query: Tensor, key: Tensor, **wrong: Never) -> Tensor:
         if wrong:
-            refuse_call(self, wrong)
+            reject_call_keywords(self, wrong)
         check_plain(query=query, key=key)
         score = self.build(query.dtype)
-        score.check(query.shape, key.shape)
+        score.check_shapes(query.shape, key.shape)
         return score(query, key)
 
     if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class LearnedScore(nn.Module):
 LayerScore = scores.ScoreLike | scores.LearnedName | LearnedScore | type[LearnedScore]
 
 
-def built(score: Any, dtype: Any) -> Any:
+def build_score(score: Any, dtype: Any) -> Any:
     """A learned score as the object that `attend` takes; anything else as it is."""
-    kinds = (LearnedScore, Beforehand)  # a union would be made anew in each call
-    return score.build(dtype) if isinstance(score, kinds) and not hooked(score) else score
+    kinds = (LearnedScore, ProjectedKeysScore)  # a union would be made anew in each call
+    return score.build(dtype) if isinstance(score, kinds) and not has_hooks(score) else score
 
 
-def hooked(module: Any) -> bool:
+def has_hooks(module: Any) -> bool:
     """Whether hooks run where it is called, its own or those on all modules: then call it."""
     of = module.__dict__.get
     return bool(
@@ -83,21 +83,21 @@ def hooked(module: Any) -> bool:
     )
 
 
-def checked(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> Any:
+def resolve_score(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> Any:
     """The score of a layer: a module as it is, a name or a function as a score.
 
     A learned score goes by its name or its class: it is made for the widths of query and key.
     """
-    kind = LEARNED.get(score) if isinstance(score, str) else score
+    kind = LEARNED_SCORES.get(score) if isinstance(score, str) else score
     if isinstance(kind, type) and issubclass(kind, LearnedScore):
-        return kind.of(widths, **{name: x for name, x in where.items() if x is not None})
+        return kind.for_widths(widths, **{name: x for name, x in where.items() if x is not None})
     return score if isinstance(score, nn.Module) else scores.resolve(score)
 
 
-def again(score: Any) -> Any:
+def copy_score(score: Any) -> Any:
     """The same score for one more layer: a module with parameters of its own, drawn anew."""
     if isinstance(score, Weighting):
-        return weightings.again(score)
+        return weightings.copy_weighting(score)
     if not isinstance(score, nn.Module):
         return score
     copy = deepcopy(score)
@@ -107,17 +107,17 @@ def again(score: Any) -> Any:
     return copy
 
 
-def drawn(options: Any) -> Any:
+def copy_options(options: Any) -> Any:
     """The options of one more layer, with parameters of its own."""
-    return {name: again(x) for name, x in options.items()}
+    return {name: copy_score(x) for name, x in options.items()}
 
 
-def told(score: Any) -> str:
+def score_name(score: Any) -> str:
     """A score in a word, for a layer's repr."""
     return type(score).__name__
 
 
-@guided
+@suggest_keywords
 class AdditiveScore(LearnedScore):
     """s = vᵀ tanh(W₁q + W₂k + b): a network with one hidden layer.
 
@@ -140,11 +140,11 @@ class AdditiveScore(LearnedScore):
     ) -> None:
         super().__init__()
         hidden = d_q if hidden is None else hidden
-        sizes(d_q=d_q, d_k=d_k, hidden=hidden)
-        self.w_query = parameter((hidden, d_q), device, dtype)
-        self.w_key = parameter((hidden, d_k), device, dtype)
-        self.v = parameter((hidden,), device, dtype)
-        self.register_parameter("bias", parameter((hidden,), device, dtype) if bias else None)
+        validate_sizes(d_q=d_q, d_k=d_k, hidden=hidden)
+        self.w_query = empty_parameter((hidden, d_q), device, dtype)
+        self.w_key = empty_parameter((hidden, d_k), device, dtype)
+        self.v = empty_parameter((hidden,), device, dtype)
+        self.register_parameter("bias", empty_parameter((hidden,), device, dtype) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -160,8 +160,8 @@ class AdditiveScore(LearnedScore):
         bias = None if self.bias is None else self.bias.to(dtype)
         return scores.Additive(self.w_query.to(dtype), self.w_key.to(dtype), self.v.to(dtype), bias)
 
-    def ahead(self, memory: Tensor) -> tuple[Any, Tensor]:
-        return Beforehand(self), linear(memory, self.build(memory.dtype).w_key)
+    def project_keys(self, memory: Tensor) -> tuple[Any, Tensor]:
+        return ProjectedKeysScore(self), linear(memory, self.build(memory.dtype).w_key)
 
     def extra_repr(self) -> str:
         hidden, d_q = self.w_query.shape
@@ -169,7 +169,7 @@ class AdditiveScore(LearnedScore):
 
 
 @dataclass(frozen=True)
-class Beforehand:
+class ProjectedKeysScore:
     """An additive score for keys that are W₂k already: for a memory that is asked step by step."""
 
     score: AdditiveScore
@@ -178,7 +178,7 @@ class Beforehand:
         return replace(self.score.build(dtype), w_key=None)
 
 
-@guided
+@suggest_keywords
 class MultiplicativeScore(LearnedScore):
     """s = qᵀWk, with w (d_q, d_k).
 
@@ -188,8 +188,8 @@ class MultiplicativeScore(LearnedScore):
 
     def __init__(self, d_q: int, d_k: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        sizes(d_q=d_q, d_k=d_k)
-        self.w = parameter((d_q, d_k), device, dtype)
+        validate_sizes(d_q=d_q, d_k=d_k)
+        self.w = empty_parameter((d_q, d_k), device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -202,7 +202,7 @@ class MultiplicativeScore(LearnedScore):
         return f"d_q={self.w.shape[0]}, d_k={self.w.shape[1]}"
 
 
-@guided
+@suggest_keywords
 class GatedScore(LearnedScore):
     """s = σ(w_query·q + w_key·k + bias) · score(q, k): a gate on any score, learned ones too.
 
@@ -220,11 +220,11 @@ class GatedScore(LearnedScore):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        sizes(d_q=d_q, d_k=d_k)
-        self.w_query = parameter((d_q,), device, dtype)
-        self.w_key = parameter((d_k,), device, dtype)
-        self.register_parameter("bias", parameter((1,), device, dtype) if bias else None)
-        self.score = checked(score, (d_q, d_k), device=device, dtype=dtype)
+        validate_sizes(d_q=d_q, d_k=d_k)
+        self.w_query = empty_parameter((d_q,), device, dtype)
+        self.w_key = empty_parameter((d_k,), device, dtype)
+        self.register_parameter("bias", empty_parameter((1,), device, dtype) if bias else None)
+        self.score = resolve_score(score, (d_q, d_k), device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -236,14 +236,16 @@ class GatedScore(LearnedScore):
 
     def build(self, dtype: Any) -> Score:
         bias = None if self.bias is None else self.bias.to(dtype)
-        inner = built(self.score, dtype)
+        inner = build_score(self.score, dtype)
         return scores.Gated(self.w_query.to(dtype), self.w_key.to(dtype), bias, inner)
 
     def extra_repr(self) -> str:
-        return f"d_q={self.w_query.numel()}, d_k={self.w_key.numel()}, score={told(self.score)}"
+        return (
+            f"d_q={self.w_query.numel()}, d_k={self.w_key.numel()}, score={score_name(self.score)}"
+        )
 
 
-@guided
+@suggest_keywords
 class GaussianScore(LearnedScore):
     """s = −‖(q − k)/σ‖²/2 with σ learned: one number, or one for each feature.
 
@@ -265,13 +267,13 @@ class GaussianScore(LearnedScore):
             raise DtypeError("bandwidth must be one number; features=d learns one for each of d")
         scores.Gaussian(bandwidth)  # refuses what is not above zero
         if features is not None:
-            sizes(features=features)
+            validate_sizes(features=features)
         shape = () if features is None else (features,)
         log = torch.full(shape, math.log(bandwidth), device=device, dtype=dtype)
         self.log_bandwidth = nn.Parameter(log)
 
     @classmethod
-    def of(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
+    def for_widths(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
         return cls(**where)
 
     @property
@@ -287,7 +289,7 @@ class GaussianScore(LearnedScore):
         return f"bandwidth={float(self.bandwidth.detach()):.4g}"
 
 
-LEARNED: dict[str, type[LearnedScore]] = {
+LEARNED_SCORES: dict[str, type[LearnedScore]] = {
     "additive": AdditiveScore,
     "gated": GatedScore,
     "multiplicative": MultiplicativeScore,
@@ -295,5 +297,5 @@ LEARNED: dict[str, type[LearnedScore]] = {
 """The scores that a layer makes of their names."""
 
 
-def parameter(shape: tuple[int, ...], device: Any, dtype: Any) -> Any:
+def empty_parameter(shape: tuple[int, ...], device: Any, dtype: Any) -> Any:
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from qkv.arrays import framework
 from qkv.errors import DtypeError, ShapeError
-from qkv.types import T
+from qkv.frameworks import load_framework
+from qkv.util.types import T
 
-TORCH = framework("torch")
+TORCH = load_framework("torch")
 
 
 def check_tensors(**given: Any) -> None:
@@ -35,7 +35,7 @@ def check_plain(**given: Any) -> None:
     """Refuse what is no tensor, or is nested."""
     check_tensors(**given)
     for name, x in given.items():
-        TORCH.plain(x, name)
+        TORCH.as_plain_array(x, name)
 
 
 def check_width(width: int, x: torch.Tensor) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from qkv import weightings
-from qkv.arrays import framework, is_array, tree
-from qkv.errors import warn
+from qkv.errors import warn_at_caller
+from qkv.frameworks import is_array, load_framework, tree
 from qkv.weightings import Weighting
 
-UNHEARD = (
+HOOK_WARNING = (
     "a hook on a layer's weighting never runs, for the weighting is no step by itself: its weights "
     "are seen by qkv.nn.capture(model), or by a hook on the layer, called with need_weights=True"
 )
@@ -25,60 +25,60 @@ class LearnedWeighting(nn.Module):
     `build(dtype)` is the weighting over the parameters as they stand: what `attend` takes.
 
     >>> import torch
-    >>> layer = checked(weightings.Entmax(nn.Parameter(torch.full((2,), 1.5))))
+    >>> layer = resolve_weighting(weightings.Entmax(nn.Parameter(torch.full((2,), 1.5))))
     >>> layer, list(layer.state_dict())
     (Entmax(alpha=(2,)), ['alpha'])
     """
 
     def __init__(self, weighting: Weighting) -> None:
         super().__init__()
-        fw = framework("torch")
+        fw = load_framework("torch")
         self.names = [f.name for f in fields(weighting) if is_array(getattr(weighting, f.name))]  # type: ignore[arg-type]
         for name in self.names:
             x = getattr(weighting, name)
             put = self.register_parameter if isinstance(x, nn.Parameter) else self.register_buffer
             put(name, x)
-        self.form = tree.map_arrays(fw, fw.outline, weighting)
+        self.form = tree.map_arrays(fw, fw.without_data, weighting)
 
     def build(self, dtype: Any) -> Weighting:
         held = (getattr(self, name).to(dtype) for name in self.names)
-        return tree.rebuild(framework("torch"), self.form, held)
+        return tree.replace_arrays(load_framework("torch"), self.form, held)
 
     # What is never called runs no hooks: said where one is registered.
 
     def register_forward_hook(self, *given: Any, **named: Any) -> Any:
-        warn(UNHEARD)
+        warn_at_caller(HOOK_WARNING)
         return super().register_forward_hook(*given, **named)
 
     def register_forward_pre_hook(self, *given: Any, **named: Any) -> Any:
-        warn(UNHEARD)
+        warn_at_caller(HOOK_WARNING)
         return super().register_forward_pre_hook(*given, **named)
 
     def register_full_backward_hook(self, *given: Any, **named: Any) -> Any:
-        warn(UNHEARD)
+        warn_at_caller(HOOK_WARNING)
         return super().register_full_backward_hook(*given, **named)
 
     def __repr__(self) -> str:
-        return tree.brief(self.form)
+        return tree.format_record(self.form)
 
 
-def checked(weighting: Any) -> Any:
+def resolve_weighting(weighting: Any) -> Any:
     """The weighting of a layer, by its name or itself; with an `nn.Parameter` in it, a module."""
     found = weightings.resolve(weighting)
     return LearnedWeighting(found) if _is_learned(found) else found
 
 
-def built(weighting: Any, dtype: Any) -> Any:
+def build_weighting(weighting: Any, dtype: Any) -> Any:
     """A learned weighting as the object that `attend` takes; anything else as it is."""
     return weighting.build(dtype) if isinstance(weighting, LearnedWeighting) else weighting
 
 
-def again(weighting: Weighting) -> Weighting:
+def copy_weighting(weighting: Weighting) -> Weighting:
     """The same weighting for one more layer, with parameters of its own."""
     return deepcopy(weighting) if _is_learned(weighting) else weighting
 
 
-def told(weighting: Any) -> str:
+def weighting_name(weighting: Any) -> str:
     """A weighting in a word, for a layer's repr."""
     return type(getattr(weighting, "form", weighting)).__name__
 

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any, overload
 
-from qkv.errors import ArgumentError, DtypeError, file_name
+from qkv.errors import ArgumentError, DtypeError, validate_file_path
 
 __all__ = ["points", "show", "to_html"]
 
@@ -22,15 +22,15 @@ def show(*shown: Any) -> Any:
 
     That is an answer, a database, captured heads, or a sentence, which attends to itself.
     """
-    from qkv.database.reading import Reading
-    from qkv.page.views import views
+    from qkv.database.reader import DatabaseReader
+    from qkv.page.views import build_views
     from qkv.page.widget import Page
 
     found: list[dict[str, Any]] = []
-    databases: dict[str, Reading[Any, Any]] = {}
+    databases: dict[str, DatabaseReader[Any, Any]] = {}
     for item in shown:
-        for view in views(item):
-            if isinstance(item, Reading):
+        for view in build_views(item):
+            if isinstance(item, DatabaseReader):
                 name = f"{len(databases)}"
                 databases[name] = item
                 view["data"]["database"] = name
@@ -47,25 +47,25 @@ def to_html(shown: Any, path: str | Path | None = None, title: str | None = None
     written there: a notebook would print what comes back.
 
     >>> from qkv import Database
-    >>> page = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
-    >>> page.startswith("<!doctype html>")
+    >>> render_page = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
+    >>> render_page.startswith("<!doctype html>")
     True
     """
-    from qkv.database.export import whole
-    from qkv.page.file import page
-    from qkv.page.views import views
+    from qkv.database.export.files import open_atomically
+    from qkv.page.html_file import render_page
+    from qkv.page.views import build_views
 
-    place = None if path is None else file_name(path)
+    place = None if path is None else validate_file_path(path)
     if not isinstance(title, str | None):
         raise DtypeError(f"title must be text, not a {type(title).__name__}")
-    found = views(shown)
+    found = build_views(shown)
     if not found:
         raise ArgumentError("to_html was given nothing to show")
     glance = getattr(shown, "_repr_html_", None)
     still = glance() if glance is not None else "This page needs JavaScript."
-    text = page(found, title or found[0]["title"] or "qkv", still)
+    text = render_page(found, title or found[0]["title"] or "qkv", still)
     if place is None:
         return text
-    with whole(place) as file:
+    with open_atomically(place) as file:
         file.write(text.encode())
     return None

@@ -9,14 +9,14 @@ import numpy as np
 
 from qkv.plot import data as plotted
 
-SMALL = 64
+THUMBNAIL_CELLS = 64
 """Rows and columns of a head among all others."""
 
-LARGE = 512
+MAX_HEAD_CELLS = 512
 """Rows and columns of a head whose largest weights alone were kept."""
 
 
-def heads(
+def heads_view(
     weights: np.ndarray,
     names: Sequence[str],
     *,
@@ -29,7 +29,7 @@ def heads(
     A weight is its byte's square times its head's scale: the root leaves the small weights of a
     long row their digits. `lengths` are the queries and keys where rows and columns pool them.
 
-    >>> data = heads(np.array([[[[0.25, 0.75], [1.0, 0.0]]]]), ["encoder"])["data"]
+    >>> data = heads_view(np.array([[[[0.25, 0.75], [1.0, 0.0]]]]), ["encoder"])["data"]
     >>> (data["scale"][0, 0] * data["weights"][0, 0].astype(float) ** 2).round(2)
     array([[0.25, 0.75],
            [1.  , 0.  ]])
@@ -50,7 +50,7 @@ def heads(
     data = {
         "names": list(names),
         "weights": cells,
-        "small": plotted.heatmaps(cells, (SMALL, SMALL)).cells.astype(np.uint8),
+        "small": plotted.heatmaps(cells, (THUMBNAIL_CELLS, THUMBNAIL_CELLS)).cells.astype(np.uint8),
         "scale": scale,
         "entropy": entropy,
         "queries": queries,

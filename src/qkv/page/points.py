@@ -30,7 +30,7 @@ def points(shown: Database, title: str = "Regression") -> dict[str, Any]:
     x, y = np.array(pairs, np.float64).reshape(-1, 2).T
     known = ~np.isnan(y)
     data = {"x": x[known], "y": y[known], "names": [*told["key"], *told["value"]], "name": title}
-    score = None if shown.encoder is None else shown.encoder.score(len(shown))
+    score = None if shown.encoder is None else shown.encoder.default_score(len(shown))
     if isinstance(score, Gaussian) and isinstance(score.bandwidth, float):
         data |= {"score": "gaussian", "bandwidth": score.bandwidth}
     return {"view": "regression", "title": title, "data": data}

@@ -3,10 +3,10 @@ numbers. matplotlib is loaded when the first one is drawn.
 """
 
 from qkv.plot import data
-from qkv.plot.cells import entropy, heads, heatmaps
-from qkv.plot.links import alignment, flow
-from qkv.plot.ranking import bars
-from qkv.plot.shapes import kernels, regression, surfaces
+from qkv.plot.bar_plots import bars
+from qkv.plot.heatmap_plots import entropy, heads, heatmaps
+from qkv.plot.link_plots import alignment, flow
+from qkv.plot.score_plots import kernels, regression, surfaces
 
 __all__ = [
     "alignment",

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from qkv.arrays import to_numpy
-from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, counted
+from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, format_plural
+from qkv.frameworks import to_numpy
 from qkv.scores import Score, ScoreLike
 from qkv.scores import resolve as score_of
-from qkv.weightings import WeightingLike, paired
+from qkv.weightings import WeightingLike, pair_score_with_weighting
 from qkv.weightings import resolve as weighting_of
 
 Matrix: TypeAlias = "np.ndarray[Any, Any]"
@@ -93,11 +93,12 @@ class Entropy(NamedTuple):
     """H (layers, heads) in nats, and log m, which it is where all m keys count alike."""
 
     entropy: Matrix
-    most: float
+    max_entropy: float
 
 
 def heatmaps(matrices: Any, most: tuple[int, int] | None = None, pool: Pool = "max") -> Cells:
-    """The matrices as (rows, columns, queries, keys), NaN for infinities, pooled to `most` cells.
+    """The matrices as (rows, columns, queries, keys), NaN for infinities, pooled to `most`
+    cells.
 
     A pooled cell is the entry of largest magnitude in its block ("max"), or their mean; NaN are
     left out.
@@ -107,7 +108,7 @@ def heatmaps(matrices: Any, most: tuple[int, int] | None = None, pool: Pool = "m
     >>> heatmaps([[0.5, 0.1, 0.2, 0.2]], most=(1, 2), pool="mean").cells
     array([[[[0.3, 0.2]]]])
     """
-    return pooled(grid(matrices), most, pool)
+    return pool_cells(as_grid(matrices), most, pool)
 
 
 def bars(names: Sequence[str], weights: Sequence[float], *, others: int = 0) -> Bars:
@@ -125,19 +126,19 @@ def bars(names: Sequence[str], weights: Sequence[float], *, others: int = 0) -> 
     all_names, all_weights = list(names), [float(weight) for weight in weights]
     rest = 1 - sum(all_weights)
     if others > 0 and rest > 0.0005:
-        all_names.append(counted(others, "other row"))
+        all_names.append(format_plural(others, "other row"))
         all_weights.append(rest)
     return Bars(all_names, all_weights)
 
 
 def heads(weights: Any, most: tuple[int, int] = (48, 48), pool: Pool = "max") -> Cells:
-    """α (layers, heads, n, m), pooled to `most` cells each as in `heatmaps`.
+    """α (layers, heads, n, m), pooled to `max_entropy` cells each as in `heatmaps`.
 
     >>> heads(np.ones((2, 3, 96, 96)) / 96).block
     (2, 2)
     """
-    cells, kept = captured(weights)
-    cells, block = pooled(cells, most, pool)
+    cells, kept = captured_cells(weights)
+    cells, block = pool_cells(cells, most, pool)
     return Cells(cells, (block[0] * kept[0], block[1] * kept[1]))
 
 
@@ -151,10 +152,12 @@ def kernels(scores: Scores = KERNELS, reach: float = 2.5, points: int = 501) -> 
     >>> values["epanechnikov"]
     array([0.  , 0.75, 1.  , 0.75, 0.  ])
     """
-    reach = _above(reach, "reach")
+    reach = _require_positive(reach, "reach")
     r = np.linspace(-reach, reach, points)
-    found = {name: (s, s(np.zeros((1, 1)), r[:, None])[0]) for name, s in named(scores).items()}
-    return Kernels(r, {n: x if s.nonnegative else np.exp(x) for n, (s, x) in found.items()})
+    found = {
+        name: (s, s(np.zeros((1, 1)), r[:, None])[0]) for name, s in scores_by_name(scores).items()
+    }
+    return Kernels(r, {n: x if s.is_nonnegative else np.exp(x) for n, (s, x) in found.items()})
 
 
 def regression(
@@ -176,16 +179,16 @@ def regression(
     >>> fit.fitted
     array([1.5])
     """
-    k, v = _line(key, "key"), _line(value, "value")
+    k, v = _as_vector(key, "key"), _as_vector(value, "value")
     if k.shape != v.shape:
         raise ShapeError(f"value has {v.size} entries; expected {k.size}, one per key")
     order = np.argsort(k, kind="stable")
     k, v = k[order], v[order]
-    q = np.linspace(k[0], k[-1], 128) if query is None else _line(query, "query")
+    q = np.linspace(k[0], k[-1], 128) if query is None else _as_vector(query, "query")
     fits = {}
-    for name, score in named(scores).items():
-        how = weighting_of(weighting or ("normalized" if score.nonnegative else "softmax"))
-        alpha = np.asarray(how(paired(score, how)(q[:, None], k[:, None])))
+    for name, score in scores_by_name(scores).items():
+        how = weighting_of(weighting or ("normalized" if score.is_nonnegative else "softmax"))
+        alpha = np.asarray(how(pair_score_with_weighting(score, how)(q[:, None], k[:, None])))
         fits[name] = Fit(np.where(alpha.any(-1), alpha @ v, np.nan), alpha)
     return Regression(q, k, v, fits)
 
@@ -198,9 +201,11 @@ def surfaces(scores: Scores, reach: float = 2.0, points: int = 129) -> Surfaces:
            [-0.5, -0. , -0.5],
            [-2. , -0.5, -0. ]])
     """
-    reach = _above(reach, "reach")
+    reach = _require_positive(reach, "reach")
     at = np.linspace(-reach, reach, points)
-    found = {name: np.asarray(s(at[:, None], at[:, None])) for name, s in named(scores).items()}
+    found = {
+        name: np.asarray(s(at[:, None], at[:, None])) for name, s in scores_by_name(scores).items()
+    }
     return Surfaces(at, at, found)
 
 
@@ -214,7 +219,7 @@ def alignment(weights: Any, least: float = 0.02) -> list[Link]:
     """
     if isinstance(least, bool) or not isinstance(least, Real):
         raise DtypeError(f"least must be a number, not {least!r}")
-    matrix = grid(weights, "weights", {2: "(n, m)"})[0, 0]
+    matrix = as_grid(weights, "weights", {2: "(n, m)"})[0, 0]
     found = [Link(int(i), int(j), float(matrix[i, j])) for i, j in np.argwhere(matrix >= least)]
     return sorted(found, key=lambda link: -link.weight)
 
@@ -233,7 +238,7 @@ def flow(weights: Any) -> Flow:
            [[0.625, 0.375],
             [0.375, 0.625]]])
     """
-    alpha = whole(weights)
+    alpha = require_unpooled(weights)
     layers, _, n, m = alpha.shape
     if n != m:
         raise ShapeError(f"weights has {n} queries and {m} keys; flow needs queries that are keys")
@@ -254,7 +259,7 @@ def entropy(weights: Any) -> Entropy:
     >>> entropy(alpha[None]).entropy.round(2)
     array([[1.39, 0.  ]])
     """
-    alpha = whole(weights)
+    alpha = require_unpooled(weights)
     found = np.full(alpha.shape[:2], np.nan)
     for at in np.ndindex(found.shape):
         rows = alpha[at].astype(np.float64)
@@ -265,10 +270,12 @@ def entropy(weights: Any) -> Entropy:
     return Entropy(found, float(np.log(alpha.shape[-1])))
 
 
-def grid(matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = MATRICES) -> Matrix:
+def as_grid(
+    matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = MATRICES
+) -> Matrix:
     """The matrices as floating numbers with four axes, and NaN for infinities."""
     try:
-        array = np.asarray(_leaves(matrices))
+        array = np.asarray(_to_nested_numpy(matrices))
     except ValueError:
         raise ShapeError(
             f"{argument} is ragged; expected as many keys in every row and as many queries in "
@@ -290,16 +297,16 @@ def grid(matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = 
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def captured(weights: Any) -> Cells:
+def captured_cells(weights: Any) -> Cells:
     """α of a model's heads, (layers, heads, n, m), as a capture kept them; one layer may come
     without its axis."""
-    alpha = grid(getattr(weights, "weights", weights), "weights", HEADS)
+    alpha = as_grid(getattr(weights, "weights", weights), "weights", HEADS)
     return Cells(alpha, getattr(weights, "block", (1, 1)))
 
 
-def whole(weights: Any) -> Matrix:
+def require_unpooled(weights: Any) -> Matrix:
     """The same, where no weight was pooled."""
-    alpha, block = captured(weights)
+    alpha, block = captured_cells(weights)
     if block != (1, 1):
         raise ArgumentError(
             f"weights holds the largest of each {block[0]} × {block[1]}, and all are needed: "
@@ -308,7 +315,7 @@ def whole(weights: Any) -> Matrix:
     return alpha
 
 
-def pooled(cells: Matrix, most: tuple[int, int] | None, pool: Pool) -> Cells:
+def pool_cells(cells: Matrix, most: tuple[int, int] | None, pool: Pool) -> Cells:
     """At most so many cells in the last two axes; NaN where a block holds nothing else."""
     if pool not in ("max", "mean"):
         raise ArgumentError(f'pool must be "max" or "mean", not {pool!r}')
@@ -319,14 +326,14 @@ def pooled(cells: Matrix, most: tuple[int, int] | None, pool: Pool) -> Cells:
         return Cells(cells, block)
     if pool == "mean":
         known = ~np.isnan(cells)
-        number = _reduced(np.add, known.astype(np.int64), counts)
-        total = _reduced(np.add, np.where(known, cells, 0), counts)
+        number = _reduce_blocks(np.add, known.astype(np.int64), counts)
+        total = _reduce_blocks(np.add, np.where(known, cells, 0), counts)
         return Cells(np.where(number > 0, total / np.maximum(number, 1), np.nan), block)
-    low, high = _reduced(np.fmin, cells, counts), _reduced(np.fmax, cells, counts)
+    low, high = _reduce_blocks(np.fmin, cells, counts), _reduce_blocks(np.fmax, cells, counts)
     return Cells(np.where(-low > high, low, high), block)
 
 
-def named(scores: Scores) -> dict[str, Score]:
+def scores_by_name(scores: Scores) -> dict[str, Score]:
     """The scores by what they are called: a name, a class with its numbers, or one's own."""
     if isinstance(scores, Mapping):
         return {str(name): score_of(score) for name, score in scores.items()}
@@ -343,7 +350,7 @@ def named(scores: Scores) -> dict[str, Score]:
     return found
 
 
-def _reduced(how: Any, cells: Matrix, counts: list[int]) -> Matrix:
+def _reduce_blocks(how: Any, cells: Matrix, counts: list[int]) -> Matrix:
     for axis, count in zip((-2, -1), counts, strict=True):
         size = cells.shape[axis]
         if size > count:
@@ -351,14 +358,14 @@ def _reduced(how: Any, cells: Matrix, counts: list[int]) -> Matrix:
     return cells
 
 
-def _leaves(x: Any) -> Any:
+def _to_nested_numpy(x: Any) -> Any:
     """Lists as they are, the arrays in them made NumPy's: NumPy cannot stack every tensor."""
     if isinstance(x, list | tuple):
-        return [_leaves(item) for item in x]
+        return [_to_nested_numpy(item) for item in x]
     return to_numpy(x) if hasattr(x, "shape") else x
 
 
-def _line(x: Any, argument: str) -> Matrix:
+def _as_vector(x: Any, argument: str) -> Matrix:
     try:
         array = to_numpy(x).astype(np.float64)
     except (TypeError, ValueError):
@@ -370,7 +377,7 @@ def _line(x: Any, argument: str) -> Matrix:
     return array
 
 
-def _above(number: float, argument: str) -> float:
+def _require_positive(number: float, argument: str) -> float:
     if not isinstance(number, Real) or not 0 < as_float(number) < np.inf:
         raise ArgumentError(f"{argument} must be a number above 0, not {number!r}")
     return float(number)

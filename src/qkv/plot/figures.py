@@ -7,9 +7,9 @@ from typing import Any
 
 import matplotlib.figure
 
-from qkv.errors import warn
+from qkv.errors import warn_at_caller
 
-_LACKS = re.compile(r"Glyph (\d+) .* missing from font\(s\) (.*)\.")
+_MISSING_GLYPH = re.compile(r"Glyph (\d+) .* missing from font\(s\) (.*)\.")
 
 
 class Figure(matplotlib.figure.Figure):
@@ -26,26 +26,26 @@ class Figure(matplotlib.figure.Figure):
             super().savefig(*args, **kwargs)
         lacks = dict[str, str]()
         for each in told:
-            if found := _LACKS.match(str(each.message)):
+            if found := _MISSING_GLYPH.match(str(each.message)):
                 lacks[chr(int(found[1]))] = found[2]
             else:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         if lacks:
             letters = "".join([*lacks][:8]) + ("…" if len(lacks) > 8 else "")
             font = lacks[letters[0]]
-            warn(
+            warn_at_caller(
                 f"the font {font} lacks {letters}: boxes stand for them, unless "
                 "matplotlib.rcParams['font.family'] lists a font that has them",
                 UserWarning,
             )
 
     def _repr_png_(self) -> bytes:
-        return self._render("png")
+        return self._render_bytes("png")
 
     def _repr_svg_(self) -> str:
-        return self._render("svg").decode()
+        return self._render_bytes("svg").decode()
 
-    def _render(self, kind: str) -> bytes:
+    def _render_bytes(self, kind: str) -> bytes:
         file = BytesIO()
         self.savefig(file, format=kind, bbox_inches="tight", pad_inches=0.05)
         return file.getvalue()

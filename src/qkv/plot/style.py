@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qkv.errors import ArgumentError, MissingExtra, ShapeError, file_name, in_folder
+from qkv.errors import (
+    ArgumentError,
+    MissingExtraError,
+    ShapeError,
+    require_parent_folder,
+    validate_file_path,
+)
 from qkv.plot.data import Matrix, Pool
 
 if TYPE_CHECKING:
@@ -17,22 +23,24 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
 
-INK, FRAME, MISSING, RED, BLUE = "#333333", "#bbbbbb", "#d9d9d9", "#cb181d", "#2166ac"
-LONGEST_WORD = 24
+INK, FRAME, MISSING_COLOUR, RED, BLUE = "#333333", "#bbbbbb", "#d9d9d9", "#cb181d", "#2166ac"
+MAX_LABEL_LENGTH = 24
 
 
-def blank(figsize: tuple[float, float], layout: Literal["compressed", "constrained"]) -> Figure:
+def new_figure(
+    figsize: tuple[float, float], layout: Literal["compressed", "constrained"]
+) -> Figure:
     """A figure to draw on, where matplotlib is there."""
     try:
         from qkv.plot.figures import Figure
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise MissingExtra('a picture needs matplotlib: pip install "qkv[plot]"') from None
+        raise MissingExtraError('a picture needs matplotlib: pip install "qkv[plot]"') from None
     return Figure(figsize=figsize, layout=layout)
 
 
-def inches(figsize: tuple[float, float]) -> tuple[float, float]:
+def validate_figsize(figsize: tuple[float, float]) -> tuple[float, float]:
     try:
         width, height = (float(side) for side in figsize)
     except (TypeError, ValueError):
@@ -42,7 +50,7 @@ def inches(figsize: tuple[float, float]) -> tuple[float, float]:
     return width, height
 
 
-def scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
+def colour_scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
     import matplotlib
     from matplotlib.colors import Normalize
 
@@ -55,21 +63,21 @@ def scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
         colours = matplotlib.colormaps.get_cmap("RdBu_r" if signed and cmap == "Reds" else cmap)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"cmap: {error}") from None
-    return Normalize(-reach if signed else 0.0, reach), colours.with_extremes(bad=MISSING)
+    return Normalize(-reach if signed else 0.0, reach), colours.with_extremes(bad=MISSING_COLOUR)
 
 
-def kept(figure: Figure, path: Any) -> Figure:
+def save_figure(figure: Figure, path: Any) -> Figure:
     """The figure, saved where a path is given, in the format that its ending names."""
     if path is None:
         return figure
-    place, known = file_name(path), figure.canvas.get_supported_filetypes()
+    place, known = validate_file_path(path), figure.canvas.get_supported_filetypes()
     if place.suffix.lower().removeprefix(".") not in known:
         raise ArgumentError(f"{place}: the name must end in .{', .'.join(sorted(known))}")
-    figure.savefig(in_folder(place), dpi=160, bbox_inches="tight")
+    figure.savefig(require_parent_folder(place), dpi=160, bbox_inches="tight")
     return figure
 
 
-def colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:
+def add_colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:
     """One bar to the right of panels that are so many inches high together."""
     # matplotlib sizes the bar by its panels; this keeps it as slim for all grids.
     slimness = inches / 0.065
@@ -80,13 +88,13 @@ def colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: st
     bar.set_label(label, fontsize=8, color=INK)
 
 
-def pooling(block: tuple[int, int], pool: Pool, signed: bool = False) -> str:
+def pooling_text(block: tuple[int, int], pool: Pool, signed: bool = False) -> str:
     """What a cell of a pooled matrix is, for its title."""
     what = "strongest" if signed and pool == "max" else pool
     return f"pooled: {what} of up to {block[0]} × {block[1]}"
 
 
-def frame(panel: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> None:
+def style_axes(panel: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> None:
     """Two thin axes and their words."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[:].set(linewidth=0.5, color=FRAME)
@@ -96,7 +104,7 @@ def frame(panel: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> N
     panel.set_title(title, fontsize=9, color=INK, parse_math=False)
 
 
-def words(words: Sequence[Any] | None, count: int, argument: str, role: str) -> list[str]:
+def validate_labels(words: Sequence[Any] | None, count: int, argument: str, role: str) -> list[str]:
     if words is None:
         return []
     if isinstance(words, str) or not np.iterable(words):
@@ -105,15 +113,15 @@ def words(words: Sequence[Any] | None, count: int, argument: str, role: str) -> 
     texts = [str(word) for word in words]
     if len(texts) != count:
         raise ShapeError(f"{argument} has {len(texts)} entries; expected {count}, one per {role}")
-    return [t if len(t) <= LONGEST_WORD else t[: LONGEST_WORD - 1] + "…" for t in texts]
+    return [t if len(t) <= MAX_LABEL_LENGTH else t[: MAX_LABEL_LENGTH - 1] + "…" for t in texts]
 
 
-def reach(words: list[str]) -> float:
+def label_inches(words: list[str]) -> float:
     """About how many inches the longest word takes."""
     return 0.6 * 8 / 72 * max(map(len, words), default=0)
 
 
-def ticks(
+def set_ticks(
     panel: Axes, side: Literal["x", "y"], words: list[str], count: int, inches: float, shown: bool
 ) -> None:
     from matplotlib.ticker import MaxNLocator
@@ -137,7 +145,7 @@ def ticks(
     for label in axis.get_ticklabels():
         # A word may hold a dollar or two and mean money.
         whole = re.fullmatch(r"\$[^$]+\$", label.get_text())
-        label.set_parse_math(bool(whole) and can_set(label.get_text()))
+        label.set_parse_math(bool(whole) and can_typeset(label.get_text()))
         if side == "x" and not fits:
             steep = pitch < 1.5 * size
             label.set(
@@ -147,7 +155,7 @@ def ticks(
             )
 
 
-def can_set(text: str) -> bool:
+def can_typeset(text: str) -> bool:
     """Whether matplotlib can set the formulas in it; what it cannot is drawn as it is written."""
     from matplotlib.mathtext import MathTextParser
 
@@ -158,14 +166,16 @@ def can_set(text: str) -> bool:
     return True
 
 
-def numbers(panel: Axes, cells: Matrix, norm: Normalize, colours: Colormap, inches: float) -> None:
+def annotate_values(
+    panel: Axes, cells: Matrix, norm: Normalize, colours: Colormap, inches: float
+) -> None:
     """Write each value into its cell."""
-    texts = _formatted(cells, float(norm.vmax or 1.0))
+    texts = _format_values(cells, float(norm.vmax or 1.0))
     size = min(9.0, inches * 72 / (0.7 * max(map(len, texts.values()), default=1)))
-    written(panel, texts, cells, norm, colours, size)
+    annotate_texts(panel, texts, cells, norm, colours, size)
 
 
-def written(
+def annotate_texts(
     panel: Axes,
     texts: dict[tuple[int, ...], str],
     cells: Matrix,
@@ -182,7 +192,7 @@ def written(
         )
 
 
-def _formatted(cells: Matrix, largest: float) -> dict[tuple[int, ...], str]:
+def _format_values(cells: Matrix, largest: float) -> dict[tuple[int, ...], str]:
     """The values as text, with the digits the largest needs. A plain 0 is an exact one."""
     power = math.floor(math.log10(largest))
     whole = bool(np.all(np.isnan(cells) | (cells == np.round(cells))))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import extra
+from qkv.errors import require_extra
 
 if TYPE_CHECKING:
     from qkv.retrievers.haystack import HaystackRetriever
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HaystackRetriever", "LangChainRetriever", "LlamaIndexRetriever"]
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "LangChainRetriever": ("langchain", "langchain_core"),
     "LlamaIndexRetriever": ("llama_index", "llama_index"),
     "HaystackRetriever": ("haystack", "haystack"),
@@ -28,10 +28,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'qkv.retrievers' has no attribute {name!r}")
-    home, package = _HOMES[name]
-    with extra(home.replace("_", "-"), f"{name} needs {package}"):
+    home, package = _MODULE_BY_NAME[name]
+    with require_extra(home.replace("_", "-"), f"{name} needs {package}"):
         importlib.import_module(package)
     return getattr(importlib.import_module(f"qkv.retrievers.{home}"), name)
 

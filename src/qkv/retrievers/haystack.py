@@ -6,9 +6,9 @@ from typing import Any
 
 from haystack import Document, component, default_to_dict
 
-from qkv.database import spelled
+from qkv.database import parsing
 from qkv.errors import CombinationError
-from qkv.retrievers.found import check, found
+from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 @component
@@ -21,21 +21,21 @@ class HaystackRetriever:
     >>> from qkv import Database
     >>> from qkv.retrievers import HaystackRetriever
     >>> facts = Database({"the tallest mountain": "Everest", "the longest river": "the Nile"})
-    >>> found = HaystackRetriever(facts, top=1).run(query="which mountain is tallest?")
-    >>> found["documents"][0].content, found["documents"][0].meta["key"]
+    >>> retrieve_documents = HaystackRetriever(facts, top=1).run(query="which mountain is tallest?")
+    >>> retrieve_documents["documents"][0].content, retrieve_documents["documents"][0].meta["key"]
     ('Everest', 'the tallest mountain')
     """
 
     def __init__(
         self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
     ) -> None:
-        check(database, top, how)
+        check_arguments(database, top, how)
         self.database, self.top, self.content, self.how = database, top, content, how
 
     @component.output_types(documents=list[Document])
     def run(self, query: str, top: int | None = None) -> dict[str, list[Document]]:
         top = self.top if top is None else top
-        rows = found(self.database, query, top, self.content, **self.how)
+        rows = retrieve_documents(self.database, query, top, self.content, **self.how)
         return {
             "documents": [
                 Document(content=text, meta=about, score=weight) for text, about, weight in rows
@@ -50,11 +50,11 @@ class HaystackRetriever:
                 "one, Database.from_columns(…, path=…)"
             )
         told = {"database": str(self.database.path), "top": self.top, "content": self.content}
-        return default_to_dict(self, **told, **spelled.plain(self.how))
+        return default_to_dict(self, **told, **parsing.format_options(self.how))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HaystackRetriever:
         from qkv.database import open
 
         told = dict(data["init_parameters"])
-        return cls(open(told.pop("database"), create=False), **spelled.options(told))
+        return cls(open(told.pop("database"), create=False), **parsing.parse_options(told))

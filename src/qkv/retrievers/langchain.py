@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
-from qkv.retrievers.found import check, found
+from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 class LangChainRetriever(BaseRetriever):
@@ -34,10 +34,10 @@ class LangChainRetriever(BaseRetriever):
     def __init__(self, database: Any, **given: Any) -> None:
         how = {name: given.pop(name) for name in [*given] if name not in type(self).model_fields}
         super().__init__(database=database, **given | {"how": given.get("how", {}) | how})
-        check(self.database, self.top, self.how)
+        check_arguments(self.database, self.top, self.how)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
-        rows = found(self.database, query, self.top, self.content, **self.how)
+        rows = retrieve_documents(self.database, query, self.top, self.content, **self.how)
         return [Document(page_content=text, metadata=about) for text, about, _ in rows]

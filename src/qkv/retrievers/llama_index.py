@@ -7,7 +7,7 @@ from typing import Any
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from qkv.retrievers.found import check, found
+from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 class LlamaIndexRetriever(BaseRetriever):
@@ -27,7 +27,7 @@ class LlamaIndexRetriever(BaseRetriever):
     def __init__(
         self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
     ) -> None:
-        check(database, top, how)
+        check_arguments(database, top, how)
         self.database, self.top, self.content, self.how = database, top, content, how
         super().__init__()
 
@@ -35,7 +35,7 @@ class LlamaIndexRetriever(BaseRetriever):
         query = query_bundle.query_str
         return [
             NodeWithScore(node=TextNode(text=text, metadata=about), score=weight)
-            for text, about, weight in found(
+            for text, about, weight in retrieve_documents(
                 self.database, query, self.top, self.content, **self.how
             )
         ]

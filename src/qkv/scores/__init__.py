@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from qkv.arrays.tree import Record
 from qkv.errors import DtypeError
-from qkv.names import Names
+from qkv.frameworks.tree import Record
 from qkv.scores.additive import Additive
 from qkv.scores.base import Score
 from qkv.scores.distance import Gaussian, Laplace
+from qkv.scores.functions import (
+    Modified,
+    UserScore,
+    evaluate_block,
+    has_user_code,
+    hoist_score,
+    user_functions,
+)
 from qkv.scores.gated import Gated
-from qkv.scores.modified import Function, Modified, evaluate, functions_in, hoisted, is_open
 from qkv.scores.product import Cosine, Dot, Multiplicative, ScaledDot
 from qkv.scores.window import Boxcar, Constant, Epanechnikov, Exact, Triangular
+from qkv.util.registry import ClassRegistry
 
-NAMES = Names(
+NAMES = ClassRegistry(
     "scores",
     Score,
     dot=Dot,
@@ -73,10 +80,10 @@ __all__ = [
     "Score",
     "ScoreLike",
     "Triangular",
-    "evaluate",
-    "functions_in",
-    "hoisted",
-    "is_open",
+    "evaluate_block",
+    "user_functions",
+    "hoist_score",
+    "has_user_code",
     "register",
     "resolve",
 ]
@@ -91,9 +98,9 @@ def resolve(score: str | Score | Callable[..., Any]) -> Score:
     found = NAMES.resolve(score)
     if found is not None:
         return found
-    if isinstance(score, Record) and score.what:  # which would else be taken for a function
-        what = score.what
+    if isinstance(score, Record) and score.role:  # which would else be taken for a function
+        what = score.role
         raise DtypeError(f"score must be a score, not the {what} {score!r}: give it as {what}=")
     if callable(score):
-        return Function(score)
+        return UserScore(score)
     raise DtypeError(f"score must be a name, a score or a function, not {type(score).__name__}")

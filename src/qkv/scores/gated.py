@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from numbers import Real
 
-from qkv.arrays import is_array, of, to_numpy
 from qkv.errors import DtypeError, ShapeError
-from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ, inner_score
-from qkv.types import Array, Shape
+from qkv.frameworks import get_framework, is_array, to_numpy
+from qkv.scores.base import (
+    AffineForm,
+    DotProductForm,
+    Lowering,
+    Score,
+    require_array_field,
+    resolve_inner_score,
+    sizes_differ,
+)
+from qkv.util.types import Array, Shape
 
 
 @dataclass(frozen=True)
@@ -27,45 +35,49 @@ class Gated(Score):
     score: Score = "dot"  # type: ignore[assignment]  # no object: torch.compile traces none here
 
     def __post_init__(self) -> None:
-        array_of(self, "w_query", "d_q")
-        array_of(self, "w_key", "d_k")
-        inner_score(self)
+        require_array_field(self, "w_query", "d_q")
+        require_array_field(self, "w_key", "d_k")
+        resolve_inner_score(self)
         if not (self.bias is None or is_array(self.bias) or isinstance(self.bias, Real)):
             raise DtypeError(f"Gated: bias must be a number or an array, not {self.bias!r}")
         if is_array(self.bias) and tuple(self.bias.shape) not in ((), (1,)):  # type: ignore[union-attr]
             raise ShapeError("Gated: bias is one number, not an array of many")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        from_query, from_key = self.halves(query, key)
-        logit = from_query + of(query).xp.matrix_transpose(from_key)
-        return of(logit).sigmoid(logit) * self.score(query, key)
+        from_query, from_key = self.gate_terms(query, key)
+        logit = from_query + get_framework(query).xp.matrix_transpose(from_key)
+        return get_framework(logit).sigmoid(logit) * self.score(query, key)
 
     @property
-    def ranged(self) -> bool:  # type: ignore[override]
-        return self.score.ranged
+    def needs_range(self) -> bool:  # type: ignore[override]
+        return self.score.needs_range
 
-    def halves(self, query: Array, key: Array) -> tuple[Array, Array]:
+    def gate_terms(self, query: Array, key: Array) -> tuple[Array, Array]:
         """The two summands of the gate's logit, (…, n, 1) and (…, m, 1)."""
-        xp = of(query).xp
+        xp = get_framework(query).xp
         from_query = xp.matmul(query, self.w_query[..., :, None])
         if self.bias is not None:
             from_query = from_query + self.bias
         return from_query, xp.matmul(key, self.w_key[..., :, None])
 
-    def form(self, query: Array, key: Array) -> Form:
-        from_query, from_key = self.halves(query, key)
-        return self.score.form(query, key)._replace(gate_query=from_query, gate_key=from_key)
+    def dot_product_form(self, query: Array, key: Array) -> DotProductForm:
+        from_query, from_key = self.gate_terms(query, key)
+        return self.score.dot_product_form(query, key)._replace(
+            gate_query=from_query, gate_key=from_key
+        )
 
-    def lowered(self, query: Array, key: Array, tolerance: float | None, dtype: str) -> Lowering:
+    def find_lowering(
+        self, query: Array, key: Array, tolerance: float | None, dtype: str
+    ) -> Lowering:
         if isinstance(self.score, Gated):
             return "a gate within a gate is no dot product"
-        inner = self.score.lowered(query, key, tolerance, dtype)
+        inner = self.score.find_lowering(query, key, tolerance, dtype)
         if isinstance(inner, str):
             return inner
         return replace(self, score=inner[0]), inner[1]
 
-    def affine(self, query: Array, norm: Array) -> Affine | None:
-        inner = self.score.affine(query, norm)
+    def affine_form(self, query: Array, norm: Array) -> AffineForm | None:
+        inner = self.score.affine_form(query, norm)
         if inner is None or any(x is not None for x in inner[1:]):
             return None
         w_query, w_key = to_numpy(self.w_query), to_numpy(self.w_key)
@@ -75,14 +87,14 @@ class Gated(Score):
         most = abs(query) @ abs(w_query) + abs(bias)
         return inner._replace(gate=(query @ w_query + bias, w_key, most))
 
-    def check(self, query: Shape, key: Shape) -> None:
+    def check_shapes(self, query: Shape, key: Shape) -> None:
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
-            if differ(w.shape[-1], width[-1]):
+            if sizes_differ(w.shape[-1], width[-1]):
                 raise ShapeError(
                     f"Gated: {name} must be ({width[-1]},) for rows of {width[-1]} numbers, "
                     f"not {tuple(w.shape)}"
                 )
-        self.score.check(query, key)
+        self.score.check_shapes(query, key)
 
-    def footprint(self, width: int) -> int:
-        return self.score.footprint(width) + 1
+    def numbers_per_pair(self, width: int) -> int:
+        return self.score.numbers_per_pair(width) + 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import is_array, of
-from qkv.scores.base import Affine, Score, pairs
-from qkv.scores.distance import square, squared_distance
-from qkv.types import Array, Shape
+from qkv.frameworks import get_framework, is_array
+from qkv.scores.base import AffineForm, Score, broadcast_pairs
+from qkv.scores.distance import affine_squared_distance, squared_distance
+from qkv.util.types import Array, Shape
 
 
 @dataclass(frozen=True)
@@ -16,47 +16,47 @@ class Window(Score):
     """A nonnegative function of r = ‖q − k‖₂ / width, its `profile`; 0 where r > 1."""
 
     width: float | Array = 1.0
-    numbers: ClassVar[dict[str, bool]] = {"width": True}
-    by_number: ClassVar[bool] = True
-    nonnegative: ClassVar[bool] = True
+    number_fields: ClassVar[dict[str, bool]] = {"width": True}
+    compares_elementwise: ClassVar[bool] = True
+    is_nonnegative: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return self.profile(self.square(query, key))
+        return self.profile(self.squared_ratio(query, key))
 
-    def square(self, query: Array, key: Array) -> Array:
+    def squared_ratio(self, query: Array, key: Array) -> Array:
         """r²"""
         return squared_distance(query, key, self.width)
 
     @property
-    def radial(self) -> bool:
+    def is_radial(self) -> bool:
         return not is_array(self.width)
 
-    def affine(self, query: Array, norm: Array) -> Affine | None:
+    def affine_form(self, query: Array, norm: Array) -> AffineForm | None:
         """−r², of which the score is the `profile`."""
-        return square(query, norm, self.width, 1.0) if self.radial else None
+        return affine_squared_distance(query, norm, self.width, 1.0) if self.is_radial else None
 
     def profile(self, square: Array) -> Array:
         """The score at r²."""
         raise NotImplementedError("a window says how a score falls with the distance")
 
     @property
-    def closeness(self) -> Score:
-        return Closeness(self)
+    def ranking_score(self) -> Score:
+        return RankingWindow(self)
 
 
 @dataclass(frozen=True)
-class Closeness(Score):
+class RankingWindow(Score):
     """s = the window's score where it is above 0, else −r²"""
 
     window: Window
 
     def __call__(self, query: Array, key: Array) -> Array:
-        fw, square = of(query), self.window.square(query, key)
+        fw, square = get_framework(query), self.window.squared_ratio(query, key)
         s = self.window.profile(square)
         return fw.xp.where(s == 0, fw.detach(square) * -1.0, s)
 
-    def footprint(self, width: int) -> int:
-        return self.window.footprint(width)
+    def numbers_per_pair(self, width: int) -> int:
+        return self.window.numbers_per_pair(width)
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,15 @@ class Boxcar(Window):
     array([[1., 0.]])
     """
 
-    also: ClassVar[tuple[str, ...]] = ("uniform", "rectangular", "box")
+    aliases: ClassVar[tuple[str, ...]] = ("uniform", "rectangular", "box")
 
     def profile(self, square: Array) -> Array:
-        fw = of(square)
+        fw = get_framework(square)
         square = fw.detach(square)
         # A NaN is neither inside nor outside, and is not hidden.
-        return fw.xp.where(fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype(square)))
+        return fw.xp.where(
+            fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype_name(square))
+        )
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ class Triangular(Window):
     """
 
     def profile(self, square: Array) -> Array:
-        fw = of(square)
+        fw = get_framework(square)
         # The root has no slope at 0, and none is needed beyond 1.
         inside = fw.xp.logical_and(square > 0, square < 1)
         inside = fw.xp.logical_or(inside, fw.xp.isnan(square))
-        r = fw.xp.sqrt(fw.keep(square, inside, 1.0))
-        return 1.0 - r + fw.astype(square == 0, fw.dtype(square))
+        r = fw.xp.sqrt(fw.fill_unless(square, inside, 1.0))
+        return 1.0 - r + fw.astype(square == 0, fw.dtype_name(square))
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class Epanechnikov(Window):
     """
 
     def profile(self, square: Array) -> Array:
-        fw, s = of(square), 1.0 - square
-        return fw.keep(s, fw.xp.logical_not(s <= 0))
+        fw, s = get_framework(square), 1.0 - square
+        return fw.fill_unless(s, fw.xp.logical_not(s <= 0))
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,16 @@ class Constant(Score):
     array([[1., 1.]])
     """
 
-    nonnegative: ClassVar[bool] = True
+    is_nonnegative: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
         # Sums of zeros, so that the shape comes out right even where it is not known yet.
-        fw = of(query)
-        rows, cols = (fw.astype(x == x, fw.dtype(x)) * 0.0 for x in (query, key))
+        fw = get_framework(query)
+        rows, cols = (fw.astype(x == x, fw.dtype_name(x)) * 0.0 for x in (query, key))
         ones = fw.xp.sum(rows, axis=-1)[..., :, None] + 1.0
         return ones + fw.xp.sum(cols, axis=-1)[..., None, :]
 
-    def check(self, query: Shape, key: Shape) -> None:
+    def check_shapes(self, query: Shape, key: Shape) -> None:
         """Any two widths do."""
 
 
@@ -142,11 +144,11 @@ class Exact(Score):
     array([[1., 0.]])
     """
 
-    nonnegative: ClassVar[bool] = True
-    by_number: ClassVar[bool] = True
+    is_nonnegative: ClassVar[bool] = True
+    compares_elementwise: ClassVar[bool] = True
     compares_keys: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        fw = of(query)
-        q, k = pairs(query, key)
-        return fw.astype(fw.xp.all(q == k, axis=-1), fw.dtype(query))
+        fw = get_framework(query)
+        q, k = broadcast_pairs(query, key)
+        return fw.astype(fw.xp.all(q == k, axis=-1), fw.dtype_name(query))

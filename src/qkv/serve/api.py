@@ -1,4 +1,5 @@
-"""The routes of `/v1`: what a database does, by the names of `ask` and of the command line."""
+"""The routes of `/v1`: what a database does, by the names of `ask_database` and of the command
+line."""
 
 from __future__ import annotations
 
@@ -11,98 +12,137 @@ from starlette.responses import Response
 
 import qkv
 from qkv.answer import Answer
-from qkv.database import spelled
+from qkv.database import parsing
 from qkv.errors import ArgumentError, DtypeError
 from qkv.page import tables
-from qkv.serve import limits, wire
-from qkv.serve.bodies import (
-    ADD,
-    ANSWER,
-    ASK,
-    AT,
-    ATTEND,
-    COUNT,
-    INFO,
-    NO_ROWS,
-    NOW,
-    RECORD,
-    SHORT,
-    TEXT,
-    WEIGHTS,
-    WHERE,
-    list_of,
-    record,
+from qkv.serve import encoding, limits
+from qkv.serve.databases import (
+    DatabaseRegistry,
+    ServedDatabase,
+    build_options,
+    check_query_count,
+    check_text_length,
+    count_characters,
 )
-from qkv.serve.route import Given, Refused, Routes
-from qkv.serve.served import Kept, Served, count_characters, few, options, short
+from qkv.serve.route import RequestData, RequestError, Routes
+from qkv.serve.schemas import (
+    ADD_BODY,
+    ANSWER_SCHEMA,
+    ASK_BODY,
+    ATTEND_BODY,
+    COUNT_SCHEMA,
+    INFO_SCHEMA,
+    NO_ROWS,
+    RECORD_SCHEMA,
+    STATE_PROPERTIES,
+    SUMMARY_PROPERTIES,
+    TEXT_SCHEMA,
+    VERSION_SCHEMA,
+    WEIGHTS_BODY,
+    WHERE_SCHEMA,
+    list_schema,
+    object_schema,
+)
 
-ONE = "/v1/databases/{name}"
+DATABASE_PATH = "/v1/databases/{name}"
 
 ROUTES = Routes()
 
 
 @ROUTES(
-    "GET", "/v1/databases", record("Databases", {"databases": list_of(record("Database", SHORT))})
+    "GET",
+    "/v1/databases",
+    object_schema(
+        "Databases", {"databases": list_schema(object_schema("Database", SUMMARY_PROPERTIES))}
+    ),
 )
-def databases(served: Served, given: Given) -> Any:
+def list_databases(served: DatabaseRegistry, given: RequestData) -> Any:
     """The databases that are served."""
     every = list(served.databases.values())
-    found = [tables.about(x.name, x.database) | {"uploaded": x.uploaded} for x in every]
+    found = [
+        tables.summarize_database(x.name, x.database) | {"uploaded": x.uploaded} for x in every
+    ]
     return {"databases": found}
 
 
-@ROUTES("POST", f"{ONE}/ask", {"anyOf": [ANSWER, list_of(ANSWER)]}, body=ASK)
-async def ask(served: Served, given: Given) -> Any:
+@ROUTES(
+    "POST",
+    f"{DATABASE_PATH}/ask",
+    {"anyOf": [ANSWER_SCHEMA, list_schema(ANSWER_SCHEMA)]},
+    body=ASK_BODY,
+)
+async def ask_database(served: DatabaseRegistry, given: RequestData) -> Any:
     """Answer a query, or each of a list, from all rows: Σ α(q, k) v."""
-    kept, how = given.kept, dict(given.body)
+    kept, how = given.served_database, dict(given.body)
     query = how.pop("query")
     more = [name for name in ("weights", "spread") if how.pop(name, False)]
-    size, characters = few(kept.size(query)), count_characters(query)
-    asked = kept.batches.ask(wire.dumps(how), query, size, characters)
+    size, characters = check_query_count(kept.count_queries(query)), count_characters(query)
+    asked = kept.batcher.submit_queries(encoding.dumps(how), query, size, characters)
     answers, single = await asyncio.wrap_future(asked)
-    told = [wire.told(answer, given.exactly) for answer in answers]
+    told = [encoding.answer_to_dict(answer, given.accepts_tagged_cells) for answer in answers]
     if more:
-        await served.work(_more, answers, more, told)
+        await served.run_in_thread(_add_answer_details, answers, more, told)
     return told[0] if single else told
 
 
-def _more(answers: list[Answer], names: list[str], told: list[dict[str, Any]]) -> None:
+def _add_answer_details(
+    answers: list[Answer], names: list[str], told: list[dict[str, Any]]
+) -> None:
     """What an answer says only where it is asked for: the weights of all rows, the spread."""
-    if "weights" in names and sum(answer.total for answer in answers) > limits.NUMBERS:
-        raise Refused(413, f"weights: at most {limits.NUMBERS:,} at a time: ask fewer queries")
+    if "weights" in names and sum(answer.total for answer in answers) > limits.MAX_NUMBERS:
+        raise RequestError(
+            413, f"weights: at most {limits.MAX_NUMBERS:,} at a time: ask fewer queries"
+        )
     for answer, one in zip(answers, told, strict=True):
         one |= {name: getattr(answer, name) for name in names}
 
 
-@ROUTES("POST", f"{ONE}/attend", record("Pooled", {"value": {}}, hint=NO_ROWS), body=ATTEND)
-def attend(served: Served, given: Given) -> Any:
+@ROUTES(
+    "POST",
+    f"{DATABASE_PATH}/attend",
+    object_schema("Pooled", {"value": {}}, hint=NO_ROWS),
+    body=ATTEND_BODY,
+)
+def attend_database(served: DatabaseRegistry, given: RequestData) -> Any:
     """Pool the values for a query, or for each of a list, as numbers alone."""
-    kept, how = given.kept, dict(given.body)
+    kept, how = given.served_database, dict(given.body)
     query, version = how.pop("query"), how.pop("at", None)
     count_characters(query)
-    queries, single = kept.queries(query)
-    few(len(queries))
-    database = kept.at(version)
-    value = database.attend(queries, **options(how))
+    queries, single = kept.parse_queries(query)
+    check_query_count(len(queries))
+    database = kept.at_version(version)
+    value = database.attend(queries, **build_options(how))
     hint = "" if value.any() else database.why_no_rows(how.get("where"))
     return {"value": value[0] if single else value, **({"hint": hint} if hint else {})}
 
 
 @ROUTES(
     "GET",
-    f"{ONE}/rows",
-    record("Rows", {"from": COUNT, "total": COUNT, "rows": list_of(RECORD)}, hint=NO_ROWS),
+    f"{DATABASE_PATH}/rows",
+    object_schema(
+        "Rows",
+        {"from": COUNT_SCHEMA, "total": COUNT_SCHEMA, "rows": list_schema(RECORD_SCHEMA)},
+        hint=NO_ROWS,
+    ),
     query={
-        "from": {**COUNT, "maximum": 2**53, "description": "The first one; 0 is the oldest."},
-        "count": {**COUNT, "maximum": limits.ROWS, "description": "How many; 20 by default."},
-        "where": WHERE,
-        "at": AT,
+        "from": {
+            **COUNT_SCHEMA,
+            "maximum": 2**53,
+            "description": "The first one; 0 is the oldest.",
+        },
+        "count": {
+            **COUNT_SCHEMA,
+            "maximum": limits.MAX_ROWS,
+            "description": "How many; 20 by default.",
+        },
+        "where": WHERE_SCHEMA,
+        "at": VERSION_SCHEMA,
     },
 )
-def rows(served: Served, given: Given) -> Any:
+def list_rows(served: DatabaseRegistry, given: RequestData) -> Any:
     """Rows with all their columns, the oldest first."""
-    at = given.at
-    database, where = given.kept.at(at.get("at")), at.get("where")
+    at = given.query_params
+    database, where = given.served_database.at_version(at.get("at")), at.get("where")
     start, count = at.get("from", 0), at.get("count", 20)
     found = list(database.rows(where=where, start=start, count=count))
     total = database.count(where)
@@ -112,36 +152,41 @@ def rows(served: Served, given: Given) -> Any:
 
 @ROUTES(
     "POST",
-    f"{ONE}/rows",
-    record("Added", NOW, inserted=COUNT),
+    f"{DATABASE_PATH}/rows",
+    object_schema("Added", STATE_PROPERTIES, inserted=COUNT_SCHEMA),
     right="write",
-    body=ADD,
-    refuses=(409,),
+    body=ADD_BODY,
+    error_statuses=(409,),
 )
-async def add(served: Served, given: Given) -> Any:
+async def add_rows(served: DatabaseRegistry, given: RequestData) -> Any:
     """Add rows, all or none; they are on disk before the answer comes."""
-    kept = _writable(given.kept)
-    return await asyncio.wrap_future(kept.writing.submit(_added, kept, given.body, given.cells))
+    kept = _require_writable(given.served_database)
+    return await asyncio.wrap_future(
+        kept.write_executor.submit(_write_rows, kept, given.body, given.has_tagged_cells)
+    )
 
 
-def _added(kept: Kept, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
+def _write_rows(kept: ServedDatabase, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
     database, cells = kept.database, body["rows"]
     if not exactly:
-        example = kept.example({name for row in cells for name in row})
+        example = kept.example_cells({name for row in cells for name in row})
         cells = [
-            {name: spelled.cell(cell, example.get(name), name) for name, cell in row.items()}
+            {
+                name: parsing.cell_from_json(cell, example.get(name), name)
+                for name, cell in row.items()
+            }
             for row in cells
         ]
-    about = kept.about().info
+    about = kept.get_profile().info
     key, value = about["key"] or ["key"], about["value"] or ["value"]
     for i, row in enumerate(cells):
         if not isinstance(row, dict):
             raise DtypeError(f"rows[{i}] must be a mapping of columns, not {type(row).__name__}")
         for name in key:
-            short(row.get(name), f"rows[{i}].{name}")
+            check_text_length(row.get(name), f"rows[{i}].{name}")
         for name, cell in row.items():
             if isinstance(cell, str | bytes) and len(cell) > limits.CELL:
-                raise Refused(
+                raise RequestError(
                     413,
                     f"rows[{i}].{name}: at most {limits.CELL:,} characters, not {len(cell):,}: "
                     "store a value this long in a file of its own",
@@ -150,7 +195,7 @@ def _added(kept: Kept, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
             raise ArgumentError(f"rows[{i}] has no key: give {', '.join(key)}")
     if not body.get("update"):
         database.extend(cells)
-        return _now(kept)
+        return _current_state(kept)
     changed: list[tuple[Any, Any]] = []
     for i, row in enumerate(cells):
         if set(row) - {*key, *value}:
@@ -163,105 +208,117 @@ def _added(kept: Kept, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
         one = parts if len(key) > 1 else parts[0]
         changed.append((one, told if len(value) > 1 else told.get(value[0])))
     inserted = database.update(changed)
-    return {**_now(kept), "inserted": inserted}
+    return {**_current_state(kept), "inserted": inserted}
 
 
 @ROUTES(
     "GET",
-    f"{ONE}/rows/{{key}}",
-    record("Found", {"key": {}}, value={}, values={"type": "array"}),
+    f"{DATABASE_PATH}/rows/{{key}}",
+    object_schema("Found", {"key": {}}, value={}, values={"type": "array"}),
     query={
         "all": {"type": "boolean", "description": "Every value of a key that repeats."},
-        "at": AT,
+        "at": VERSION_SCHEMA,
     },
 )
-def get(served: Served, given: Given) -> Any:
+def get_row(served: DatabaseRegistry, given: RequestData) -> Any:
     """Look a key up exactly; where it is absent, the nearest are named."""
-    database, key = given.kept.at(given.at.get("at")), _key(given)
-    if given.at.get("all"):
-        found = database.all(key) or [database[key]]
+    database, key = (
+        given.served_database.at_version(given.query_params.get("at")),
+        _parse_path_key(given),
+    )
+    if given.query_params.get("all"):
+        found = database.get_all(key) or [database[key]]
         return {"key": key, "values": list(found)}
     return {"key": key, "value": database[key]}
 
 
-def _key(given: Given) -> Any:
+def _parse_path_key(given: RequestData) -> Any:
     """The key that a path names, by its text or as it is; one of another kind is nobody's."""
     try:
-        if given.cells:
-            return wire.loads(given.key)
-        return given.kept.cell(given.key, "the key")
+        if given.has_tagged_cells:
+            return encoding.loads(given.path_key)
+        return given.served_database.parse_key(given.path_key, "the key")
     except ArgumentError as error:
-        raise Refused(404, str(error), kind="AbsentKey", key=given.key, nearest=[]) from None
+        raise RequestError(
+            404, str(error), kind="KeyNotFoundError", key=given.path_key, nearest=[]
+        ) from None
 
 
 @ROUTES(
     "DELETE",
-    f"{ONE}/rows/{{key}}",
-    record("Removed", {"removed": COUNT, **NOW}),
+    f"{DATABASE_PATH}/rows/{{key}}",
+    object_schema("Removed", {"removed": COUNT_SCHEMA, **STATE_PROPERTIES}),
     right="write",
-    refuses=(409,),
+    error_statuses=(409,),
 )
-async def remove(served: Served, given: Given) -> Any:
+async def remove_rows(served: DatabaseRegistry, given: RequestData) -> Any:
     """Take out every row that has a key."""
-    kept = _writable(given.kept)
+    kept = _require_writable(given.served_database)
 
-    def removed() -> dict[str, Any]:
-        count = kept.database.remove([_key(given)])
-        return {"removed": count, **_now(kept)}
+    def remove_and_report() -> dict[str, Any]:
+        count = kept.database.remove([_parse_path_key(given)])
+        return {"removed": count, **_current_state(kept)}
 
-    return await asyncio.wrap_future(kept.writing.submit(removed))
+    return await asyncio.wrap_future(kept.write_executor.submit(remove_and_report))
 
 
-def _writable(kept: Kept) -> Kept:
-    if not kept.durable:
-        raise Refused(409, f"{kept.name} is a table in memory and cannot be written: import it")
+def _require_writable(kept: ServedDatabase) -> ServedDatabase:
+    if not kept.is_durable:
+        raise RequestError(
+            409, f"{kept.name} is a table in memory and cannot be written: import it"
+        )
     return kept
 
 
-def _now(kept: Kept) -> dict[str, Any]:
+def _current_state(kept: ServedDatabase) -> dict[str, Any]:
     return {"name": kept.name, "rows": len(kept.database), "version": kept.database.version}
 
 
 @ROUTES(
     "GET",
-    f"{ONE}/versions",
-    record("Versions", {"name": TEXT, "versions": list_of({"type": "object"})}),
+    f"{DATABASE_PATH}/versions",
+    object_schema("Versions", {"name": TEXT_SCHEMA, "versions": list_schema({"type": "object"})}),
 )
-def versions(served: Served, given: Given) -> Any:
+def list_versions(served: DatabaseRegistry, given: RequestData) -> Any:
     """Every version that is kept, the oldest first."""
-    found = given.kept.database.versions()
-    return {"name": given.kept.name, "versions": [asdict(version) for version in found]}
+    found = given.served_database.database.versions()
+    return {"name": given.served_database.name, "versions": [asdict(version) for version in found]}
 
 
-@ROUTES("GET", f"{ONE}/info", INFO, query={"at": AT})
-def info(served: Served, given: Given) -> Any:
+@ROUTES("GET", f"{DATABASE_PATH}/info", INFO_SCHEMA, query={"at": VERSION_SCHEMA})
+def get_info(served: DatabaseRegistry, given: RequestData) -> Any:
     """What a database holds: rows, columns, encoder, size."""
-    database = given.kept.at(given.at.get("at"))
+    database = given.served_database.at_version(given.query_params.get("at"))
     about, described = dict(database.info()), database.describe()
     del about["path"]  # where it lies is the server's own
     return {
-        "name": given.kept.name,
+        "name": given.served_database.name,
         **about,
         "types": {name: column["type"] for name, column in described.items()},
         "missing": {name: column["missing"] for name, column in described.items()},
-        "uploaded": given.kept.uploaded,
+        "uploaded": given.served_database.uploaded,
     }
 
 
-@ROUTES("POST", "/v1/weights", record("Weighed", {"weights": {"type": "array"}}), body=WEIGHTS)
-def weights(served: Served, given: Given) -> Any:
+@ROUTES(
+    "POST",
+    "/v1/weights",
+    object_schema("Weighed", {"weights": {"type": "array"}}),
+    body=WEIGHTS_BODY,
+)
+def compute_weights(served: DatabaseRegistry, given: RequestData) -> Any:
     """α(q, k) of vectors that are given: a row for each query."""
     how = dict(given.body)
-    query, key = (_array(name, how.pop(name)) for name in ("query", "key"))
-    if query.shape[-2] * key.shape[-2] > limits.NUMBERS:
-        raise Refused(413, f"query and key: at most {limits.NUMBERS:,} weights at a time")
+    query, key = (_parse_matrix(name, how.pop(name)) for name in ("query", "key"))
+    if query.shape[-2] * key.shape[-2] > limits.MAX_NUMBERS:
+        raise RequestError(413, f"query and key: at most {limits.MAX_NUMBERS:,} weights at a time")
     mask = how.pop("mask", None)
     if isinstance(mask, list):
-        mask = _array("mask", mask, bool)
-    return {"weights": qkv.weights(query, key, mask=mask, **options(how))}
+        mask = _parse_matrix("mask", mask, bool)
+    return {"weights": qkv.weights(query, key, mask=mask, **build_options(how))}
 
 
-def _array(name: str, given: Any, kind: type = float) -> np.ndarray:
+def _parse_matrix(name: str, given: Any, kind: type = float) -> np.ndarray:
     try:
         found: np.ndarray = np.asarray(given, dtype=kind)
     except (ValueError, OverflowError):
@@ -272,13 +329,18 @@ def _array(name: str, given: Any, kind: type = float) -> np.ndarray:
     return found
 
 
-@ROUTES("GET", "/healthz", record("Health", {"status": TEXT, "databases": COUNT}), right=None)
-async def health(served: Served, given: Given) -> Any:
+@ROUTES(
+    "GET",
+    "/healthz",
+    object_schema("Health", {"status": TEXT_SCHEMA, "databases": COUNT_SCHEMA}),
+    right=None,
+)
+async def check_health(served: DatabaseRegistry, given: RequestData) -> Any:
     """Whether the server answers."""
     return {"status": "ok", "databases": len(served.databases)}
 
 
-@ROUTES("GET", "/metrics", TEXT, media="text/plain")
-def metrics(served: Served, given: Given) -> Any:
+@ROUTES("GET", "/metrics", TEXT_SCHEMA, media="text/plain")
+def get_metrics(served: DatabaseRegistry, given: RequestData) -> Any:
     """What was counted, for Prometheus."""
-    return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
+    return Response(served.metrics.render_text(), media_type="text/plain; version=0.0.4")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from qkv.serve.remote import Remote
+from qkv.serve.remote_database import RemoteDatabase
 from qkv.serve.transport import Transport
-from qkv.types import NOTHING, Closing, Shaped
+from qkv.util.types import UNSET, Closable, Shaped
 
 if TYPE_CHECKING:
     import numpy as np
 
     from qkv.answer import Answer
-    from qkv.database.queries import Asking, How
-    from qkv.database.reading import Info
+    from qkv.database.query.arguments import AskOptions, AttendOptions
+    from qkv.database.reader import DatabaseInfo
 
 
-class Client(Closing):
+class Client(Closable):
     """The databases that `qkv serve` serves at `url`; threads may share it.
 
     `client["books"]` is one of them, with the methods that it has in-process; `client.ask("books",
@@ -30,7 +30,7 @@ class Client(Closing):
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0):
         self._transport = Transport(url, token, timeout)
-        self._remotes: dict[str, Remote] = {}
+        self._remotes: dict[str, RemoteDatabase] = {}
 
     @property
     def url(self) -> str:
@@ -38,24 +38,24 @@ class Client(Closing):
 
     def databases(self) -> list[str]:
         """The names of those that are served."""
-        found = self._transport.read("GET", "/v1/databases")
+        found = self._transport.send_read("GET", "/v1/databases")
         return [str(about["name"]) for about in found["databases"]]
 
-    def __getitem__(self, name: str) -> Remote:
-        return self._remotes.setdefault(name, Remote(self._transport, name))
+    def __getitem__(self, name: str) -> RemoteDatabase:
+        return self._remotes.setdefault(name, RemoteDatabase(self._transport, name))
 
-    # Each is a method of `Remote`, and of `Database`, which say more.
+    # Each is a method of `RemoteDatabase`, and of `Database`, which say more.
 
     @overload
-    def ask(self, name: str, query: Shaped, **options: Unpack[Asking]) -> Any: ...
+    def ask(self, name: str, query: Shaped, **options: Unpack[AskOptions]) -> Any: ...
     @overload
-    def ask(self, name: str, query: list[Any], **options: Unpack[Asking]) -> list[Answer]: ...
+    def ask(self, name: str, query: list[Any], **options: Unpack[AskOptions]) -> list[Answer]: ...
     @overload
-    def ask(self, name: str, query: Any, **options: Unpack[Asking]) -> Answer: ...
+    def ask(self, name: str, query: Any, **options: Unpack[AskOptions]) -> Answer: ...
     def ask(self, name: str, query: Any, **options: Any) -> Any:
         return self[name].ask(query, **options)
 
-    def attend(self, name: str, query: Any, **options: Unpack[How]) -> np.ndarray:
+    def attend(self, name: str, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray:
         return self[name].attend(query, **options)
 
     def rows(
@@ -66,7 +66,7 @@ class Client(Closing):
     def get(self, name: str, key: Any, default: Any = None) -> Any:
         return self[name].get(key, default)
 
-    def add(self, name: str, keys: Any, values: Any = NOTHING) -> None:
+    def add(self, name: str, keys: Any, values: Any = UNSET) -> None:
         self[name].add(keys, values)
 
     def extend(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -78,7 +78,7 @@ class Client(Closing):
     def versions(self, name: str) -> list[Any]:
         return self[name].versions()
 
-    def info(self, name: str) -> Info:
+    def info(self, name: str) -> DatabaseInfo:
         return self[name].info()
 
     def close(self) -> None:

@@ -18,179 +18,215 @@ from starlette.responses import Response
 
 import qkv
 from qkv.answer import Answer
-from qkv.database.query_input import is_number_key
+from qkv.database.query.inputs import is_number_key
 from qkv.errors import ArgumentError
 from qkv.serve import tensors
-from qkv.serve.bodies import ASK, TEXT, TEXTS, body, list_of, record
-from qkv.serve.fit import fault, parsed, whole
-from qkv.serve.route import Given, Routes
-from qkv.serve.served import Kept, Served, count_characters, few
+from qkv.serve.databases import (
+    DatabaseRegistry,
+    ServedDatabase,
+    check_query_count,
+    count_characters,
+)
+from qkv.serve.route import RequestData, Routes
+from qkv.serve.schemas import (
+    ASK_BODY,
+    TEXT_LIST_SCHEMA,
+    TEXT_SCHEMA,
+    body_schema,
+    list_schema,
+    object_schema,
+)
 from qkv.serve.tensors import Tensor
-from qkv.told import jsonable
+from qkv.serve.validation import find_violation, normalize_integers, parse_json
+from qkv.util.formatting import to_jsonable
 
-LENGTH = "inference-header-content-length"
-PROTOCOL = ("binary_data_output", "content_type", "headers", "priority", "timeout")
+HEADER_LENGTH = "inference-header-content-length"
+IGNORED_PARAMETERS = ("binary_data_output", "content_type", "headers", "priority", "timeout")
 """Parameters that clients send of themselves, and that mean nothing here."""
-PARAMETERS = body(
+PARAMETERS_SCHEMA = body_schema(
     "Parameters",
     {},
     **{
         name: schema
-        for name, schema in ASK["properties"].items()
+        for name, schema in ASK_BODY["properties"].items()
         if name not in ("query", "weights", "spread")
     },
 )
 
 
-TENSORS = list_of({"type": "object"})
-INFER = record(
+TENSOR_LIST_SCHEMA = list_schema({"type": "object"})
+INFER_BODY = object_schema(
     "Infer",
-    {"inputs": list_of(tensors.TENSOR, minItems=1)},
-    outputs=list_of(record("Output", {"name": TEXT}, parameters={"type": "object"})),
+    {"inputs": list_schema(tensors.TENSOR_SCHEMA, minItems=1)},
+    outputs=list_schema(
+        object_schema("Output", {"name": TEXT_SCHEMA}, parameters={"type": "object"})
+    ),
     parameters={"type": "object", "description": "Options of ask: top, score, weighting, where."},
-    id=TEXT,
+    id=TEXT_SCHEMA,
 )
-ONE = "/v2/models/{name}"
+MODEL_PATH = "/v2/models/{name}"
 ROUTES = Routes()
 
 
-@ROUTES("GET", "/v2", record("Server", {"name": TEXT, "version": TEXT, "extensions": TEXTS}))
-def server(served: Served, given: Given) -> Any:
+@ROUTES(
+    "GET",
+    "/v2",
+    object_schema(
+        "Server", {"name": TEXT_SCHEMA, "version": TEXT_SCHEMA, "extensions": TEXT_LIST_SCHEMA}
+    ),
+)
+def get_server(served: DatabaseRegistry, given: RequestData) -> Any:
     """The server, and the extensions of the Open Inference Protocol that it has."""
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
-@ROUTES("GET", f"{ONE}/ready", record("Ready", {}))
-@ROUTES("GET", "/v2/health/ready", record("Ready", {}), right=None)
-@ROUTES("GET", "/v2/health/live", record("Live", {}), "Whether the server runs.", right=None)
-async def well(served: Served, given: Given) -> Any:
+@ROUTES("GET", f"{MODEL_PATH}/ready", object_schema("Ready", {}))
+@ROUTES("GET", "/v2/health/ready", object_schema("Ready", {}), right=None)
+@ROUTES("GET", "/v2/health/live", object_schema("Live", {}), "Whether the server runs.", right=None)
+async def check_ready(served: DatabaseRegistry, given: RequestData) -> Any:
     """Whether it answers."""
     return {}
 
 
 @ROUTES(
     "GET",
-    ONE,
-    record(
+    MODEL_PATH,
+    object_schema(
         "Model",
-        {"name": TEXT, "versions": TEXTS, "platform": TEXT, "inputs": TENSORS, "outputs": TENSORS},
+        {
+            "name": TEXT_SCHEMA,
+            "versions": TEXT_LIST_SCHEMA,
+            "platform": TEXT_SCHEMA,
+            "inputs": TENSOR_LIST_SCHEMA,
+            "outputs": TENSOR_LIST_SCHEMA,
+        },
     ),
 )
-def model(served: Served, given: Given) -> Any:
+def get_model(served: DatabaseRegistry, given: RequestData) -> Any:
     """What a database takes and gives as a model of the Open Inference Protocol."""
-    kept = given.kept
+    kept = given.served_database
     return {
         "name": kept.name,
         "versions": [str(kept.database.version)],
         "platform": "qkv",
-        "inputs": [_input(kept)],
-        "outputs": [{"name": name, **told} for name, told in _outputs(kept).items()],
+        "inputs": [_describe_input(kept)],
+        "outputs": [{"name": name, **told} for name, told in _describe_outputs(kept).items()],
     }
 
 
 @ROUTES(
     "POST",
-    f"{ONE}/infer",
-    record("Inferred", {"model_name": TEXT, "model_version": TEXT, "outputs": TENSORS}, id=TEXT),
-    body=INFER,
-    raw=("application/octet-stream", ""),  # the clients of Triton name no type
-    also=("application/octet-stream",),
+    f"{MODEL_PATH}/infer",
+    object_schema(
+        "Inferred",
+        {"model_name": TEXT_SCHEMA, "model_version": TEXT_SCHEMA, "outputs": TENSOR_LIST_SCHEMA},
+        id=TEXT_SCHEMA,
+    ),
+    body=INFER_BODY,
+    raw_media_types=("application/octet-stream", ""),  # the clients of Triton name no type
+    binary_media_types=("application/octet-stream",),
 )
-async def infer(served: Served, given: Given) -> Any:
+async def run_inference(served: DatabaseRegistry, given: RequestData) -> Any:
     """Answer queries that come as a tensor by tensors, in JSON or as bytes behind it."""
-    kept = given.kept
-    request, how, queries, characters = await served.work(_read, kept, given)
+    kept = given.served_database
+    request, how, queries, characters = await served.run_in_thread(_read_request, kept, given)
     same = json.dumps(how, sort_keys=True)
-    asked = kept.batches.ask(same, queries, len(queries), characters)
+    asked = kept.batcher.submit_queries(same, queries, len(queries), characters)
     answers, _ = await asyncio.wrap_future(asked)
-    return await served.work(_written, kept, request, answers, how["top"])
+    return await served.run_in_thread(_write_response, kept, request, answers, how["top"])
 
 
-def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any, int]:
+def _read_request(
+    kept: ServedDatabase, given: RequestData
+) -> tuple[dict[str, Any], dict[str, Any], Any, int]:
     """The request, its parameters, its queries, and how many characters they have."""
     request, behind = given.body, b""
     if isinstance(request, bytes):
-        request, behind = _parted(request, given.headers.get(LENGTH))
-    inputs = tensors.read(request["inputs"], behind)
+        request, behind = _split_request(request, given.headers.get(HEADER_LENGTH))
+    inputs = tensors.read_tensors(request["inputs"], behind)
     if set(inputs) != {"query"}:
         raise ArgumentError(f"there is one input, 'query', not {', '.join(map(repr, inputs))}")
-    tensors.wanted(request, _outputs(kept))
+    tensors.select_outputs(request, _describe_outputs(kept))
     query = inputs["query"]
-    few(query.size if query.ndim < 2 else len(query))
+    check_query_count(query.size if query.ndim < 2 else len(query))
     characters = count_characters(query.reshape(-1).tolist()) if query.dtype == object else 0
-    how, queries = _how(request), _queries(kept, query)
-    few(len(queries))
+    how, queries = _parse_options(request), _parse_queries(kept, query)
+    check_query_count(len(queries))
     return request, how, queries, characters
 
 
-def _written(kept: Kept, request: dict[str, Any], answers: list[Answer], top: int) -> Response:
-    known = _outputs(kept)
-    names, binary = tensors.wanted(request, known)
-    found = {name: _tensor(name, known[name], answers, top) for name in names}
-    outputs, behind = tensors.write(found, binary)
+def _write_response(
+    kept: ServedDatabase, request: dict[str, Any], answers: list[Answer], top: int
+) -> Response:
+    known = _describe_outputs(kept)
+    names, binary = tensors.select_outputs(request, known)
+    found = {name: _build_tensor(name, known[name], answers, top) for name in names}
+    outputs, behind = tensors.write_tensors(found, binary)
     told = {"model_name": kept.name, "model_version": str(kept.database.version)}
     told |= {"id": request["id"]} if isinstance(request.get("id"), str) else {}
     text = json.dumps({**told, "outputs": outputs}, separators=(",", ":")).encode()
     if not behind:
         return Response(text, media_type="application/json")
-    headers = {LENGTH: str(len(text))}
+    headers = {HEADER_LENGTH: str(len(text))}
     return Response(text + behind, media_type="application/octet-stream", headers=headers)
 
 
-def _parted(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
+def _split_request(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
     """The JSON of a body, and the bytes behind it."""
     end = len(sent)
     if length is not None:
         if not re.fullmatch("[0-9]{1,12}", length) or int(length) > len(sent):
-            raise ArgumentError(f"{LENGTH} must be a length within the body, not {length[:20]!r}")
+            raise ArgumentError(
+                f"{HEADER_LENGTH} must be a length within the body, not {length[:20]!r}"
+            )
         end = int(length)
     try:
-        return parsed(sent[:end], INFER, "the request"), sent[end:]
+        return parse_json(sent[:end], INFER_BODY, "the request"), sent[end:]
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
 
-def _how(request: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `ask` among a request's parameters."""
     own = {
         name: value
         for name, value in request.get("parameters", {}).items()
-        if name not in PROTOCOL and not name.startswith(("sequence_", "triton_"))
+        if name not in IGNORED_PARAMETERS and not name.startswith(("sequence_", "triton_"))
     }
-    if told := fault(own, PARAMETERS):
+    if told := find_violation(own, PARAMETERS_SCHEMA):
         raise ArgumentError(f"parameters: {told}")
-    return {"top": 5, **whole(own, PARAMETERS)}
+    return {"top": 5, **normalize_integers(own, PARAMETERS_SCHEMA)}
 
 
-def _queries(kept: Kept, given: np.ndarray) -> Any:
+def _parse_queries(kept: ServedDatabase, given: np.ndarray) -> Any:
     """The queries as `ask` takes them: a list, or an array (n, d)."""
     if given.dtype == object:
         try:
-            return [kept.cell(text.decode()) for text in given.reshape(-1)]
+            return [kept.parse_key(text.decode()) for text in given.reshape(-1)]
         except UnicodeDecodeError:
             raise ArgumentError("query: BYTES must be text in UTF-8") from None
-    if given.ndim == 2 and kept.about().kind != "number":
+    if given.ndim == 2 and kept.get_profile().key_kind != "number":
         return given.astype(float)
-    if is_number_key(kept.about().key):
+    if is_number_key(kept.get_profile().first_key):
         return [tuple(given.reshape(-1).tolist())]
     return given.reshape(-1).tolist()
 
 
-def _input(kept: Kept) -> dict[str, Any]:
-    about = kept.about()
-    if about.kind == "vector":
-        return {"name": "query", "datatype": "FP32", "shape": [-1, len(about.key)]}
+def _describe_input(kept: ServedDatabase) -> dict[str, Any]:
+    about = kept.get_profile()
+    if about.key_kind == "vector":
+        return {"name": "query", "datatype": "FP32", "shape": [-1, len(about.first_key)]}
     return {
         "name": "query",
-        "datatype": "FP64" if about.kind == "number" else "BYTES",
+        "datatype": "FP64" if about.key_kind == "number" else "BYTES",
         "shape": [-1],
     }
 
 
-def _outputs(kept: Kept) -> dict[str, dict[str, Any]]:
+def _describe_outputs(kept: ServedDatabase) -> dict[str, dict[str, Any]]:
     """The datatype and shape of each output by its name."""
-    about = kept.about()
-    info, row = about.info, about.row
+    about = kept.get_profile()
+    info, row = about.info, about.first_row
     value: dict[str, Any] = {"datatype": "BYTES", "shape": [-1]}
     match info["value_kind"]:
         case "number":
@@ -210,28 +246,30 @@ def _outputs(kept: Kept) -> dict[str, dict[str, Any]]:
     }
 
 
-def _tensor(name: str, told: Mapping[str, Any], answers: list[Answer], top: int) -> Tensor:
+def _build_tensor(name: str, told: Mapping[str, Any], answers: list[Answer], top: int) -> Tensor:
     """One output of all answers; where an answer has too few rows, −1 and a weight of 0."""
     datatype, shape = told["datatype"], [len(answers), *told["shape"][1:]]
     if name == "entropy":
         return Tensor(datatype, np.array([answer.entropy for answer in answers], np.float64))
     if name == "value":
-        return Tensor(datatype, _values(answers, datatype, shape))
+        return Tensor(datatype, _collect_values(answers, datatype, shape))
     shape[1] = top
     empty: Any = {"weights": 0, "rows": -1, "keys": b""}[name]
-    found = np.full(shape, empty, tensors.DTYPES[datatype])
+    found = np.full(shape, empty, tensors.NUMPY_DTYPES[datatype])
     for line, answer in zip(found, answers, strict=True):
         for at, row in enumerate(answer.rows):
-            line[at] = {"weights": row.weight, "rows": row.index, "keys": _text(row.key)}[name]
+            line[at] = {"weights": row.weight, "rows": row.index, "keys": _encode_cell(row.key)}[
+                name
+            ]
     return Tensor(datatype, found)
 
 
-def _values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarray:
+def _collect_values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarray:
     if datatype == "BYTES":
         found = np.full(shape, b"", object)
-        found[:] = [_text(answer.value) for answer in answers]
+        found[:] = [_encode_cell(answer.value) for answer in answers]
         return found
-    found = np.full(shape, np.nan, tensors.DTYPES[datatype])
+    found = np.full(shape, np.nan, tensors.NUMPY_DTYPES[datatype])
     for i, answer in enumerate(answers):
         if answer.value is not None:
             value = answer.value
@@ -239,6 +277,6 @@ def _values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarra
     return found
 
 
-def _text(cell: Any) -> bytes:
+def _encode_cell(cell: Any) -> bytes:
     """A cell as the bytes of its text: text as it is, anything else as JSON."""
-    return (cell if isinstance(cell, str) else json.dumps(jsonable(cell))).encode()
+    return (cell if isinstance(cell, str) else json.dumps(to_jsonable(cell))).encode()

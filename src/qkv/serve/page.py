@@ -13,18 +13,25 @@ from starlette.responses import Response
 
 from qkv.errors import ArgumentError, QkvError
 from qkv.page import calls, tables
-from qkv.page.file import module
-from qkv.page.pack import pack
-from qkv.page.views import views
+from qkv.page.html_file import read_module
+from qkv.page.packing import pack_arrays
+from qkv.page.views import build_views
 from qkv.serve import limits
-from qkv.serve.bodies import COUNT, SHORT, TEXT, body, list_of, record
-from qkv.serve.route import Given, Refused, Route, Routes
-from qkv.serve.served import NAME, Served, options
+from qkv.serve.databases import NAME_PATTERN, DatabaseRegistry, build_options
+from qkv.serve.route import RequestData, RequestError, Route, Routes
+from qkv.serve.schemas import (
+    COUNT_SCHEMA,
+    SUMMARY_PROPERTIES,
+    TEXT_SCHEMA,
+    body_schema,
+    list_schema,
+    object_schema,
+)
 
 if TYPE_CHECKING:
     from qkv.database import Database
 
-HTML = """<!doctype html>
+PAGE_HTML = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -48,35 +55,40 @@ HTML = """<!doctype html>
 """
 
 
-def _file(path: str, tells: str, media: str, text: Callable[[], str]) -> Route:
+def _file_route(path: str, tells: str, media: str, text: Callable[[], str]) -> Route:
     """A file of the page, which anyone may read."""
 
-    def file(served: Served, given: Given) -> Any:
+    def send_file(served: DatabaseRegistry, given: RequestData) -> Any:
         return Response(text(), media_type=media)
 
-    return Route("GET", path, file, tells, TEXT, right=None, media=media)
+    return Route("GET", path, send_file, tells, TEXT_SCHEMA, right=None, media=media)
 
 
-def _static(name: str) -> str:
+def _read_static(name: str) -> str:
     return resources.files("qkv.serve").joinpath("static", name).read_text(encoding="utf-8")
 
 
-FILE = ("text/csv", "text/tab-separated-values", "application/octet-stream")
-NAMED = {"type": "string", "pattern": NAME}
-PICKED = list_of(TEXT, minItems=1, maxItems=64)
-CALLED = record("Called", {"result": {}, "buffers": list_of(TEXT)})
-SKIPPED = list_of(
-    record("Skipped", {"why": TEXT, "rows": list_of(COUNT)}),
+UPLOAD_MEDIA_TYPES = ("text/csv", "text/tab-separated-values", "application/octet-stream")
+NAME_SCHEMA = {"type": "string", "pattern": NAME_PATTERN}
+COLUMNS_SCHEMA = list_schema(TEXT_SCHEMA, minItems=1, maxItems=64)
+CALL_RESULT_SCHEMA = object_schema("Called", {"result": {}, "buffers": list_schema(TEXT_SCHEMA)})
+SKIPPED_SCHEMA = list_schema(
+    object_schema("Skipped", {"why": TEXT_SCHEMA, "rows": list_schema(COUNT_SCHEMA)}),
     description="Rows that were left out, by their numbers in the file: the first is 1.",
 )
 ROUTES = Routes(
     [
-        _file("/", "The page.", "text/html", lambda: HTML),
-        _file("/page/qkv.js", "Its module.", "text/javascript", module),
-        _file("/page/boot.js", "What starts it.", "text/javascript", partial(_static, "boot.js")),
-        _file("/page/page.css", "Around it.", "text/css", partial(_static, "page.css")),
-        _file(
-            "/page/reference.css", "How this is set.", "text/css", partial(_static, "reference.css")
+        _file_route("/", "The page.", "text/html", lambda: PAGE_HTML),
+        _file_route("/page/qkv.js", "Its module.", "text/javascript", read_module),
+        _file_route(
+            "/page/boot.js", "What starts it.", "text/javascript", partial(_read_static, "boot.js")
+        ),
+        _file_route("/page/page.css", "Around it.", "text/css", partial(_read_static, "page.css")),
+        _file_route(
+            "/page/reference.css",
+            "How this is set.",
+            "text/css",
+            partial(_read_static, "reference.css"),
         ),
     ]
 )
@@ -85,40 +97,47 @@ ROUTES = Routes(
 @ROUTES(
     "POST",
     "/page/call/columns",
-    CALLED,
+    CALL_RESULT_SCHEMA,
     right="upload",
-    body=body("Columns", {"database": TEXT, "key": PICKED}, name=NAMED, value=PICKED),
-    refuses=(409,),
+    body=body_schema(
+        "Columns",
+        {"database": TEXT_SCHEMA, "key": COLUMNS_SCHEMA},
+        name=NAME_SCHEMA,
+        value=COLUMNS_SCHEMA,
+    ),
+    error_statuses=(409,),
 )
-def columns(served: Served, given: Given) -> Any:
+def rekey_database(served: DatabaseRegistry, given: RequestData) -> Any:
     """What the page asks to be kept: the rows of a database by another key and value."""
-    return _packed(_answered("columns", served, given.body, _upload_deadline()))
+    return _pack_result(_dispatch_call("columns", served, given.body, _upload_deadline()))
 
 
 @ROUTES(
     "POST",
     "/page/call/{call}",
-    CALLED,
+    CALL_RESULT_SCHEMA,
     body={
         "title": "Call",
         "type": "object",
-        "properties": {"top": {"type": "integer", "minimum": 1, "maximum": limits.TOP}},
+        "properties": {"top": {"type": "integer", "minimum": 1, "maximum": limits.MAX_TOP_ROWS}},
     },
-    refuses=(404,),
+    error_statuses=(404,),
 )
-def call(served: Served, given: Given) -> Any:
+def run_page_call(served: DatabaseRegistry, given: RequestData) -> Any:
     """What the page asks, by name."""
-    name = given.path["call"]
-    if name not in {"views", *calls.CALLS} - KEEPS:
-        known = ", ".join(sorted({"views", *calls.CALLS} - KEEPS))
-        raise Refused(404, f"a page calls {known}, not {name[:40]!r}")
-    return _packed(shown(served) if name == "views" else _answered(name, served, given.body))
+    name = given.path_params["call"]
+    if name not in {"views", *calls.CALL_HANDLERS} - WRITING_CALLS:
+        known = ", ".join(sorted({"views", *calls.CALL_HANDLERS} - WRITING_CALLS))
+        raise RequestError(404, f"a page calls {known}, not {name[:40]!r}")
+    return _pack_result(
+        page_views(served) if name == "views" else _dispatch_call(name, served, given.body)
+    )
 
 
-TABS = 6
+MAX_DATABASE_TABS = 6
 """Databases that have a tab of their own; the others are found among "Your data"."""
 
-KEEPS = {"upload", "columns"}
+WRITING_CALLS = {"upload", "columns"}
 """Calls that keep something, and so need more than to read."""
 
 
@@ -126,17 +145,17 @@ def _upload_deadline() -> float:
     return time.monotonic() + limits.UPLOAD_SECONDS
 
 
-def _answered(
-    name: str, served: Served, args: dict[str, Any], deadline: float | None = None
+def _dispatch_call(
+    name: str, served: DatabaseRegistry, args: dict[str, Any], deadline: float | None = None
 ) -> Any:
     try:
         if isinstance(args.get("weighting"), str):
-            options({"weighting": args["weighting"]})
+            build_options({"weighting": args["weighting"]})
         if args.get("database") in served.databases:
-            served.find(args["database"])
+            served.find_database(args["database"])
         if deadline is not None:
-            return tables.columns(args, served, deadline)
-        return calls.call(name, args, served)
+            return tables.rekey_database(args, served, deadline)
+        return calls.run_call(name, args, served)
     except QkvError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -145,63 +164,63 @@ def _answered(
         raise ArgumentError(told) from error
 
 
-def _packed(found: Any) -> dict[str, Any]:
-    result, buffers = pack(found)
+def _pack_result(found: Any) -> dict[str, Any]:
+    result, buffers = pack_arrays(found)
     texts = [base64.b64encode(buffer).decode("ascii") for buffer in buffers]
     return {"result": result, "buffers": texts}
 
 
-def shown(served: Served) -> list[dict[str, Any]]:
+def page_views(served: DatabaseRegistry) -> list[dict[str, Any]]:
     """The views of the page: the first databases by themselves, then those that need none."""
-    first = list(served.databases.values())[:TABS]
-    found = [view for kept in first for view in _view(kept.name, kept.database)]
+    first = list(served.databases.values())[:MAX_DATABASE_TABS]
+    found = [view for kept in first for view in _database_views(kept.name, kept.database)]
     rest = ["data", "sentence", "regression", "scores", "model"]
-    own = tables.databases({}, served)
+    own = tables.list_databases({}, served)
     return [
-        *(found or views({"view": "database", "data": {"examples": True}})),
-        *views(
+        *(found or build_views({"view": "database", "data": {"examples": True}})),
+        *build_views(
             [{"view": name, "data": {"databases": own} if name == "data" else {}} for name in rest]
         ),
     ]
 
 
-def _view(name: str, database: Database) -> list[dict[str, Any]]:
-    found = views(database)
+def _database_views(name: str, database: Database) -> list[dict[str, Any]]:
+    found = build_views(database)
     return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in found]
 
 
 @ROUTES(
     "POST",
     "/v1/databases",
-    record("Uploaded", SHORT | {"skipped": SKIPPED}),
+    object_schema("Uploaded", SUMMARY_PROPERTIES | {"skipped": SKIPPED_SCHEMA}),
     right="upload",
-    raw=FILE,
-    most=limits.UPLOAD,
+    raw_media_types=UPLOAD_MEDIA_TYPES,
+    max_body_bytes=limits.MAX_UPLOAD_BYTES,
     query={
-        "name": NAMED,
+        "name": NAME_SCHEMA,
         "format": {"type": "string", "enum": list(tables.FORMATS)},
-        "key": {**TEXT, "description": "The key's columns, with commas between."},
-        "value": {**TEXT, "description": "The value's columns, with commas between."},
+        "key": {**TEXT_SCHEMA, "description": "The key's columns, with commas between."},
+        "value": {**TEXT_SCHEMA, "description": "The value's columns, with commas between."},
     },
-    needs=("name", "format"),
-    refuses=(409,),
+    required_parameters=("name", "format"),
+    error_statuses=(409,),
 )
-def upload(served: Served, given: Given) -> Any:
+def upload_database(served: DatabaseRegistry, given: RequestData) -> Any:
     """Read a file's rows into memory, to be asked until the server ends."""
-    at = given.at
+    at = given.query_params
     how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
     args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
-    return {**tables.upload(args, served, _upload_deadline()), "uploaded": True}
+    return {**tables.upload_table(args, served, _upload_deadline()), "uploaded": True}
 
 
 @ROUTES(
     "DELETE",
     "/v1/databases/{name}",
-    record("Forgotten", {"name": TEXT}),
+    object_schema("Forgotten", {"name": TEXT_SCHEMA}),
     right="upload",
-    refuses=(409,),
+    error_statuses=(409,),
 )
-def forget(served: Served, given: Given) -> Any:
+def forget_database(served: DatabaseRegistry, given: RequestData) -> Any:
     """Forget an upload."""
-    del served[given.kept.name]
-    return {"name": given.kept.name}
+    del served[given.served_database.name]
+    return {"name": given.served_database.name}

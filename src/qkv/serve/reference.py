@@ -12,36 +12,42 @@ from typing import Any
 from urllib.parse import urlencode
 
 import qkv
-from qkv.serve.fit import Schema
-from qkv.serve.openapi import WHY, anchor, named, parameters, refusals
+from qkv.serve.openapi import (
+    STATUS_DESCRIPTIONS,
+    all_error_statuses,
+    build_parameters,
+    database_name_schema,
+    operation_id,
+)
 from qkv.serve.route import Route
+from qkv.serve.validation import Schema
 
-DEPTH = 4
+MAX_EXAMPLE_DEPTH = 4
 """Objects within objects that an example shows."""
 
-ONE, MODEL = "/v1/databases/{name}", "/v2/models/{name}"
-EXAMPLES: dict[tuple[str, str], Any] = {
-    ("POST", f"{ONE}/ask"): {"query": "the alchmist", "top": 3},
-    ("POST", f"{ONE}/attend"): {"query": 3.5, "score": "gaussian:0.15"},
-    ("POST", f"{ONE}/rows"): {"rows": [{"title": "The Trial", "author": "Franz Kafka"}]},
+DATABASE_PATH, MODEL_PATH = "/v1/databases/{name}", "/v2/models/{name}"
+EXAMPLE_BODIES: dict[tuple[str, str], Any] = {
+    ("POST", f"{DATABASE_PATH}/ask"): {"query": "the alchmist", "top": 3},
+    ("POST", f"{DATABASE_PATH}/attend"): {"query": 3.5, "score": "gaussian:0.15"},
+    ("POST", f"{DATABASE_PATH}/rows"): {"rows": [{"title": "The Trial", "author": "Franz Kafka"}]},
     ("POST", "/v1/weights"): {"query": [[1.0, 0.0]], "key": [[1.0, 0.0], [0.0, 1.0]]},
-    ("POST", f"{MODEL}/infer"): {
+    ("POST", f"{MODEL_PATH}/infer"): {
         "inputs": [{"name": "query", "datatype": "BYTES", "shape": [1], "data": ["the alchmist"]}]
     },
 }
 """Bodies that say more than what their schema alone would give."""
 
-CALLS = {
+PYTHON_EXAMPLES = {
     ("GET", "/v1/databases"): "client.databases()",
-    ("POST", f"{ONE}/ask"): 'client.ask({name}, "the alchmist", top=3)',
-    ("POST", f"{ONE}/attend"): 'client.attend({name}, 3.5, score="gaussian:0.15")',
-    ("GET", f"{ONE}/rows"): "list(client.rows({name}, count=20))",
-    ("POST", f"{ONE}/rows"): 'client.add({name}, "The Trial", "Franz Kafka")',
-    ("GET", f"{ONE}/rows/{{key}}"): 'client[{name}]["The Trial"]',
-    ("DELETE", f"{ONE}/rows/{{key}}"): 'client.remove({name}, "The Trial")',
-    ("GET", f"{ONE}/versions"): "client.versions({name})",
-    ("GET", f"{ONE}/info"): "client.info({name})",
-    ("POST", f"{MODEL}/infer"): """import numpy as np
+    ("POST", f"{DATABASE_PATH}/ask"): 'client.ask({name}, "the alchmist", top=3)',
+    ("POST", f"{DATABASE_PATH}/attend"): 'client.attend({name}, 3.5, score="gaussian:0.15")',
+    ("GET", f"{DATABASE_PATH}/rows"): "list(client.rows({name}, count=20))",
+    ("POST", f"{DATABASE_PATH}/rows"): 'client.add({name}, "The Trial", "Franz Kafka")',
+    ("GET", f"{DATABASE_PATH}/rows/{{key}}"): 'client[{name}]["The Trial"]',
+    ("DELETE", f"{DATABASE_PATH}/rows/{{key}}"): 'client.remove({name}, "The Trial")',
+    ("GET", f"{DATABASE_PATH}/versions"): "client.versions({name})",
+    ("GET", f"{DATABASE_PATH}/info"): "client.info({name})",
+    ("POST", f"{MODEL_PATH}/infer"): """import numpy as np
 import tritonclient.http as triton
 
 client = triton.InferenceServerClient({host})
@@ -52,14 +58,15 @@ client.infer({name}, [query]).as_numpy("value")""",
 """The same in Python, where a client has a word for it."""
 
 
-def page(routes: Iterable[Route], names: Iterable[str], secured: bool, url: str) -> str:
+def render_reference(routes: Iterable[Route], names: Iterable[str], secured: bool, url: str) -> str:
     """Routes over databases of these names as HTML; `url` is where its examples call."""
     shown = [route for route in routes if not route.path.startswith("/page/")]  # the page's own
-    name = named(names)
+    name = database_name_schema(names)
     links = "".join(
-        f'<li><a href="#{anchor(x)}"><b>{x.method}</b> {escape(x.path)}</a></li>' for x in shown
+        f'<li><a href="#{operation_id(x)}"><b>{x.method}</b> {escape(x.path)}</a></li>'
+        for x in shown
     )
-    parts = "".join(_section(route, name, secured, url.rstrip("/")) for route in shown)
+    parts = "".join(_render_section(route, name, secured, url.rstrip("/")) for route in shown)
     title = f"qkv {qkv.__version__}"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
@@ -71,51 +78,57 @@ def page(routes: Iterable[Route], names: Iterable[str], secured: bool, url: str)
     )
 
 
-def _section(route: Route, name: Schema, secured: bool, url: str) -> str:
-    given = parameters(route, name)
+def _render_section(route: Route, name: Schema, secured: bool, url: str) -> str:
+    given = build_parameters(route, name)
     parts = [
-        f'<section id="{anchor(route)}"><h2><b>{route.method}</b> {escape(route.path)}</h2>',
-        _prose(route.tells),
+        f'<section id="{operation_id(route)}"><h2><b>{route.method}</b> {escape(route.path)}</h2>',
+        _render_paragraph(route.summary),
     ]
     if given:
         rows = [(x["name"], x["in"], x["schema"], x["required"]) for x in given]
-        parts.append(_table(("parameter", "in", "type", ""), rows))
+        parts.append(_render_table(("parameter", "in", "type", ""), rows))
     if route.body is not None:
-        parts.append(f"<h3>Body</h3>{_shape(route.body)}")
-    parts.append(f"<h3>Answers</h3><dl><dt>200</dt><dd>{_shape(route.answer)}</dd>")
-    for status in refusals(route, secured):
-        parts.append(f"<dt>{status}</dt><dd>{_prose(WHY[status])}</dd>")
+        parts.append(f"<h3>Body</h3>{_render_schema(route.body)}")
+    parts.append(
+        f"<h3>Answers</h3><dl><dt>200</dt><dd>{_render_schema(route.response_schema)}</dd>"
+    )
+    for status in all_error_statuses(route, secured):
+        parts.append(f"<dt>{status}</dt><dd>{_render_paragraph(STATUS_DESCRIPTIONS[status])}</dd>")
     parts.append("</dl><h3>Try it</h3>")
-    return "".join([*parts, *_examples(route, name, secured, url, given)]) + "</section>"
+    return "".join([*parts, *_render_examples(route, name, secured, url, given)]) + "</section>"
 
 
-def _examples(
+def _render_examples(
     route: Route, name: Schema, secured: bool, url: str, given: list[dict[str, Any]]
 ) -> Iterable[str]:
     """The same call by curl and from Python."""
-    address, text, media = url + _filled(route.path, given), None, None
+    address, text, media = url + _fill_path(route.path, given), None, None
     words = ["curl", *(["-X", route.method] if route.method != "GET" else [])]
     words.append(shlex.quote(address))
     words += ['-H "Authorization: Bearer $QKV_TOKEN"'] if secured else []
     known = route.method, route.path
     if route.body is not None:
         media = "application/json"
-        text = json.dumps(EXAMPLES.get(known) or _example(route.body), ensure_ascii=False)
+        text = json.dumps(
+            EXAMPLE_BODIES.get(known) or _example_value(route.body), ensure_ascii=False
+        )
         words.append(f"--json {shlex.quote(text)}")
-    elif route.raw:
-        media = route.raw[0]
+    elif route.raw_media_types:
+        media = route.raw_media_types[0]
         words.append(f"-H 'Content-Type: {media}' --data-binary @FILE")
-    yield _code("curl", " ".join(words))
-    if call := CALLS.get(known):
+    yield _render_code("curl", " ".join(words))
+    if call := PYTHON_EXAMPLES.get(known):
         opened = f"qkv.Client({url!r}{', token' if secured else ''})"
-        source = call.format(name=repr(_example(name)), host=repr(url.partition("//")[2]))
+        source = call.format(name=repr(_example_value(name)), host=repr(url.partition("//")[2]))
         lines = source if "import" in source else f"import qkv\n\nclient = {opened}\n{source}"
     else:
-        lines = _plain(route.method, address, secured, text, media)
-    yield _code("Python", lines)
+        lines = _urllib_example(route.method, address, secured, text, media)
+    yield _render_code("Python", lines)
 
 
-def _plain(method: str, address: str, token: bool, text: str | None, media: str | None) -> str:
+def _urllib_example(
+    method: str, address: str, token: bool, text: str | None, media: str | None
+) -> str:
     """A call by the standard library alone."""
     told = [f"'Content-Type': {media!r}"] if media else []
     told += ['"Authorization": f"Bearer {token}"'] if token else []
@@ -129,64 +142,68 @@ def _plain(method: str, address: str, token: bool, text: str | None, media: str 
 print(urlopen(Request({address!r}{more})).read().decode())"""
 
 
-def _code(language: str, source: str) -> str:
+def _render_code(language: str, source: str) -> str:
     return f"<p>{language}</p><pre><code>{escape(source)}</code></pre>"
 
 
-def _shape(schema: Schema) -> str:
+def _render_schema(schema: Schema) -> str:
     """An object's properties as a table, anything else in a word."""
     if "properties" not in schema:
-        return f"<p>{escape(_type(schema))}</p>"
+        return f"<p>{escape(_format_type(schema))}</p>"
     needed = schema.get("required", ())
     rows = [(name, None, item, name in needed) for name, item in schema["properties"].items()]
-    return _table(("name", None, "type", ""), rows)
+    return _render_table(("name", None, "type", ""), rows)
 
 
-def _table(heads: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
+def _render_table(heads: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
     head = "".join(f"<th>{x}</th>" for x in heads if x is not None)
     lines = []
     for name, place, schema, needed in rows:
         cells = [f"<code>{escape(name)}</code>{' *' if needed else ''}"]
         cells += [] if place is None else [escape(place)]
-        cells += [escape(_type(schema)), _prose(schema.get("description", ""))]
+        cells += [escape(_format_type(schema)), _render_paragraph(schema.get("description", ""))]
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _type(schema: Schema) -> str:
+def _format_type(schema: Schema) -> str:
     """A schema in a word or two."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+        return " or ".join(dict.fromkeys(map(_format_type, schema["anyOf"])))
     if "enum" in schema:
         return " or ".join(map(json.dumps, schema["enum"]))
     kind = schema.get("type", "anything")
     kinds = [kind] if isinstance(kind, str) else list(kind)
     if "array" in kinds and "items" in schema:
-        kinds[kinds.index("array")] = f"list of {_type(schema['items'])}"
+        kinds[kinds.index("array")] = f"list of {_format_type(schema['items'])}"
     return " or ".join(kinds)
 
 
-def _example(schema: Schema, depth: int = 0) -> Any:
+def _example_value(schema: Schema, depth: int = 0) -> Any:
     """The plainest thing that fits a schema."""
     if "enum" in schema:
         return schema["enum"][0]
     if "anyOf" in schema:
-        return _example(schema["anyOf"][0], depth)
+        return _example_value(schema["anyOf"][0], depth)
     kind = schema.get("type")
     kind = kind if isinstance(kind, str) or not kind else kind[0]
     if kind == "object":
         properties = schema.get("properties", {})
-        names = schema.get("required", ()) if depth < DEPTH else ()
-        return {name: _example(properties[name], depth + 1) for name in names}
+        names = schema.get("required", ()) if depth < MAX_EXAMPLE_DEPTH else ()
+        return {name: _example_value(properties[name], depth + 1) for name in names}
     if kind == "array":
-        return [_example(schema.get("items", {}), depth + 1)] if depth < DEPTH else []
+        return (
+            [_example_value(schema.get("items", {}), depth + 1)]
+            if depth < MAX_EXAMPLE_DEPTH
+            else []
+        )
     return {"integer": 1, "number": 0.5, "boolean": True}.get(str(kind), "text")
 
 
-def _filled(path: str, given: list[dict[str, Any]]) -> str:
+def _fill_path(path: str, given: list[dict[str, Any]]) -> str:
     """A path with an example for each parameter that is needed."""
     examples = {
-        x["name"]: "The%20Trial" if x["name"] == "key" else str(_example(x["schema"]))
+        x["name"]: "The%20Trial" if x["name"] == "key" else str(_example_value(x["schema"]))
         for x in given
         if x["required"]
     }
@@ -194,7 +211,7 @@ def _filled(path: str, given: list[dict[str, Any]]) -> str:
     return f"{filled}?{urlencode(examples)}" if examples else filled
 
 
-def _prose(text: str) -> str:
+def _render_paragraph(text: str) -> str:
     """A paragraph, with `code` between backticks."""
     told = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     return f"<p>{told}</p>" if text else ""

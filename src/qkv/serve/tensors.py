@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.serve.bodies import TEXT, record
-from qkv.serve.fit import Schema
+from qkv.serve.schemas import TEXT_SCHEMA, object_schema
+from qkv.serve.validation import Schema
 
-DTYPES: dict[str, str] = {
+NUMPY_DTYPES: dict[str, str] = {
     "BOOL": "?",
     "UINT8": "u1",
     "UINT16": "<u2",
@@ -35,13 +35,13 @@ DTYPES: dict[str, str] = {
 }
 """Datatypes by name; an array of BYTES holds `bytes`."""
 
-SIZE: Schema = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
-TENSOR = record(
+SIZE_SCHEMA: Schema = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+TENSOR_SCHEMA = object_schema(
     "Tensor",
     {
-        "name": TEXT,
-        "datatype": {"enum": list(DTYPES)},
-        "shape": {"type": "array", "items": SIZE, "maxItems": 8},
+        "name": TEXT_SCHEMA,
+        "datatype": {"enum": list(NUMPY_DTYPES)},
+        "shape": {"type": "array", "items": SIZE_SCHEMA, "maxItems": 8},
     },
     data={"type": "array"},
     parameters={"type": "object"},
@@ -55,11 +55,13 @@ class Tensor(NamedTuple):
     data: np.ndarray
 
 
-def read(inputs: list[Any], behind: bytes) -> dict[str, np.ndarray]:
-    """The inputs of a request, which fit `TENSOR`, as arrays by name; `behind` are the bytes after
-    its JSON.
+def read_tensors(inputs: list[Any], behind: bytes) -> dict[str, np.ndarray]:
+    """The inputs of a request, which fit `TENSOR_SCHEMA`, as arrays by name; `behind` are the
+    bytes after its JSON.
 
-    >>> read([{"name": "query", "datatype": "FP32", "shape": [1, 2], "data": [0.5, 1]}], b"")
+    >>> read_tensors(
+    ...     [{"name": "query", "datatype": "FP32", "shape": [1, 2], "data": [0.5, 1]}], b""
+    ... )
     {'query': array([[0.5, 1. ]], dtype=float32)}
     """
     found: dict[str, np.ndarray] = {}
@@ -70,13 +72,13 @@ def read(inputs: list[Any], behind: bytes) -> dict[str, np.ndarray]:
             raise ArgumentError(f"input {name!r} comes twice")
         size = given.get("parameters", {}).get("binary_data_size")
         if size is None:
-            flat = _listed(given.get("data"), datatype, name)
+            flat = _parse_list(given.get("data"), datatype, name)
         elif type(size) is not int or not 0 <= size <= len(behind) - at:
             raise ArgumentError(
                 f"{name}: binary_data_size must lie within the {len(behind)} bytes after the JSON"
             )
         else:
-            flat = _unpacked(behind[at : at + size], datatype, name)
+            flat = _parse_bytes(behind[at : at + size], datatype, name)
             at += size
         if len(flat) != math.prod(shape):
             raise ArgumentError(
@@ -89,17 +91,19 @@ def read(inputs: list[Any], behind: bytes) -> dict[str, np.ndarray]:
     return found
 
 
-def write(outputs: Mapping[str, Tensor], binary: set[str]) -> tuple[list[dict[str, Any]], bytes]:
+def write_tensors(
+    outputs: Mapping[str, Tensor], binary: set[str]
+) -> tuple[list[dict[str, Any]], bytes]:
     """The outputs as the JSON has them, and the bytes behind it of those that are to be `binary`.
 
-    >>> write({"rows": Tensor("INT64", np.array([[3]]))}, set())
+    >>> write_tensors({"rows": Tensor("INT64", np.array([[3]]))}, set())
     ([{'name': 'rows', 'datatype': 'INT64', 'shape': [1, 1], 'data': [3]}], b'')
     """
     told, behind = [], []
     for name, (datatype, data) in outputs.items():
         tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(data.shape)}
         if name in binary:
-            behind.append(_packed(data, datatype))
+            behind.append(_pack_bytes(data, datatype))
             tensor["parameters"] = {"binary_data_size": len(behind[-1])}
         elif datatype == "BYTES":
             tensor["data"] = [text.decode(errors="replace") for text in data.reshape(-1)]
@@ -110,7 +114,9 @@ def write(outputs: Mapping[str, Tensor], binary: set[str]) -> tuple[list[dict[st
     return told, b"".join(behind)
 
 
-def wanted(request: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+def select_outputs(
+    request: Mapping[str, Any], known: Mapping[str, Any]
+) -> tuple[list[str], set[str]]:
     """The names of the outputs that a request asks for, and which of them as bytes."""
     given = request.get("outputs") or [{"name": name} for name in known]
     every = bool(request.get("parameters", {}).get("binary_data_output"))
@@ -125,7 +131,7 @@ def wanted(request: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[list[s
     return list(dict.fromkeys(names)), binary
 
 
-def _listed(data: Any, datatype: str, name: str) -> np.ndarray:
+def _parse_list(data: Any, datatype: str, name: str) -> np.ndarray:
     """The elements of a list, which may be nested as the shape is."""
     if not isinstance(data, list):
         raise ArgumentError(f"{name}: data must be a list, or binary_data_size say where it is")
@@ -141,23 +147,23 @@ def _listed(data: Any, datatype: str, name: str) -> np.ndarray:
     if datatype == "BYTES":
         if not all(type(x) is str for x in flat):
             raise ArgumentError(f"{name}: the elements of BYTES must be text")
-        return _objects([x.encode(errors="surrogatepass") for x in flat])
+        return _object_array([x.encode(errors="surrogatepass") for x in flat])
     kinds = {"BOOL": (bool,)}.get(datatype, (int, float) if datatype[:2] == "FP" else (int,))
     if not all(type(x) in kinds for x in flat):
         raise ArgumentError(f"{name}: an element of data is no {datatype}")
     try:
         with np.errstate(over="ignore"):
-            return np.asarray(flat, dtype=DTYPES[datatype])
+            return np.asarray(flat, dtype=NUMPY_DTYPES[datatype])
     except OverflowError:
         raise ArgumentError(f"{name}: an element of data is too large for {datatype}") from None
 
 
-def _unpacked(blob: bytes, datatype: str, name: str) -> np.ndarray:
+def _parse_bytes(blob: bytes, datatype: str, name: str) -> np.ndarray:
     if datatype != "BYTES":
-        width = np.dtype(DTYPES[datatype]).itemsize
+        width = np.dtype(NUMPY_DTYPES[datatype]).itemsize
         if len(blob) % width:
             raise ArgumentError(f"{name}: {len(blob)} bytes are no whole number of {datatype}")
-        return np.frombuffer(blob, DTYPES[datatype])
+        return np.frombuffer(blob, NUMPY_DTYPES[datatype])
     texts, at = [], 0
     while at < len(blob):
         begin = at + 4
@@ -165,16 +171,16 @@ def _unpacked(blob: bytes, datatype: str, name: str) -> np.ndarray:
         if at > len(blob):
             raise ArgumentError(f"{name}: the last of the BYTES is cut short")
         texts.append(blob[begin:at])
-    return _objects(texts)
+    return _object_array(texts)
 
 
-def _packed(data: np.ndarray, datatype: str) -> bytes:
+def _pack_bytes(data: np.ndarray, datatype: str) -> bytes:
     if datatype != "BYTES":
-        return data.astype(DTYPES[datatype], order="C").tobytes()
+        return data.astype(NUMPY_DTYPES[datatype], order="C").tobytes()
     return b"".join(struct.pack("<I", len(text)) + text for text in data.reshape(-1))
 
 
-def _objects(items: list[bytes]) -> np.ndarray:
+def _object_array(items: list[bytes]) -> np.ndarray:
     made = np.empty(len(items), dtype=object)
     made[:] = items
     return made

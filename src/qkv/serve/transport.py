@@ -14,25 +14,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkv import errors
-from qkv.database import faults
-from qkv.database.absent import AbsentKey
+from qkv.database import errors as faults
+from qkv.database.key_errors import KeyNotFoundError
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
-from qkv.serve import wire
-from qkv.serve.wire import CELLS
+from qkv.serve import encoding
+from qkv.serve.encoding import CELLS_MEDIA_TYPE
 
-TRIES = 3
-PAUSE = 0.2
+MAX_TRIES = 3
+RETRY_PAUSE_SECONDS = 0.2
 """Seconds before a request that may be repeated is sent again; then twice as many."""
 
-BUSY = (429, 503)
-DOUBT = "it may have been written: look before you send it again"
+BUSY_STATUSES = (429, 503)
+MAYBE_WRITTEN_HINT = "it may have been written: look before you send it again"
 
 
-class Unreachable(QkvError, ConnectionError):
+class ServerUnreachableError(QkvError, ConnectionError):
     """No server answers at the address, or not in time, or not as qkv does."""
 
 
-class NotAllowed(QkvError, PermissionError):
+class NotAllowedError(QkvError, PermissionError):
     """The server wants a token, or another one."""
 
 
@@ -66,31 +66,31 @@ class Transport:
         self._connect = partial(kind, parts.hostname, port, timeout=timeout)
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._path, self._timeout = parts.path.rstrip("/"), timeout
-        self._headers = {"Accept": CELLS, "Content-Type": CELLS}
+        self._headers = {"Accept": CELLS_MEDIA_TYPE, "Content-Type": CELLS_MEDIA_TYPE}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
 
-    def read(self, method: str, path: str, body: Any = None) -> Any:
+    def send_read(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request that changes nothing."""
-        pause = PAUSE
-        for left in reversed(range(TRIES)):
+        pause = RETRY_PAUSE_SECONDS
+        for left in reversed(range(MAX_TRIES)):
             try:
-                status, found = self._once(method, path, body)
-            except Unreachable:
+                status, found = self._send_once(method, path, body)
+            except ServerUnreachableError:
                 if not left:
                     raise
             else:
-                if status not in BUSY or not left:
-                    return self._answer(status, found)
+                if status not in BUSY_STATUSES or not left:
+                    return self._unwrap_response(status, found)
             time.sleep(pause)
             pause *= 2
         raise AssertionError
 
-    def write(self, method: str, path: str, body: Any = None) -> Any:
+    def send_write(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request that changes rows."""
-        return self._answer(*self._once(method, path, body, DOUBT))
+        return self._unwrap_response(*self._send_once(method, path, body, MAYBE_WRITTEN_HINT))
 
     def close(self) -> None:
         """Close the connections that are open and not in use."""
@@ -103,10 +103,10 @@ class Transport:
         if hasattr(self, "_idle"):
             self.close()
 
-    def _once(self, method: str, path: str, body: Any, doubt: str = "") -> tuple[int, Any]:
+    def _send_once(self, method: str, path: str, body: Any, doubt: str = "") -> tuple[int, Any]:
         """The status and the answer; where it does not come, `doubt` is told of what was sent."""
-        text = None if body is None else wire.dumps(body).encode()
-        connection, sent = self._taken(), ""
+        text = None if body is None else encoding.dumps(body).encode()
+        connection, sent = self._take_connection(), ""
         try:
             if connection.sock is None:
                 connection.connect()
@@ -118,12 +118,12 @@ class Transport:
             connection.close()
             told = f"{self.url} did not answer within {self._timeout:g} s"
             step = sent or "ask for less, or give a longer timeout"
-            raise Unreachable(f"{told}: {step}") from None
+            raise ServerUnreachableError(f"{told}: {step}") from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             told = str(error) or type(error).__name__
             step = sent or "is it running?"
-            raise Unreachable(f"{self.url} does not answer ({told}): {step}") from error
+            raise ServerUnreachableError(f"{self.url} does not answer ({told}): {step}") from error
         except BaseException:
             connection.close()
             raise
@@ -133,51 +133,53 @@ class Transport:
             with self._lock:
                 self._idle.append(connection)
         try:
-            return response.status, wire.restored(json.loads(content))
+            return response.status, encoding.restore_cells(json.loads(content))
         except ValueError:
             told = f"{response.status} {response.reason}".strip()
             told += f"; {sent}" if sent else ""
-            raise Unreachable(f"{self.url} does not answer as qkv serve does: {told}") from None
+            raise ServerUnreachableError(
+                f"{self.url} does not answer as qkv serve does: {told}"
+            ) from None
 
-    def _taken(self) -> http.client.HTTPConnection:
+    def _take_connection(self) -> http.client.HTTPConnection:
         """A connection that the server has not closed meanwhile."""
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return self._connect()
-            if connection.sock and _is_quiet(connection.sock):
+            if connection.sock and _is_still_open(connection.sock):
                 return connection
             connection.close()
 
-    def _answer(self, status: int, found: Any) -> Any:
+    def _unwrap_response(self, status: int, found: Any) -> Any:
         if 200 <= status < 300:
             return found
-        raise _fault(status, found if isinstance(found, dict) else {}, self.url)
+        raise _build_error(status, found if isinstance(found, dict) else {}, self.url)
 
 
-def _is_quiet(idle: socket.socket) -> bool:
+def _is_still_open(idle: socket.socket) -> bool:
     """Whether there is nothing to read, which from an idle connection could only be its end."""
     with selectors.DefaultSelector() as watched:
         watched.register(idle, selectors.EVENT_READ)
         return not watched.select(0)
 
 
-def _fault(status: int, told: Mapping[str, Any], url: str) -> QkvError:
+def _build_error(status: int, told: Mapping[str, Any], url: str) -> QkvError:
     """The error that the server raised, with its sentence."""
     sentence, kind = str(told.get("error") or f"{url} answers {status}"), str(told.get("kind"))
-    if kind == "AbsentKey":
-        return AbsentKey(told.get("key"), lambda: told.get("nearest") or [])
-    if kind == "DuplicateKey":
-        return faults.DuplicateKey(sentence, int(told.get("position") or 0))
+    if kind == "KeyNotFoundError":
+        return KeyNotFoundError(told.get("key"), lambda: told.get("nearest") or [])
+    if kind == "DuplicateKeyError":
+        return faults.DuplicateKeyError(sentence, int(told.get("position") or 0))
     found = getattr(errors, kind, None) or getattr(faults, kind, None)
     if isinstance(found, type) and issubclass(found, QkvError):
         return found(sentence)
     own: dict[int, type[QkvError]] = {
-        401: NotAllowed,
-        403: NotAllowed,
-        404: faults.NoStore,
+        401: NotAllowedError,
+        403: NotAllowedError,
+        404: faults.StoreNotFoundError,
         409: CombinationError,
-        503: Unreachable,
+        503: ServerUnreachableError,
     }
     return own.get(status, ArgumentError if status < 500 else QkvError)(sentence)

@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from qkv.errors import extra
+from qkv.errors import require_extra
 
-with extra("sklearn", "qkv.sklearn needs scikit-learn"):
+with require_extra("sklearn", "qkv.sklearn needs scikit-learn"):
     import sklearn.base  # noqa: F401
 
 from qkv.sklearn.classifier import AttentionClassifier

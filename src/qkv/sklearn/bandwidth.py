@@ -17,44 +17,45 @@ import numpy as np
 from qkv.attention import weights
 from qkv.scores import Score
 from qkv.sklearn.columns import Features, Numbers
-from qkv.sklearn.local import Line, line
+from qkv.sklearn.local_line import LocalLine, fit_line
 from qkv.weightings import Weighting
 
-RIDGE = 1e-2
+DEFAULT_RIDGE = 1e-2
 """λ in squares of the bandwidth, where it is not learned."""
 
-RIDGES = (1e-3, RIDGE, 1e-1, 1.0)
+RIDGE_CANDIDATES = (1e-3, DEFAULT_RIDGE, 1e-1, 1.0)
 """Those that are tried."""
 
-FLOOR = 1e-3
+MIN_PROBABILITY = 1e-3
 """The least that a class has of a line, which may fall below 0, or of a loss."""
 
-REACH = (-4.0, 5.0)
+LOG_BANDWIDTH_BOUNDS = (-4.0, 5.0)
 """log h in standard deviations: from a fiftieth to where a column no longer counts."""
 
-PRIOR = 0.5
+PRIOR_ROWS = 0.5
 """What a column costs, in rows, that gets e times as wide, or as narrow: with few rows
 leave-one-out alone would find columns that count by chance."""
 
-TINY = 1e-12
+MIN_RELATIVE_ERROR = 1e-12
 """The part of the variance below which an error is none."""
 
-AT_ONCE = 2**20
+MAX_WEIGHTS_PER_BLOCK = 2**20
 """Weights held at once."""
 
 Loss = Callable[[Numbers, Numbers, Numbers], tuple[float, Numbers]]
 """(predicted (n, p), value (n, p), weight (n,)) → its sum and ∂/∂predicted."""
 
 
-def squared(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
+def squared_error(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
     """Σᵢ wᵢ ‖ŷᵢ − yᵢ‖²"""
     gap = (found - value) * weight[:, None]
     return float(((found - value) * gap).sum()), 2 * gap
 
 
-def surprise(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
-    """−Σᵢ wᵢ log pᵢ of the true classes, with `FLOOR` for each, so that none is impossible."""
-    p = np.maximum(found, 0) + FLOOR
+def log_loss(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
+    """−Σᵢ wᵢ log pᵢ of the true classes, with `MIN_PROBABILITY` for each, so that none is
+    impossible."""
+    p = np.maximum(found, 0) + MIN_PROBABILITY
     pull = -weight[:, None] * value / p
     return float(-(weight[:, None] * value * np.log(p)).sum()), np.where(found > 0, pull, 0)
 
@@ -68,84 +69,86 @@ class Examples:
     weight: Numbers
     columns: Features
     loss: Loss
-    sloped: Numbers
+    slope_mask: Numbers
     """The places (D,) along which the fit has a slope."""
     score: Score
     weighting: Weighting
 
-    def error(self, width: Numbers, ridge: float = RIDGE) -> float:
+    def leave_one_out_error(self, width: Numbers, ridge: float = DEFAULT_RIDGE) -> float:
         """L(h) for any score and weighting, h (d,)."""
-        total = self.loss(self.told(width, ridge), self.value, self.weight)[0]
+        total = self.loss(self.predict_left_out(width, ridge), self.value, self.weight)[0]
         return total / float(self.weight.sum())
 
-    def told(self, width: Numbers, ridge: float = RIDGE) -> Numbers:
+    def predict_left_out(self, width: Numbers, ridge: float = DEFAULT_RIDGE) -> Numbers:
         """ŷ₋ᵢ(xᵢ) (m, p)"""
-        return np.concatenate([found.value for *_, found in self._left_out(width, ridge)])
+        return np.concatenate([found.value for *_, found in self._iterate_left_out(width, ridge)])
 
-    def slope(self, width: Numbers, ridge: float = RIDGE) -> tuple[float, Numbers, float]:
+    def error_gradient(
+        self, width: Numbers, ridge: float = DEFAULT_RIDGE
+    ) -> tuple[float, Numbers, float]:
         """L(h), ∂L/∂log h (d,) and ∂L/∂log λ; of a softmax of Gaussians."""
         total, by_place, by_ridge = 0.0, np.zeros(self.key.shape[1]), 0.0
-        for some, key, alpha, found in self._left_out(width, ridge):
+        for some, key, alpha, found in self._iterate_left_out(width, ridge):
             loss, pull = self.loss(found.value, self.value[some], self.weight[some])
             total += loss
-            near, beta = key[:, self.sloped], np.einsum("np,ndp->nd", pull, found.slope)
+            near, beta = key[:, self.slope_mask], np.einsum("np,ndp->nd", pull, found.slope)
             # Σₚ pullₚ rⱼₚ: one number per pair, however many outputs.
             change = pull @ self.value.T - (pull * found.mean).sum(1, keepdims=True)
-            if self.sloped.any():
+            if self.slope_mask.any():
                 change -= beta @ near.T - (beta * found.key).sum(1, keepdims=True)
                 change *= 1 - found.lever @ near.T + (found.lever * found.key).sum(1, keepdims=True)
             held = ridge * (found.lever * beta).sum(0)
-            by_place[self.sloped] += 2 * held  # the ridge is in units of the bandwidth
+            by_place[self.slope_mask] += 2 * held  # the ridge is in units of the bandwidth
             by_ridge += float(held.sum())
             change *= alpha
             change -= alpha * change.sum(1, keepdims=True)
             # Σⱼ (qₖ − kⱼₖ)² changeⱼ, whose changes sum to 0
             by_place += ((change @ (key * key)) - 2 * key[some] * (change @ key)).sum(0)
         size = float(self.weight.sum())
-        return total / size, self.columns.of_owners(by_place) / size, by_ridge / size
+        return total / size, self.columns.sum_by_column(by_place) / size, by_ridge / size
 
-    def _left_out(
+    def _iterate_left_out(
         self, width: Numbers, ridge: float
-    ) -> Iterator[tuple[slice, Numbers, Numbers, Line]]:
+    ) -> Iterator[tuple[slice, Numbers, Numbers, LocalLine]]:
         """Some rows at a time, all keys in bandwidths, α of the others, and what those predict."""
-        key, m = self.key / width[self.columns.owner], len(self.key)
-        near = key[:, self.sloped]
-        step = max(AT_ONCE // m, 1)
+        key, m = self.key / width[self.columns.source_column], len(self.key)
+        near = key[:, self.slope_mask]
+        step = max(MAX_WEIGHTS_PER_BLOCK // m, 1)
         for at in range(0, m, step):
             some = slice(at, min(at + step, m))
             others = np.ones((some.stop - at, m), dtype=bool)
             others[range(some.stop - at), range(at, some.stop)] = False
             alpha = weights(key[some], key, score=self.score, weighting=self.weighting, mask=others)
-            alpha = counted(alpha, self.weight, self.weighting)
-            found = line(alpha.__matmul__, near[some], near, self.value, ridge)
+            alpha = apply_row_weights(alpha, self.weight, self.weighting)
+            found = fit_line(alpha.__matmul__, near[some], near, self.value, ridge)
             yield some, key, alpha, found
 
 
-def counted(alpha: Numbers, weight: Numbers, weighting: Weighting) -> Numbers:
+def apply_row_weights(alpha: Numbers, weight: Numbers, weighting: Weighting) -> Numbers:
     """α (n, m) where row j counts as weightⱼ rows: over the sum again, if that was one."""
     alpha = alpha * weight
     total = alpha.sum(1, keepdims=True)
-    return alpha / np.where(total > 0, total, 1) if weighting.convex else alpha
+    return alpha / np.where(total > 0, total, 1) if weighting.is_convex else alpha
 
 
-def scott(m: float, d: int) -> float:
+def scott_factor(m: float, d: int) -> float:
     """m^(−1/(d + 4)), in standard deviations."""
     return float(m ** (-1 / (d + 4)))
 
 
-def coarse(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numbers:
+def search_coarse(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numbers:
     """h = c · width, with the width and the c of the least error, c within a factor of √e."""
     tried = [np.exp(c) * width for width in widths for c in np.arange(-3.0, 3.1)]
     return tried[int(np.nanargmin([error(width) for width in tried]))]
 
 
-def common(
+def search_common_width(
     error: Callable[[Numbers, float], float], widths: Sequence[Numbers], ridges: Sequence[float]
 ) -> tuple[Numbers, float]:
     """The same, to two digits of c, and the best of the ridges."""
     from scipy.optimize import minimize_scalar
 
-    near = coarse(lambda width: error(width, RIDGE), widths)
+    near = search_coarse(lambda width: error(width, DEFAULT_RIDGE), widths)
     errors = [error(near, ridge) for ridge in ridges]
     ridge = ridges[int(np.nanargmin(errors))]
     options = {"xatol": 0.02, "maxiter": 8}
@@ -155,7 +158,7 @@ def common(
     return near * np.exp(found.x if found.fun < min(errors) else 0), ridge
 
 
-def learned(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
+def learn_widths(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
     """h (d,) and λ from there by L-BFGS: a column that does not help gets wide.
 
     Minimises −log likelihood/m + PRIOR/m Σₖ log² (hₖ/widthₖ): of classes the first is L, of values
@@ -163,19 +166,24 @@ def learned(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
     """
     from scipy.optimize import minimize
 
-    d, prior = len(width), PRIOR / len(rows.key)
+    d, prior = len(width), PRIOR_ROWS / len(rows.key)
 
-    def loss(at: Numbers) -> tuple[float, Numbers]:
-        value, by_width, by_ridge = rows.slope(np.exp(at[:d]), float(np.exp(at[d])))
+    def penalized_loss(at: Numbers) -> tuple[float, Numbers]:
+        value, by_width, by_ridge = rows.error_gradient(np.exp(at[:d]), float(np.exp(at[d])))
         slope = np.append(by_width, by_ridge)
-        if rows.loss is squared:
-            value, slope = 0.5 * np.log(value + TINY), 0.5 * slope / (value + TINY)
+        if rows.loss is squared_error:
+            value, slope = (
+                0.5 * np.log(value + MIN_RELATIVE_ERROR),
+                0.5 * slope / (value + MIN_RELATIVE_ERROR),
+            )
         apart = at[:d] - np.log(width)
         slope[:d] += 2 * prior * apart
         return value + prior * float(apart @ apart), slope
 
-    bounds = [REACH] * d + [(np.log(1e-6), np.log(1e2))]
-    start = np.append(np.clip(np.log(width), *REACH), np.log(RIDGE))
+    bounds = [LOG_BANDWIDTH_BOUNDS] * d + [(np.log(1e-6), np.log(1e2))]
+    start = np.append(np.clip(np.log(width), *LOG_BANDWIDTH_BOUNDS), np.log(DEFAULT_RIDGE))
     options = {"maxiter": 100, "ftol": 1e-5}
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    found = minimize(
+        penalized_loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+    )
     return np.exp(found.x[:d]), float(np.exp(found.x[d]))

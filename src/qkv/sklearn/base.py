@@ -15,38 +15,45 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from qkv import scores, weightings
 from qkv.attention import attend, weights
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes, unknown
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    ShapeError,
+    unknown_name_error,
+    validate_sizes,
+)
 from qkv.scores import Score
-from qkv.scores.distance import Expanded
+from qkv.scores.distance import ExpandedGaussian
 from qkv.sklearn.bandwidth import (
-    RIDGE,
-    RIDGES,
+    DEFAULT_RIDGE,
+    RIDGE_CANDIDATES,
     Examples,
     Loss,
-    coarse,
-    common,
-    counted,
-    learned,
-    scott,
-    squared,
+    apply_row_weights,
+    learn_widths,
+    scott_factor,
+    search_coarse,
+    search_common_width,
+    squared_error,
 )
-from qkv.sklearn.columns import Features, Numbers, chosen, odd_in
-from qkv.sklearn.local import Line, line
+from qkv.sklearn.columns import Features, Numbers, find_non_number, resolve_categorical
+from qkv.sklearn.local_line import LocalLine, fit_line
 from qkv.weightings import Normalized, Softmax, Weighting
 
-BLOCK = 2**24
+MAX_MOMENTS_PER_BLOCK = 2**24
 """Moments of queries that are held at once, in numbers."""
 
-NARROW = 1e-9
+MIN_FLOAT32_BANDWIDTH = 1e-9
 """A bandwidth below which, or above its inverse, 32 bits may not hold keys in units of it."""
 
-RULES = ("scott", "loo", "learned")
+BANDWIDTH_RULES = ("scott", "loo", "learned")
 
 
-class Attentive(BaseEstimator):
+class AttentionEstimator(BaseEstimator):
     """Keys xᵢ in units of a bandwidth, and α(x, xᵢ) over them."""
 
-    _loss: Loss = staticmethod(squared)
+    _loss: Loss = staticmethod(squared_error)
 
     def __init__(
         self,
@@ -70,107 +77,115 @@ class Attentive(BaseEstimator):
     def attention_weights(self, X: Any) -> Numbers:
         """α (n, m): how much each row that was fitted counts for each row of X. A line
         has its slope beside them."""
-        query, look, kept = self._queries(X), self._look(), self._counts > 0
+        query, look, kept = self._scale_queries(X), self._resolve_attention(), self._counts > 0
         alpha = np.zeros((len(query), len(kept)), dtype=query.dtype)
         found = weights(query, self._keys, **look)
-        alpha[:, kept] = counted(found, self._counts[kept], look["weighting"])
+        alpha[:, kept] = apply_row_weights(found, self._counts[kept], look["weighting"])
         return alpha
 
-    def _keep(self, X: Any, values: Numbers, counts: Numbers) -> None:
+    def _fit_rows(self, X: Any, values: Numbers, counts: Numbers) -> None:
         """Take the rows as keys, and find the bandwidth; values (m, p)."""
         whole = isinstance(self.degree, Integral) and not isinstance(self.degree, bool)
         if not whole or self.degree not in (0, 1):
             raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
         if self.degree:
-            self._sums_to_one("degree=1")
-        self._look()  # names that are not known, before anything is looked for
+            self._require_convex("degree=1")
+        self._resolve_attention()  # names that are not known, before anything is looked for
         kept = counts > 0
         names = getattr(self, "feature_names_in_", None)
-        places = chosen(self.categorical, names, self.n_features_in_)
-        self._columns = Features.of(X[kept], places)
-        key = self._columns.vectors(X[kept])
+        places = resolve_categorical(self.categorical, names, self.n_features_in_)
+        self._columns = Features.from_table(X[kept], places)
+        key = self._columns.to_vectors(X[kept])
         self._X, self._counts = X, counts
-        self._sloped = self._columns.sloped & bool(self.degree)
-        spread = _spread(key, counts[kept], self._columns)
-        self.bandwidth_, self.ridge_ = self._width(key, values[kept], counts[kept], spread)
-        self._middle = np.average(key, axis=0, weights=counts[kept]) * self._sloped
+        self._slope_mask = self._columns.slope_mask & bool(self.degree)
+        spread = _column_spread(key, counts[kept], self._columns)
+        self.bandwidth_, self.ridge_ = self._find_bandwidth(key, values[kept], counts[kept], spread)
+        self._center = np.average(key, axis=0, weights=counts[kept]) * self._slope_mask
         # A line is told by differences of moments, for which 32 bits are too few.
-        held = (self.bandwidth_ > NARROW) & (self.bandwidth_ < 1 / NARROW)
+        held = (self.bandwidth_ > MIN_FLOAT32_BANDWIDTH) & (
+            self.bandwidth_ < 1 / MIN_FLOAT32_BANDWIDTH
+        )
         self._dtype = np.dtype(np.float64) if self.degree or not held.all() else key.dtype
-        self._keys = self._scaled(key)
+        self._keys = self._scale_vectors(key)
 
-    def _width(
+    def _find_bandwidth(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
     ) -> tuple[Numbers, float]:
         """The bandwidth of each column (d,), and the ridge."""
         given, d = self.bandwidth, len(spread)
-        rule = spread * scott(counts.sum(), d)
+        rule = spread * scott_factor(counts.sum(), d)
         if given is None:
-            return np.ones(d), RIDGE
+            return np.ones(d), DEFAULT_RIDGE
         if not isinstance(given, str):
-            return _numbers(given, d), RIDGE
-        if given not in RULES:
-            raise unknown("bandwidth", given, RULES, " Or a number, one for each column, or None.")
+            return _parse_bandwidth(given, d), DEFAULT_RIDGE
+        if given not in BANDWIDTH_RULES:
+            raise unknown_name_error(
+                "bandwidth", given, BANDWIDTH_RULES, " Or a number, one for each column, or None."
+            )
         if given == "scott" or len(key) < 3:
-            return rule, RIDGE
-        return self._searched(*self._rows(key, value, counts, spread), spread)
+            return rule, DEFAULT_RIDGE
+        return self._search_bandwidth(*self._sample_examples(key, value, counts, spread), spread)
 
-    def _searched(self, rows: Examples, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+    def _search_bandwidth(
+        self, rows: Examples, fewer: float, spread: Numbers
+    ) -> tuple[Numbers, float]:
         """The bandwidth and the ridge by leave-one-out."""
         # Columns in their own units may be alike, as pixels are, or each in its deviations.
         of_all = spread.max() * np.sqrt(((spread / spread.max()) ** 2).mean())
         units = [np.ones(len(spread)), of_all / spread]
         if self.bandwidth == "loo":
-            ridges = RIDGES if rows.sloped.any() else (RIDGE,)
-            width, ridge = common(rows.error, units, ridges)
+            ridges = RIDGE_CANDIDATES if rows.slope_mask.any() else (DEFAULT_RIDGE,)
+            width, ridge = search_common_width(rows.leave_one_out_error, units, ridges)
             return spread * width * fewer, ridge
-        plain = replace(rows, score=Expanded(1.0), weighting=Softmax())
-        width, ridge = learned(plain, coarse(plain.error, units))
-        if not _same(rows, plain):
-            width, ridge = common(rows.error, [width], (ridge,))
+        plain = replace(rows, score=ExpandedGaussian(1.0), weighting=Softmax())
+        width, ridge = learn_widths(plain, search_coarse(plain.leave_one_out_error, units))
+        if not _is_same_attention(rows, plain):
+            width, ridge = search_common_width(rows.leave_one_out_error, [width], (ridge,))
         return spread * width * fewer, ridge
 
-    def _rows(
+    def _sample_examples(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
     ) -> tuple[Examples, float]:
         """Rows to learn from, and what is narrower by where there are more than these."""
-        sizes(sample=self.sample)
+        validate_sizes(sample=self.sample)
         total = counts.sum()
         if len(key) > self.sample:
             rng = check_random_state(self.random_state)
             some = rng.choice(len(key), self.sample, replace=False)
             key, value, counts = key[some], value[some], counts[some]
-        key = (key - key.mean(0)) / spread[self._columns.owner]
-        look = self._look()
-        found = look["score"].lowered(key, key, None, "float16")
+        key = (key - key.mean(0)) / spread[self._columns.source_column]
+        look = self._resolve_attention()
+        found = look["score"].find_lowering(key, key, None, "float16")
         # As products, which about the middle of the keys lose no digits.
         score = look["score"] if isinstance(found, str) or found[1] else found[0]
         rows = Examples(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
-                    self._loss, self._sloped, score, look["weighting"])  # fmt: skip
-        return rows, scott(total / counts.sum(), len(spread))
+                    self._loss, self._slope_mask, score, look["weighting"])  # fmt: skip
+        return rows, scott_factor(total / counts.sum(), len(spread))
 
-    def _look(self) -> dict[str, Any]:
+    def _resolve_attention(self) -> dict[str, Any]:
         """The score and the weighting by which a query looks at the keys."""
         score: Score = scores.resolve(self.kernel)
         if self.weighting is not None:
             weighting = weightings.resolve(self.weighting)
-            weightings.paired(score, weighting)  # refused where they do not go together
+            weightings.pair_score_with_weighting(
+                score, weighting
+            )  # refused where they do not go together
             return {"score": score, "weighting": weighting}
         inside: Weighting = Softmax()
-        if score.nonnegative:
-            inside = Normalized("zero" if score.closeness is None else "nearest")
+        if score.is_nonnegative:
+            inside = Normalized("zero" if score.ranking_score is None else "nearest")
         return {"score": score, "weighting": inside}
 
-    def _scaled(self, vectors: Numbers) -> Numbers:
-        width = self.bandwidth_[self._columns.owner]
-        return ((vectors - self._middle) / width).astype(self._dtype, copy=False)
+    def _scale_vectors(self, vectors: Numbers) -> Numbers:
+        width = self.bandwidth_[self._columns.source_column]
+        return ((vectors - self._center) / width).astype(self._dtype, copy=False)
 
-    def _queries(self, X: Any) -> Numbers:
+    def _scale_queries(self, X: Any) -> Numbers:
         """X as vectors (n, D) in units of the bandwidth."""
         check_is_fitted(self)
-        return self._scaled(self._columns.vectors(self._checked(X, reset=False)))
+        return self._scale_vectors(self._columns.to_vectors(self._validate_input(X, reset=False)))
 
-    def _checked(self, X: Any, **options: Any) -> Any:
+    def _validate_input(self, X: Any, **options: Any) -> Any:
         named = self.categorical is not None
         if not named:
             options["dtype"] = [np.float64, np.float32]
@@ -179,7 +194,7 @@ class Attentive(BaseEstimator):
         try:
             return validate_data(self, X, **options)
         except (TypeError, ValueError) as error:
-            if (found := odd_in(X, words=not named)) is None:
+            if (found := find_non_number(X, words=not named)) is None:
                 raise
             column, kind, cell = found
             step = "turn it into numbers first, or leave it out"
@@ -188,7 +203,7 @@ class Attentive(BaseEstimator):
             told = f"X: column {column!r} holds {kind}, such as {cell!r}: {step}"
             raise ArgumentError(told) from error
 
-    def _counted(self, sample_weight: Any, X: Numbers) -> Numbers:
+    def _check_sample_weight(self, sample_weight: Any, X: Numbers) -> Numbers:
         """How many rows each row counts as (m,)."""
         if sample_weight is None:
             return np.ones(len(X))
@@ -205,7 +220,7 @@ class Attentive(BaseEstimator):
             raise ArgumentError("sample_weight must contain at least one non-zero number")
         return counts
 
-    def _together(
+    def _append_rows(
         self, X: Numbers, y: Numbers, counts: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """The rows that are kept, and these after them."""
@@ -215,58 +230,59 @@ class Attentive(BaseEstimator):
         X, y, counts = map(np.concatenate, given)
         return X, y, counts
 
-    def _pooled(self, query: Numbers, values: Numbers, places: Any = slice(None)) -> Numbers:
+    def _pool_values(self, query: Numbers, values: Numbers, places: Any = slice(None)) -> Numbers:
         """Σᵢ α(q, kᵢ) vᵢ of values (m, p), where a row of weight w counts as w rows."""
-        look, counts = self._look(), self._counts[self._counts > 0]
+        look, counts = self._resolve_attention(), self._counts[self._counts > 0]
         key, values = self._keys[:, places], values.astype(query.dtype, copy=False)
         if (counts == 1).all():
             return attend(query, key, values, **look)
         counts = counts.astype(query.dtype)[:, None]
         found = attend(query, key, np.concatenate([values * counts, counts], axis=1), **look)
-        if not look["weighting"].convex:
+        if not look["weighting"].is_convex:
             return found[:, :-1]
         return found[:, :-1] / np.where(found[:, -1:] > 0, found[:, -1:], 1)
 
-    def _lines(self, query: Numbers, values: Numbers) -> Iterator[Line]:
+    def _fit_lines(self, query: Numbers, values: Numbers) -> Iterator[LocalLine]:
         """The mean or the line of values (m, p), a block of queries at a time."""
-        d, p = int(self._sloped.sum()), values.shape[1]
-        step = max(BLOCK // ((d + 1) * (d + p + 1)), 1)
-        key = self._keys[:, self._sloped]
+        d, p = int(self._slope_mask.sum()), values.shape[1]
+        step = max(MAX_MOMENTS_PER_BLOCK // ((d + 1) * (d + p + 1)), 1)
+        key = self._keys[:, self._slope_mask]
         for at in range(0, len(query), step):
             some = query[at : at + step]
-            near = some[:, self._sloped]
-            yield line(partial(self._pooled, some), near, key, values, self.ridge_)
+            near = some[:, self._slope_mask]
+            yield fit_line(partial(self._pool_values, some), near, key, values, self.ridge_)
 
-    def _sums_to_one(self, wanted: str) -> None:
-        weighting = self._look()["weighting"]
-        if not weighting.convex:
+    def _require_convex(self, wanted: str) -> None:
+        weighting = self._resolve_attention()["weighting"]
+        if not weighting.is_convex:
             kind = type(weighting).__name__
             raise CombinationError(f"{wanted} needs weights that sum to one, unlike {kind}'s")
 
 
-def _same(one: Examples, two: Examples) -> bool:
+def _is_same_attention(one: Examples, two: Examples) -> bool:
     """Whether both look at their rows in the same way, as far as numbers tell."""
     told = [repr((rows.score, rows.weighting)) for rows in (one, two)]
     return told[0] == told[1]
 
 
-def _spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
+def _column_spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
     """The standard deviation of each column (d,); of categories, how often two rows differ."""
     apart = key - np.average(key, axis=0, weights=counts)
     unit = np.max(np.abs(apart), axis=0, initial=0)  # so that no square is too large or too small
-    unit = np.where((unit > 0) & (columns.sloped), unit, 1)
-    square = columns.of_owners(np.average((apart / unit) ** 2, axis=0, weights=counts))
+    unit = np.where((unit > 0) & (columns.slope_mask), unit, 1)
+    square = columns.sum_by_column(np.average((apart / unit) ** 2, axis=0, weights=counts))
     most = np.ones(len(square))
-    most[columns.owner] = unit
+    most[columns.source_column] = unit
     return np.where(square > 0, np.sqrt(square) * most, 1.0)
 
 
-def _numbers(given: Any, d: int) -> Numbers:
+def _parse_bandwidth(given: Any, d: int) -> Numbers:
     try:
         width = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):
         raise DtypeError(
-            f"bandwidth must be a number, one for each column, or one of {', '.join(RULES)}, not "
+            "bandwidth must be a number, one for each column, or one of "
+            f"{', '.join(BANDWIDTH_RULES)}, not "
             f"{given!r}"
         ) from None
     if width.shape not in ((), (d,)):

@@ -9,12 +9,12 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
 from qkv.errors import ArgumentError
-from qkv.sklearn.bandwidth import FLOOR, Examples, surprise
-from qkv.sklearn.base import Attentive
+from qkv.sklearn.bandwidth import MIN_PROBABILITY, Examples, log_loss
+from qkv.sklearn.base import AttentionEstimator
 from qkv.sklearn.columns import Numbers
 
 
-class AttentionClassifier(ClassifierMixin, Attentive):
+class AttentionClassifier(ClassifierMixin, AttentionEstimator):
     """p(c | x) = Σᵢ α(x, xᵢ) [yᵢ = c]: attention over the classes of the rows that were seen.
 
     X is (m, d), y (m,), or (m, p) for p questions at once, where `classes_` and `predict_proba` are
@@ -31,28 +31,30 @@ class AttentionClassifier(ClassifierMixin, Attentive):
     (array([[0.24, 0.76]]), array(['high', 'low'], dtype='<U4'))
     """
 
-    _loss = staticmethod(surprise)
+    _loss = staticmethod(log_loss)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionClassifier:
         """Keep the rows X (m, d) and their classes y, and find the bandwidth."""
-        X, y = self._checked(X, y=y, multi_output=True)
-        return self._fit(X, y, self._counted(sample_weight, X), None)
+        X, y = self._validate_input(X, y=y, multi_output=True)
+        return self._fit_classes(X, y, self._check_sample_weight(sample_weight, X), None)
 
     def partial_fit(
         self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
     ) -> AttentionClassifier:
         """More rows: the same as `fit` on all. `classes` names any that no row has yet."""
         first = not hasattr(self, "_X")
-        X, y = self._checked(X, y=y, multi_output=True, reset=first)
-        counts = self._counted(sample_weight, X)
+        X, y = self._validate_input(X, y=y, multi_output=True, reset=first)
+        counts = self._check_sample_weight(sample_weight, X)
         if first:
-            return self._fit(X, y, counts, classes)
-        _alike("y is", y, "the classes so far are", self._y)
+            return self._fit_classes(X, y, counts, classes)
+        _check_same_kind("y is", y, "the classes so far are", self._y)
         if classes is None:
             classes = self.classes_
-        return self._fit(*self._together(X, y, counts), classes)
+        return self._fit_classes(*self._append_rows(X, y, counts), classes)
 
-    def _fit(self, X: Any, y: Numbers, counts: Numbers, classes: Any) -> AttentionClassifier:
+    def _fit_classes(
+        self, X: Any, y: Numbers, counts: Numbers, classes: Any
+    ) -> AttentionClassifier:
         check_classification_targets(y)
         self._y, columns = y, y.reshape(len(y), -1).T
         known = [None] * len(columns) if classes is None else classes
@@ -62,52 +64,59 @@ class AttentionClassifier(ClassifierMixin, Attentive):
             raise ArgumentError(f"{have}: give one for each")
         if classes is not None:
             for column, told in zip(columns, known, strict=True):
-                _alike("classes are", np.asarray(told), "y is", column)
+                _check_same_kind("classes are", np.asarray(told), "y is", column)
         found = [np.unique(column) if told is None else np.union1d(column, told)
                  for column, told in zip(columns, known, strict=True)]  # fmt: skip
         self.classes_ = found[0] if y.ndim == 1 else found
         ones = [column[:, None] == names for column, names in zip(columns, found, strict=True)]
         values = np.concatenate(ones, axis=1).astype(np.float64)
         self.power_ = 1.0
-        self._keep(X, values, counts)
+        self._fit_rows(X, values, counts)
         self._values = values[counts > 0]
         return self
 
-    def _searched(self, rows: Examples, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+    def _search_bandwidth(
+        self, rows: Examples, fewer: float, spread: Numbers
+    ) -> tuple[Numbers, float]:
         """The bandwidth and the ridge; and for lines, too soft for probabilities as they are, the
         power that surprises least."""
         from scipy.optimize import minimize_scalar
 
-        width, ridge = super()._searched(rows, fewer, spread)
-        if not rows.sloped.any():
+        width, ridge = super()._search_bandwidth(rows, fewer, spread)
+        if not rows.slope_mask.any():
             return width, ridge
-        told, sure = rows.told(width / spread / fewer, ridge), rows.weight[:, None] * rows.value
+        told, sure = (
+            rows.predict_left_out(width / spread / fewer, ridge),
+            rows.weight[:, None] * rows.value,
+        )
 
-        def surprised(power: float) -> float:
-            return -float((sure * np.log(np.concatenate(self._over_sums(told, power), 1))).sum())
+        def power_loss(power: float) -> float:
+            return -float(
+                (sure * np.log(np.concatenate(self._normalize_classes(told, power), 1))).sum()
+            )
 
-        self.power_ = float(minimize_scalar(surprised, bounds=(0.5, 20), method="bounded").x)
+        self.power_ = float(minimize_scalar(power_loss, bounds=(0.5, 20), method="bounded").x)
         return width, ridge
 
     def predict_proba(self, X: Any) -> Any:
         """p (n, classes), or one for each question. A query that no row answers has all classes
         alike."""
-        query = self._queries(X)
-        if self._sloped.any():
-            lines = self._lines(query, self._values)
-            parts = self._over_sums(np.concatenate([x.value for x in lines]), self.power_)
+        query = self._scale_queries(X)
+        if self._slope_mask.any():
+            lines = self._fit_lines(query, self._values)
+            parts = self._normalize_classes(np.concatenate([x.value for x in lines]), self.power_)
         else:
-            parts = self._over_sums(self._pooled(query, self._values))
+            parts = self._normalize_classes(self._pool_values(query, self._values))
         return parts[0] if self._y.ndim == 1 else parts
 
-    def _over_sums(self, found: Numbers, power: float | None = None) -> list[Numbers]:
+    def _normalize_classes(self, found: Numbers, power: float | None = None) -> list[Numbers]:
         """The classes of each question over their sum, as they are or of a line and to a power."""
         many = [self.classes_] if self._y.ndim == 1 else self.classes_
         found = np.maximum(found, 0)
         if power is not None:
-            found = (found + FLOOR) ** power
+            found = (found + MIN_PROBABILITY) ** power
         ends = np.cumsum([len(names) for names in many])[:-1]
-        return [_over_sum(part) for part in np.split(found, ends, axis=1)]
+        return [_normalize_rows(part) for part in np.split(found, ends, axis=1)]
 
     def predict(self, X: Any) -> Numbers:
         """The most probable class (n,), or (n, p)."""
@@ -123,7 +132,7 @@ class AttentionClassifier(ClassifierMixin, Attentive):
         return tags
 
 
-def _alike(one: str, these: Numbers, two: str, those: Numbers) -> None:
+def _check_same_kind(one: str, these: Numbers, two: str, those: Numbers) -> None:
     """Refuse classes of which some are numbers and others text: none would be equal."""
     kinds = ["numbers" if x.dtype.kind in "biuf" else "text" for x in (these, those)]
     if kinds[0] != kinds[1] and "O" not in (these.dtype.kind, those.dtype.kind):
@@ -134,6 +143,6 @@ def _alike(one: str, these: Numbers, two: str, those: Numbers) -> None:
         )
 
 
-def _over_sum(found: Numbers) -> Numbers:
+def _normalize_rows(found: Numbers) -> Numbers:
     total = found.sum(1, keepdims=True)
     return np.where(total > 0, found / np.where(total > 0, total, 1), 1 / found.shape[1])

@@ -8,40 +8,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError, DtypeError, unknown
+from qkv.errors import ArgumentError, DtypeError, unknown_name_error
 
 Numbers = np.ndarray[Any, Any]
 
-DATES = (date, timedelta, np.datetime64, np.timedelta64)
+DATE_TYPES = (date, timedelta, np.datetime64, np.timedelta64)
 
 
 class Features(NamedTuple):
     """Vectors (m, D) of a table (m, d): numbers as they are, then one place per category.
 
     Two rows of different categories are 1 apart, of the same 0; one that was not there in `fit` is
-    √½ away from all. `owner` (D,) is the column that each place belongs to.
+    √½ away from all. `source_column` (D,) is the column that each place belongs to.
     """
 
     numeric: Numbers
     categories: dict[int, Numbers]
-    owner: Numbers
+    source_column: Numbers
 
     @classmethod
-    def of(cls, table: Numbers, categorical: Sequence[int]) -> Features:
+    def from_table(cls, table: Numbers, categorical: Sequence[int]) -> Features:
         """The layout of a table, some of whose columns are categories."""
         numeric = np.setdiff1d(np.arange(table.shape[1]), categorical)
-        cells = {int(j): sorted(set(_told(table[:, j]))) for j in categorical}
+        cells = {int(j): sorted(set(_category_names(table[:, j]))) for j in categorical}
         categories = {j: np.array(told, dtype=object) for j, told in cells.items()}
         owner = np.repeat(
             [*numeric, *categories], [1] * len(numeric) + [*map(len, categories.values())]
         )
         return cls(numeric, categories, owner.astype(np.intp))
 
-    def vectors(self, table: Numbers) -> Numbers:
+    def to_vectors(self, table: Numbers) -> Numbers:
         """(n, d) → (n, D)
 
         >>> table = np.array([[1.5, "b"], [2.5, "a"]], dtype=object)
-        >>> Features.of(table, [1]).vectors(table).round(2)
+        >>> Features.from_table(table, [1]).to_vectors(table).round(2)
         array([[1.5 , 0.  , 0.71],
                [2.5 , 0.71, 0.  ]])
         """
@@ -50,7 +50,7 @@ class Features(NamedTuple):
         try:
             numbers = table[:, self.numeric].astype(np.float64)
         except (TypeError, ValueError) as error:
-            at, kind, cell = odd_in(table[:, self.numeric]) or (0, "no number", str(error))
+            at, kind, cell = find_non_number(table[:, self.numeric]) or (0, "no number", str(error))
             raise DtypeError(
                 f"X: column {self.numeric[at]} holds {kind}, such as {cell!r}: name it in "
                 "categorical=, or turn it into numbers first"
@@ -60,31 +60,33 @@ class Features(NamedTuple):
                 "X: a column of numbers holds NaN or infinity: fill it, as AttentionTransformer "
                 "does, or name it in categorical="
             )
-        places = [_told(table[:, j])[:, None] == known for j, known in self.categories.items()]
+        places = [
+            _category_names(table[:, j])[:, None] == known for j, known in self.categories.items()
+        ]
         return np.concatenate([numbers, *(x * np.sqrt(0.5) for x in places)], axis=1)
 
     @property
-    def sloped(self) -> Numbers:
+    def slope_mask(self) -> Numbers:
         """The places (D,) along which a line may have a slope."""
-        return np.arange(len(self.owner)) < len(self.numeric)
+        return np.arange(len(self.source_column)) < len(self.numeric)
 
-    def of_owners(self, places: Numbers) -> Numbers:
+    def sum_by_column(self, places: Numbers) -> Numbers:
         """(D,) → (d,): the sum over the places of each column."""
         width = len(self.numeric) + len(self.categories)
-        return np.bincount(self.owner, places, minlength=width)
+        return np.bincount(self.source_column, places, minlength=width)
 
 
-def _told(column: Numbers) -> Numbers:
+def _category_names(column: Numbers) -> Numbers:
     """Categories as text: 1 and 1.0 are one, and a missing one is a category too."""
-    return np.array([str(_whole(x)) for x in column], dtype=object)
+    return np.array([str(_integer_if_whole(x)) for x in column], dtype=object)
 
 
-def _whole(cell: Any) -> Any:
+def _integer_if_whole(cell: Any) -> Any:
     number = isinstance(cell, float | np.floating) and float(cell).is_integer()
     return int(cell) if number else cell
 
 
-def odd_in(table: Any, words: bool = True) -> tuple[Any, str, Any] | None:
+def find_non_number(table: Any, words: bool = True) -> tuple[Any, str, Any] | None:
     """The first column, by name or place, that holds `words` or dates, which, and one of them."""
     cells = np.asarray(table, dtype=object)
     if cells.ndim != 2:
@@ -92,14 +94,14 @@ def odd_in(table: Any, words: bool = True) -> tuple[Any, str, Any] | None:
     names = getattr(table, "columns", range(cells.shape[-1]))
     for name, column in zip(names, cells.T, strict=False):
         for cell in column:
-            if words and isinstance(cell, str) and not _reads(cell):
+            if words and isinstance(cell, str) and not _is_number_text(cell):
                 return name, "text", cell
-            if isinstance(cell, DATES):
+            if isinstance(cell, DATE_TYPES):
                 return name, "dates", cell
     return None
 
 
-def _reads(cell: str) -> bool:
+def _is_number_text(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
@@ -107,7 +109,7 @@ def _reads(cell: str) -> bool:
     return True
 
 
-def chosen(categorical: Any, names: Sequence[str] | None, width: int) -> list[int]:
+def resolve_categorical(categorical: Any, names: Sequence[str] | None, width: int) -> list[int]:
     """The columns that are categories, by place, by name or as a mask."""
     if categorical is None:
         return []
@@ -116,15 +118,17 @@ def chosen(categorical: Any, names: Sequence[str] | None, width: int) -> list[in
     given = list(categorical)
     if len(given) == width and all(isinstance(x, bool | np.bool_) for x in given):
         return [int(j) for j in np.flatnonzero(given)]
-    return sorted({_place(x, list(names) if names is not None else [], width) for x in given})
+    return sorted(
+        {_column_index(x, list(names) if names is not None else [], width) for x in given}
+    )
 
 
-def _place(column: Any, names: list[str], width: int) -> int:
+def _column_index(column: Any, names: list[str], width: int) -> int:
     if isinstance(column, str):
         if not names:
             raise ArgumentError(f"categorical names {column!r}, but X has no names: give its place")
         if column not in names:
-            raise unknown("column in categorical", column, names)
+            raise unknown_name_error("column in categorical", column, names)
         return names.index(column)
     if not isinstance(column, int | np.integer) or not -width <= column < width:
         raise ArgumentError(f"categorical: X has {width} columns, and none at {column!r}")

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from sklearn.base import MultiOutputMixin, RegressorMixin
 
-from qkv.sklearn.base import Attentive
+from qkv.sklearn.base import AttentionEstimator
 from qkv.sklearn.columns import Numbers
 
 
-class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
+class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
     """ŷ(x) = Σᵢ α(x, xᵢ) yᵢ: the Nadaraya–Watson estimator, with any score and any weighting.
 
     X is (m, d), y (m,) or (m, p). Keys and queries are divided by the `bandwidth` before the score
@@ -42,42 +42,44 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
         """Keep the rows X (m, d) and y (m,) or (m, p), and find the bandwidth."""
-        X, y = self._checked(X, y=y, multi_output=True, y_numeric=True)
-        return self._fit(X, y, self._counted(sample_weight, X))
+        X, y = self._validate_input(X, y=y, multi_output=True, y_numeric=True)
+        return self._fit_values(X, y, self._check_sample_weight(sample_weight, X))
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
         """More rows: the same as `fit` on all, so a rule or a search looks at all of them again."""
         if not hasattr(self, "_X"):
             return self.fit(X, y, sample_weight)
-        X, y = self._checked(X, y=y, multi_output=True, y_numeric=True, reset=False)
-        return self._fit(*self._together(X, y, self._counted(sample_weight, X)))
+        X, y = self._validate_input(X, y=y, multi_output=True, y_numeric=True, reset=False)
+        return self._fit_values(
+            *self._append_rows(X, y, self._check_sample_weight(sample_weight, X))
+        )
 
-    def _fit(self, X: Any, y: Numbers, counts: Numbers) -> AttentionRegressor:
+    def _fit_values(self, X: Any, y: Numbers, counts: Numbers) -> AttentionRegressor:
         values = y.reshape(len(y), -1).astype(np.float64)
         centre = np.average(values, axis=0, weights=counts)
         spread = np.sqrt(np.average((values - centre) ** 2, axis=0, weights=counts))
-        self._keep(X, (values - centre) / np.where(spread > 0, spread, 1), counts)
+        self._fit_rows(X, (values - centre) / np.where(spread > 0, spread, 1), counts)
         self._y, self._values, self._centre = y, values[counts > 0], centre
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """ŷ (n,) or (n, p); with `return_std` also √Σᵢ αᵢ (yᵢ − ŷᵢ)², how far the rows that answer
         lie from their mean, or from their line."""
-        query = self._queries(X)
+        query = self._scale_queries(X)
         if return_std:
-            self._sums_to_one("return_std=True")
-        if not self._sloped.any() and not return_std:
-            return self._shaped(self._pooled(query, self._values))
+            self._require_convex("return_std=True")
+        if not self._slope_mask.any() and not return_std:
+            return self._restore_shape(self._pool_values(query, self._values))
         values, p = self._values - self._centre, self._values.shape[1]
         if return_std:
             values = np.concatenate([values, values**2], axis=1)
-        found = list(self._lines(query, values))
+        found = list(self._fit_lines(query, values))
         value = np.concatenate([line.value[:, :p] for line in found]) + self._centre
         if not return_std:
-            return self._shaped(value)
+            return self._restore_shape(value)
         variance = [x.mean[:, p:] - x.mean[:, :p] ** 2 - x.explained[:, :p] for x in found]
         deviation = np.sqrt(np.maximum(np.concatenate(variance), 0))
-        return self._shaped(value), self._shaped(deviation)
+        return self._restore_shape(value), self._restore_shape(deviation)
 
-    def _shaped(self, values: Numbers) -> Numbers:
+    def _restore_shape(self, values: Numbers) -> Numbers:
         return values[:, 0] if self._y.ndim == 1 else values

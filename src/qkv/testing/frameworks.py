@@ -8,56 +8,60 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays import to_numpy
+from qkv.frameworks import to_numpy
 
 
 class NumPy:
     name = "numpy"
     dtypes: tuple[str, ...] = ("float16", "float32", "float64")
-    gradients = False
+    has_gradients = False
 
-    def make(self, x: Any, dtype: str = "float64") -> Any:
+    def make_array(self, x: Any, dtype: str = "float64") -> Any:
         x = np.asarray(x)
         return x.astype(dtype) if x.dtype.kind == "f" else x
 
-    def grads(self, loss: Callable[..., Any], arrays: Sequence[Any]) -> list[np.ndarray]:
+    def compute_gradients(
+        self, loss: Callable[..., Any], arrays: Sequence[Any]
+    ) -> list[np.ndarray]:
         """Of each array, 0 for those that are no floats."""
         at = [i for i, x in enumerate(arrays) if "float" in str(x.dtype)]
 
-        def of_floats(*chosen: Any) -> Any:
+        def loss_of_floats(*chosen: Any) -> Any:
             full = dict(enumerate(arrays)) | dict(zip(at, chosen, strict=True))
             return loss(*full.values())
 
-        found = dict(zip(at, self.slopes(of_floats, [arrays[i] for i in at]), strict=True))
-        return [_full(x, found.get(i)) for i, x in enumerate(arrays)]
+        found = dict(
+            zip(at, self.gradients_of_floats(loss_of_floats, [arrays[i] for i in at]), strict=True)
+        )
+        return [_gradient_or_zeros(x, found.get(i)) for i, x in enumerate(arrays)]
 
-    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
+    def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         """The gradient of each, as a user would take it; None: there is none."""
         raise NotImplementedError
 
 
 class Strict(NumPy):
-    name = "strict"
+    name = "array_api_strict"
     dtypes = ("float32", "float64")
 
-    def make(self, x: Any, dtype: str = "float64") -> Any:
+    def make_array(self, x: Any, dtype: str = "float64") -> Any:
         import array_api_strict as xp
 
-        return xp.asarray(super().make(x, dtype))
+        return xp.asarray(super().make_array(x, dtype))
 
 
 class Torch(NumPy):
     name = "torch"
     dtypes = ("float16", "bfloat16", "float32", "float64")
-    gradients = True
+    has_gradients = True
 
-    def make(self, x: Any, dtype: str = "float64") -> Any:
+    def make_array(self, x: Any, dtype: str = "float64") -> Any:
         import torch
 
         x = torch.as_tensor(np.array(x))
         return x.to(getattr(torch, dtype)) if x.is_floating_point() else x
 
-    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
+    def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import torch
 
         given = [x.clone().requires_grad_() for x in floats]
@@ -67,9 +71,9 @@ class Torch(NumPy):
 class Jax(NumPy):
     name = "jax"
     dtypes = ("float16", "bfloat16", "float32", "float64")
-    gradients = True
+    has_gradients = True
 
-    def make(self, x: Any, dtype: str = "float64") -> Any:
+    def make_array(self, x: Any, dtype: str = "float64") -> Any:
         import jax
         import jax.numpy as jnp
 
@@ -77,7 +81,7 @@ class Jax(NumPy):
         x = jnp.asarray(np.asarray(x))
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
+    def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import jax
 
         return jax.jit(jax.grad(loss, argnums=tuple(range(len(floats)))))(*floats)  # type: ignore[no-any-return]
@@ -86,15 +90,15 @@ class Jax(NumPy):
 class TensorFlow(NumPy):
     name = "tensorflow"
     dtypes = ("float16", "bfloat16", "float32", "float64")
-    gradients = True
+    has_gradients = True
 
-    def make(self, x: Any, dtype: str = "float64") -> Any:
+    def make_array(self, x: Any, dtype: str = "float64") -> Any:
         import tensorflow as tf
 
         x = tf.constant(np.asarray(x))
         return tf.cast(x, dtype) if x.dtype.is_floating else x
 
-    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
+    def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
@@ -105,16 +109,16 @@ class TensorFlow(NumPy):
 
 class MXNet(NumPy):
     name = "mxnet"
-    gradients = True
+    has_gradients = True
 
-    def make(self, x: Any, dtype: str = "float64") -> Any:
+    def make_array(self, x: Any, dtype: str = "float64") -> Any:
         import mxnet as mx
 
         mx.npx.set_np()
         x = np.asarray(x)
         return mx.np.array(x, dtype=dtype if x.dtype.kind == "f" else x.dtype)
 
-    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
+    def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         from mxnet import autograd
 
         given = [x.copy() for x in floats]
@@ -126,7 +130,7 @@ class MXNet(NumPy):
         return [x.grad for x in given]
 
 
-def _full(x: Any, gradient: Any) -> np.ndarray:
+def _gradient_or_zeros(x: Any, gradient: Any) -> np.ndarray:
     if gradient is None:
         return np.zeros(tuple(x.shape))
     return to_numpy(gradient).astype("float64")
@@ -135,7 +139,6 @@ def _full(x: Any, gradient: Any) -> np.ndarray:
 FRAMEWORKS = {kind.name: kind() for kind in (NumPy, Strict, Torch, Jax, TensorFlow, MXNet)}
 
 
-def installed() -> list[str]:
+def installed_frameworks() -> list[str]:
     """The names of those that can be imported here."""
-    module = {"strict": "array_api_strict"}
-    return [name for name in FRAMEWORKS if find_spec(module.get(name, name))]
+    return [name for name in FRAMEWORKS if find_spec(name)]

@@ -8,19 +8,19 @@
 `capture` records every model, loaded with "qkv" or not.
 """
 
-from qkv.errors import MissingExtra
+from qkv.errors import MissingExtraError
 
 try:
     import torch as _torch  # noqa: F401
     from transformers import AttentionMaskInterface as _  # noqa: F401
 except ImportError as error:
-    raise MissingExtra(
+    raise MissingExtraError(
         'qkv.transformers needs torch and transformers 5: pip install "qkv[transformers]" '
         f"({error})"
     ) from None
 
-from qkv.transformers.captured import Captured, Layer
+from qkv.transformers.captured_attention import CapturedAttention, CapturedLayer
 from qkv.transformers.implementation import register
 from qkv.transformers.recording import capture
 
-__all__ = ["Captured", "Layer", "capture", "register"]
+__all__ = ["CapturedAttention", "CapturedLayer", "capture", "register"]

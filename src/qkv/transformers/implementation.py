@@ -15,25 +15,25 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from qkv import masks, scores, weightings
-from qkv.arrays import framework
 from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, CombinationError, ShapeError
+from qkv.frameworks import load_framework
 from qkv.scores import ScaledDot, Score, ScoreLike
 from qkv.transformers import models
 from qkv.weightings import Softmax, Weighting, WeightingLike
 
-CAPTURE = "qkv-capture"
-RESERVED = ("eager", "sdpa", "flash", "flex_attention", "paged", CAPTURE)
+CAPTURE_NAME = "qkv-capture"
+RESERVED_WORDS = ("eager", "sdpa", "flash", "flex_attention", "paged", CAPTURE_NAME)
 
-UNKNOWN = frozenset({"block_indices", "cache"})
+UNSUPPORTED_ARGUMENTS = frozenset({"block_indices", "cache"})
 """Arguments by which an attention means something else."""
 
-WATCHERS: ContextVar[tuple[Callable[[Any, Question], None], ...]] = ContextVar(
+OBSERVERS: ContextVar[tuple[Callable[[Any, AttentionCall], None], ...]] = ContextVar(
     "qkv.transformers.watchers", default=()
 )
 """Who is shown every attention that a capture's implementation computes in this thread."""
 
-_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def register(
@@ -66,26 +66,26 @@ def register(
     """
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ArgumentError(f"name must be letters, digits and -, _ or . only, not {name!r}")
-    if any(word in name for word in RESERVED):
+    if any(word in name for word in RESERVED_WORDS):
         raise ArgumentError(
             f"name {name!r} would be taken for transformers' own or qkv's: choose one without "
-            + ", ".join(RESERVED)
+            + ", ".join(RESERVED_WORDS)
         )
     ours = Implementation(
         None if score is None else scores.resolve(score), weightings.resolve(weighting)
     )
-    enter(name, ours)
-    enter(f"{CAPTURE}-{name}", replace(ours, records=True))
+    register_implementation(name, ours)
+    register_implementation(f"{CAPTURE_NAME}-{name}", replace(ours, records=True))
     return name
 
 
-def enter(name: str, implementation: Implementation) -> None:
+def register_implementation(name: str, implementation: Implementation) -> None:
     # torch.compile cannot follow a first call, which imports and looks types up.
     x, seen = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     attend(x, x, x, score=ScaledDot(1.0), mask=masks.causal & seen)
-    models.admit(name)
+    models.allow_implementation(name)
     AttentionInterface.register(name, implementation)
-    AttentionMaskInterface.register(name, models.mask)
+    AttentionMaskInterface.register(name, models.make_mask)
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ class Implementation:
         **others: Any,
     ) -> tuple[Any, Any]:
         if output_attentions is None:
-            output_attentions = _collected(module)
-        if s_aux is not None and (self.weighting.sparse or not self.weighting.has_lse):
+            output_attentions = _wants_weights(module)
+        if s_aux is not None and (self.weighting.is_sparse or not self.weighting.has_lse):
             raise CombinationError(
                 f"{type(module).__name__} has attention sinks, a share of the softmax: "
                 f"weighting {self.weighting!r} has no place for them"
             )
-        if not UNKNOWN.isdisjoint(others):
-            _refuse(module, others)
+        if not UNSUPPORTED_ARGUMENTS.isdisjoint(others):
+            _refuse_unsupported(module, others)
         mask = None
         if attention_mask is None:
             if is_causal is None:
@@ -136,52 +136,54 @@ class Implementation:
             span = getattr(attention_mask, "span", None)
             whole = output_attentions or self.records or position_bias is not None
             if span is None or sum(span) > key.shape[-2] or whole or indices is not None:
-                mask = _usable(attention_mask, key, self.weighting)
+                mask = _prepare_mask(attention_mask, key, self.weighting)
             else:
                 key, value = key.narrow(-2, *span), value.narrow(-2, *span)
         if indices is not None:
-            mask = _among(indices, mask, key)
+            mask = _restrict_to_keys(indices, mask, key)
         score = self.score
         if score is None:
             # A learned scale is not to be kept alive, and dynamo passes a cache by.
             fresh = isinstance(scaling, torch.Tensor) or torch.compiler.is_compiling()
             score = (ScaledDot if fresh else _scaled_dot)(scaling, softcap)
-        casts = _autocasts() and torch.is_autocast_enabled(query.device.type)
+        casts = _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type)
         if position_bias is s_aux is None and not (output_attentions or self.records or casts):
             out = attend(query, key, value, score=score, weighting=self.weighting, mask=mask,
                          dropout_p=float(dropout))  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
-        question = Question(query, key, value, score, self.weighting, mask, position_bias, s_aux)
+        question = AttentionCall(
+            query, key, value, score, self.weighting, mask, position_bias, s_aux
+        )
         how = module, float(dropout), bool(output_attentions)
         if not casts:
-            return self.answer(question, *how)
+            return self.compute_output(question, *how)
         # Norms in float32 leave some wider than others. And sums stay in float32 inside.
-        fw = framework("torch")
-        query, key, value = map(fw.ambient, (query, key, value))
-        with fw.quiet():
-            return self.answer(question._replace(query=query, key=key, value=value), *how)
+        fw = load_framework("torch")
+        query, key, value = map(fw.apply_autocast, (query, key, value))
+        with fw.compute_context():
+            return self.compute_output(question._replace(query=query, key=key, value=value), *how)
 
-    def answer(
-        self, question: Question, module: Any, dropout: float, wants_weights: bool
+    def compute_output(
+        self, question: AttentionCall, module: Any, dropout: float, wants_weights: bool
     ) -> tuple[Any, Any]:
-        out, alpha = question.answer(dropout, wants_weights)
+        out, alpha = question.compute_output(dropout, wants_weights)
         if self.records:
-            _show(module, question)
+            _notify_observers(module, question)
         return out.transpose(1, 2).contiguous(), alpha
 
 
-def _collected(module: Any) -> bool:
+def _wants_weights(module: Any) -> bool:
     """Whether weights are wanted, where a layer is not told."""
     # Outside of a model it is a ContextVar, and dynamo reads none.
     known = _active_collector.compiling or not torch.compiler.is_compiling()
     collected = _active_collector.get() if known else None
     if collected is not None:
         return any("attentions" in key for key in collected)
-    return _asked(module.config)
+    return _config_wants_weights(module.config)
 
 
-def _refuse(module: Any, others: dict[str, Any]) -> None:
-    for name in sorted(UNKNOWN):
+def _refuse_unsupported(module: Any, others: dict[str, Any]) -> None:
+    for name in sorted(UNSUPPORTED_ARGUMENTS):
         if others.get(name) is not None:
             raise ArgumentError(
                 f"{type(module).__name__} leaves {name} to its attention, which qkv does not know: "
@@ -189,7 +191,7 @@ def _refuse(module: Any, others: dict[str, Any]) -> None:
             )
 
 
-def _asked(config: Any) -> bool:
+def _config_wants_weights(config: Any) -> bool:
     """Whether a config asks for weights, past its own look-up, which takes as long as a product."""
     if torch.compiler.is_compiling():
         return bool(getattr(config, "output_attentions", False))
@@ -204,12 +206,12 @@ def _scaled_dot(scaling: float | None, softcap: float | None) -> Score:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _show(module: Any, question: Question) -> None:
-    for watch in WATCHERS.get():
+def _notify_observers(module: Any, question: AttentionCall) -> None:
+    for watch in OBSERVERS.get():
         watch(module, question)
 
 
-def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
+def _prepare_mask(mask: Any, key: Any, weighting: Weighting) -> Any:
     """A mask no longer than the keys, in which the least float, transformers' −∞, is −∞; but in a
     row of nothing else it is a number as any, by which all keys count alike in eager and sdpa."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
@@ -228,7 +230,7 @@ def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
     return mask.masked_fill(~live & live.any(-1, keepdim=True), -math.inf)
 
 
-def _among(indices: Any, mask: Any, key: Any) -> Any:
+def _restrict_to_keys(indices: Any, mask: Any, key: Any) -> Any:
     """The mask for a model that has chosen keys (batch, n, k) for each query."""
     shape = (indices.shape[0], 1, indices.shape[1], key.shape[-2])
     live = torch.zeros(shape, dtype=torch.bool, device=key.device)
@@ -238,7 +240,7 @@ def _among(indices: Any, mask: Any, key: Any) -> Any:
     return live & mask if mask.dtype == torch.bool else mask.masked_fill(~live, -math.inf)
 
 
-class Question(NamedTuple):
+class AttentionCall(NamedTuple):
     """One layer's attention. `mask` is `masks.causal`, a tensor or None."""
 
     query: Any
@@ -255,7 +257,7 @@ class Question(NamedTuple):
         batch, heads, n, _ = self.query.shape
         return batch, heads, n, self.key.shape[-2]
 
-    def answer(self, dropout: float, wants_weights: bool) -> tuple[Any, Any]:
+    def compute_output(self, dropout: float, wants_weights: bool) -> tuple[Any, Any]:
         """The output and, if wanted, α."""
         found = attend(
             self.query,
@@ -263,7 +265,7 @@ class Question(NamedTuple):
             self.value,
             score=self.score,
             weighting=self.weighting,
-            mask=_joined(self.mask, self.bias),
+            mask=_combine_mask_and_bias(self.mask, self.bias),
             dropout_p=dropout,
             return_lse=self.sinks is not None,
             return_weights=wants_weights,
@@ -271,32 +273,34 @@ class Question(NamedTuple):
         if self.sinks is None:
             return found if wants_weights else (found, None)
         out, lse, *alpha = found
-        share = self.share(lse)
+        share = self.sink_share(lse)
         return out * share, alpha[0] * share if alpha else None
 
-    def share(self, lse: Any) -> Any:
+    def sink_share(self, lse: Any) -> Any:
         """What a sink leaves to the keys: Σ exp(s) / (Σ exp(s) + exp(sink))."""
         left = torch.sigmoid(lse[..., None] - self.sinks.reshape(1, -1, 1, 1))
         return left.to(self.query.dtype)
 
-    def weights(self, start: int, stop: int) -> Any:
+    def compute_weights(self, start: int, stop: int) -> Any:
         """α of the queries from start to stop, (batch, heads, stop − start, m)."""
         query = self.query[..., start:stop, :]
-        mask = _joined(*(_rows(x, start, stop) for x in (self.mask, self.bias)))
+        mask = _combine_mask_and_bias(
+            *(_slice_rows(x, start, stop) for x in (self.mask, self.bias))
+        )
         how: dict[str, Any] = {"score": self.score, "weighting": self.weighting, "mask": mask}
         if self.sinks is None:
             return weights(query, self.key, **how)
         _, lse, alpha = attend(
             query, self.key, self.value, **how, return_lse=True, return_weights=True
         )
-        return alpha * self.share(lse)
+        return alpha * self.sink_share(lse)
 
 
-def _joined(mask: Any, bias: Any) -> Any:
+def _combine_mask_and_bias(mask: Any, bias: Any) -> Any:
     return mask if bias is None else bias if mask is None else masks.array(mask) & bias
 
 
-def _rows(part: Any, start: int, stop: int) -> Any:
+def _slice_rows(part: Any, start: int, stop: int) -> Any:
     """What holds for the queries from start to stop."""
     if part is masks.causal:
         return masks.causal(offset=start)

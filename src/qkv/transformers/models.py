@@ -17,20 +17,20 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from qkv.errors import ArgumentError
 
-ATTENTION = re.compile("attention|multihead", re.IGNORECASE)
-FORMULA = (
+ATTENTION_PATTERN = re.compile("attention|multihead", re.IGNORECASE)
+FORMULA_PATTERNS = (
     re.compile(
         r"softmax|scaled_dot_product_attention|multi_head_attention|self\.key =", re.IGNORECASE
     ),
     re.compile("key|k_proj|qkv"),
 )
-CHOICE = re.compile(r"(?<!FUNCTIONS)\[(self\.)?config\._attn_implementation\]")
+CHOICE_PATTERN = re.compile(r"(?<!FUNCTIONS)\[(self\.)?config\._attn_implementation\]")
 
-NAMES: set[str] = set()
+IMPLEMENTATION_NAMES: set[str] = set()
 """What `attn_implementation` may be to mean qkv."""
 
-_FAMILIES: dict[type, Family] = {}
-_MEMBERS: dict[type, set[type]] = {}
+_FAMILY_BY_CONFIG: dict[type, ModelFamily] = {}
+_MODELS_BY_CONFIG: dict[type, set[type]] = {}
 
 
 @dataclass(frozen=True)
@@ -39,36 +39,40 @@ class Definition:
 
     names: frozenset[str]
     """All that it names."""
-    asks: bool = False
+    uses_interface: bool = False
     """Whether it looks its attention up in transformers' AttentionInterface."""
-    alone: bool = False
+    computes_attention: bool = False
     """Whether it computes one by itself."""
-    chooses: bool = False
+    chooses_class: bool = False
     """Whether it chooses among classes of its own, by the name of an implementation."""
-    causal: bool = False
+    declares_causal: bool = False
     """Whether it says that it is causal, where it may be."""
 
     @property
-    def attends(self) -> bool:
-        return self.asks or self.alone or self.chooses
+    def has_attention(self) -> bool:
+        return self.uses_interface or self.computes_attention or self.chooses_class
 
 
-def asks(kind: type) -> bool:
+def uses_attention_interface(kind: type) -> bool:
     """Whether a kind of layer looks its attention up by name."""
-    found = [_parts(base.__module__).get(base.__name__) for base in kind.__mro__]
-    return not issubclass(kind, PreTrainedModel) and any(part and part.asks for part in found)
+    found = [_parse_module(base.__module__).get(base.__name__) for base in kind.__mro__]
+    return not issubclass(kind, PreTrainedModel) and any(
+        part and part.uses_interface for part in found
+    )
 
 
-def refusal(kind: type) -> str | None:
-    """Why a kind of model would not attend by a name of `NAMES`; None: it does.
+def unsupported_reason(kind: type) -> str | None:
+    """Why a kind of model would not attend by a name of `IMPLEMENTATION_NAMES`; None: it does.
 
     Models inside of it are not looked at: each is asked for itself when it is built.
     """
-    found = _inside(kind)
-    alone = [name for name, part in found.items() if part.alone and not part.asks]
-    chooses = any(part.chooses for part in found.values())
+    found = _collect_definitions(kind)
+    alone = [
+        name for name, part in found.items() if part.computes_attention and not part.uses_interface
+    ]
+    chooses = any(part.chooses_class for part in found.values())
     # Where a part asks, and the others take torch's boolean masks, they take ours.
-    some = kind._supports_sdpa and any(part.asks for part in found.values())  # type: ignore[attr-defined]
+    some = kind._supports_sdpa and any(part.uses_interface for part in found.values())  # type: ignore[attr-defined]
     if not chooses and (some or not alone):
         return None
     return (
@@ -78,48 +82,53 @@ def refusal(kind: type) -> str | None:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """The models of one config."""
 
-    takes: bool = True
+    uses_interface: bool = True
     """Whether any of them takes its attention by name."""
-    booleans: bool = False
+    takes_boolean_masks: bool = False
     """Whether all their parts take boolean masks."""
-    causal: bool = False
+    declares_causal: bool = False
     """Whether their layers say that they are causal, where a mask is left out for that reason."""
 
 
-def family(config: Any) -> Family:
+def get_family(config: Any) -> ModelFamily:
     """What is known of the models of a config."""
     kind = type(config)
-    if kind not in _FAMILIES and not torch.compiler.is_compiling():
-        _FAMILIES[kind] = _family(kind)
-    return _FAMILIES.get(kind, Family())
+    if kind not in _FAMILY_BY_CONFIG and not torch.compiler.is_compiling():
+        _FAMILY_BY_CONFIG[kind] = _build_family(kind)
+    return _FAMILY_BY_CONFIG.get(kind, ModelFamily())
 
 
-def note(model: Any) -> None:
+def register_model(model: Any) -> None:
     """Have a model known as one of its config's."""
     kind = type(model.config)
-    members = _MEMBERS.setdefault(kind, set())
+    members = _MODELS_BY_CONFIG.setdefault(kind, set())
     if type(model) not in members:
         members.add(type(model))
-        _FAMILIES[kind] = _family(kind)
+        _FAMILY_BY_CONFIG[kind] = _build_family(kind)
 
 
-def _family(kind: type) -> Family:
+def _build_family(kind: type) -> ModelFamily:
     beside = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
     found = {x for x in (vars(beside).values() if beside else ()) if _is_model(x)}
-    found = {x for x in found if x.config_class is kind} | _MEMBERS.get(kind, set())
-    parts = {model: _inside(model).values() for model in found}
-    refused = [refusal(model) for model, x in parts.items() if any(y.attends for y in x)]
-    return Family(
-        takes=None in refused or not refused,
-        booleans=refused.count(None) == len(refused) > 0 and all(x._supports_sdpa for x in found),
-        causal=all(part.causal for x in parts.values() for part in x if part.asks),
+    found = {x for x in found if x.config_class is kind} | _MODELS_BY_CONFIG.get(kind, set())
+    parts = {model: _collect_definitions(model).values() for model in found}
+    refused = [
+        unsupported_reason(model) for model, x in parts.items() if any(y.has_attention for y in x)
+    ]
+    return ModelFamily(
+        uses_interface=None in refused or not refused,
+        takes_boolean_masks=refused.count(None) == len(refused) > 0
+        and all(x._supports_sdpa for x in found),
+        declares_causal=all(
+            part.declares_causal for x in parts.values() for part in x if part.uses_interface
+        ),
     )
 
 
-def mask(
+def make_mask(
     *args: Any,
     config: Any,
     allow_is_causal_skip: bool = True,
@@ -130,17 +139,17 @@ def mask(
 
     None stands for a causal one alone: where all is seen, a mask of no size says so.
     """
-    known = family(config)
-    if not known.takes:
+    known = get_family(config)
+    if not known.uses_interface:
         raise ArgumentError(
             f"{type(config).__name__}: these models compute attention by themselves, not through "
             'transformers\' AttentionInterface: set their attn_implementation to "eager"'
         )
-    if not known.booleans:
+    if not known.takes_boolean_masks:
         return eager_mask(*args, **options)
     found = sdpa_mask(
         *args,
-        allow_is_causal_skip=allow_is_causal_skip and known.causal,
+        allow_is_causal_skip=allow_is_causal_skip and known.declares_causal,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **options,
     )
@@ -149,11 +158,11 @@ def mask(
         found = torch.ones((), dtype=torch.bool, device=options["device"]).expand(shape)
         found.is_full = True
     elif found is not None and found.is_cpu and not torch.compiler.is_compiling():
-        found.span = _span(found)
+        found.span = _find_key_span(found)
     return found
 
 
-def _span(mask: Any) -> tuple[int, int] | None:
+def _find_key_span(mask: Any) -> tuple[int, int] | None:
     """The first key that is seen and how many are, where every query sees the same in a row."""
     # A token that meets a cache of fixed length: once for all its layers.
     if mask.shape[-2] != 1 or not mask.shape[0]:
@@ -165,23 +174,23 @@ def _span(mask: Any) -> tuple[int, int] | None:
     return int(at[0]), len(at)
 
 
-def admit(name: str) -> None:
+def allow_implementation(name: str) -> None:
     """Let models be built with `name`, those alone that attend by it."""
-    if not NAMES:
+    if not IMPLEMENTATION_NAMES:
         # transformers lets every model have every name.
-        PreTrainedModel.get_correct_attn_implementation = _checked(
+        PreTrainedModel.get_correct_attn_implementation = _wrap_with_check(
             PreTrainedModel.get_correct_attn_implementation
         )
-    NAMES.add(name)
+    IMPLEMENTATION_NAMES.add(name)
 
 
-def _checked(theirs: Any) -> Any:
+def _wrap_with_check(theirs: Any) -> Any:
     @wraps(theirs)
     def get_correct_attn_implementation(self: Any, *args: Any, **options: Any) -> Any:
         found = theirs(self, *args, **options)
-        if found in NAMES:
-            note(self)
-            reason = refusal(type(self))
+        if found in IMPLEMENTATION_NAMES:
+            register_model(self)
+            reason = unsupported_reason(type(self))
             if reason:
                 raise ArgumentError(
                     f'{reason}, so attn_implementation={found!r} cannot reach it: use "eager". '
@@ -198,7 +207,7 @@ def _is_model(x: Any) -> bool:
 
 
 @cache
-def _inside(kind: type) -> dict[str, Definition]:
+def _collect_definitions(kind: type) -> dict[str, Definition]:
     """The parts of a kind of model, by name."""
     found: dict[str, Definition] = {}
     # A class that builds nothing may name what others build.
@@ -206,7 +215,7 @@ def _inside(kind: type) -> dict[str, Definition]:
     waiting = [(x.__module__, x.__name__) for x in builders]
     while waiting:
         module, name = waiting.pop()
-        part = _parts(module).get(name)
+        part = _parse_module(module).get(name)
         if part is None or name in found:
             continue
         found[name] = part
@@ -221,7 +230,7 @@ def _inside(kind: type) -> dict[str, Definition]:
 
 
 @cache
-def _parts(module: str) -> dict[str, Definition]:
+def _parse_module(module: str) -> dict[str, Definition]:
     if module.partition(".")[0] in ("builtins", "torch") or module == PreTrainedModel.__module__:
         return {}
     try:
@@ -235,10 +244,13 @@ def _parts(module: str) -> dict[str, Definition]:
         if isinstance(node, ast.ClassDef):
             found[node.name] = Definition(
                 names,
-                asks="ALL_ATTENTION_FUNCTIONS" in names,
-                alone=bool(ATTENTION.search(node.name) and all(x.search(text) for x in FORMULA)),
-                chooses=bool(CHOICE.search(text)),
-                causal="is_causal" in names and "self.is_causal = False" not in text,
+                uses_interface="ALL_ATTENTION_FUNCTIONS" in names,
+                computes_attention=bool(
+                    ATTENTION_PATTERN.search(node.name)
+                    and all(x.search(text) for x in FORMULA_PATTERNS)
+                ),
+                chooses_class=bool(CHOICE_PATTERN.search(text)),
+                declares_causal="is_causal" in names and "self.is_causal = False" not in text,
             )
         elif isinstance(node, ast.FunctionDef):
             found[node.name] = Definition(names)

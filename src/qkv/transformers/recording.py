@@ -13,19 +13,44 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from qkv.errors import ArgumentError, CombinationError, DtypeError, sizes, sizes_or_none
-from qkv.transformers.captured import BUDGET, Captured, Layer
-from qkv.transformers.implementation import CAPTURE, WATCHERS, Implementation, Question, enter
-from qkv.transformers.models import ATTENTION, asks, family, note
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    validate_optional_sizes,
+    validate_sizes,
+)
+from qkv.transformers.captured_attention import (
+    DEFAULT_BUDGET_BYTES,
+    CapturedAttention,
+    CapturedLayer,
+)
+from qkv.transformers.implementation import (
+    CAPTURE_NAME,
+    OBSERVERS,
+    AttentionCall,
+    Implementation,
+    register_implementation,
+)
+from qkv.transformers.models import (
+    ATTENTION_PATTERN,
+    get_family,
+    register_model,
+    uses_attention_interface,
+)
 
-WORKING = 2**26
+MAX_WORKING_BYTES = 2**26
 """Bytes of weights that are made at once, before they are thinned out."""
 
 
 @contextmanager
 def capture(
-    model: Any, *, budget: int = BUDGET, top: int | None = None, pool: int | None = None
-) -> Iterator[Captured]:
+    model: Any,
+    *,
+    budget: int = DEFAULT_BUDGET_BYTES,
+    top: int | None = None,
+    pool: int | None = None,
+) -> Iterator[CapturedAttention]:
     """Record α of every attention layer while `model` runs, in at most `budget` bytes.
 
     Weights are kept whole where they fit, else pooled down: each cell the largest weight in it.
@@ -40,30 +65,30 @@ def capture(
         seen.weights                              # (layers, heads, n, n), float32 of NumPy
         seen.words(tokenizer, text).plot(layer=2)
     """
-    sizes(budget=budget)
-    sizes_or_none(top=top, pool=pool)
+    validate_sizes(budget=budget)
+    validate_optional_sizes(top=top, pool=pool)
     if top is not None and pool is not None:
         raise CombinationError("top keeps single weights and pool cells of many: pass one of them")
-    names = _named_attention(model)
-    captured = Captured([], budget=budget, unseen=_unseen(model, names))
+    names = _find_attention_modules(model)
+    captured = CapturedAttention([], budget=budget, unseen=_find_unseen_modules(model, names))
     recorder = Recorder(names, captured, top, pool)
     switched: list[Any] = []
-    before = WATCHERS.get()
+    before = OBSERVERS.get()
     with ExitStack() as undone:
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
-                note(part)
-                undone.enter_context(part.register_forward_pre_hook(recorder.begin))
-                hook = part.register_forward_hook(recorder.end, always_call=True)
+                register_model(part)
+                undone.enter_context(part.register_forward_pre_hook(recorder.begin_pass))
+                hook = part.register_forward_hook(recorder.end_pass, always_call=True)
                 undone.enter_context(hook)
-        undone.callback(WATCHERS.set, before)
-        WATCHERS.set((*before, recorder.see))
-        undone.callback(_restore, switched)
-        _switch(_configs(model), switched)
+        undone.callback(OBSERVERS.set, before)
+        OBSERVERS.set((*before, recorder.record_layer))
+        undone.callback(_restore_configs, switched)
+        _switch_configs(_find_configs(model), switched)
         yield recorder.captured
 
 
-def _named_attention(model: Any) -> dict[Any, str]:
+def _find_attention_modules(model: Any) -> dict[Any, str]:
     """The modules that ask transformers for their attention, and their names."""
     if not isinstance(model, torch.nn.Module):
         raise DtypeError(
@@ -71,7 +96,7 @@ def _named_attention(model: Any) -> dict[Any, str]:
             "one as .model"
         )
     kinds: Any = {type(module) for module in model.modules()}
-    kinds = {kind for kind in kinds if asks(kind)}
+    kinds = {kind for kind in kinds if uses_attention_interface(kind)}
     found = {module: name for name, module in model.named_modules() if type(module) in kinds}
     if found:
         return found
@@ -87,12 +112,14 @@ def _named_attention(model: Any) -> dict[Any, str]:
     )
 
 
-def _unseen(model: Any, names: dict[Any, str]) -> tuple[str, ...]:
+def _find_unseen_modules(model: Any, names: dict[Any, str]) -> tuple[str, ...]:
     """The modules that are called an attention, and neither ask for it nor hold or lie in one that
     does."""
     seen, found = [f"{name}." for name in names.values()], list[str]()
     for name, module in model.named_modules():
-        if not ATTENTION.search(type(module).__name__) or isinstance(module, PreTrainedModel):
+        if not ATTENTION_PATTERN.search(type(module).__name__) or isinstance(
+            module, PreTrainedModel
+        ):
             continue
         own = f"{name}."
         if not any(own.startswith(x) or x.startswith(own) for x in (*seen, *found)):
@@ -103,11 +130,11 @@ def _unseen(model: Any, names: dict[Any, str]) -> tuple[str, ...]:
 # A model's configs say how it attends. They may be shared by models, threads and nested captures:
 # the first capture keeps what they said, the last one puts it back.
 
-_LOCK = threading.Lock()
-_SWITCHED: dict[int, tuple[Any, str | None, int]] = {}
+_SWITCH_LOCK = threading.Lock()
+_SWITCHED_CONFIGS: dict[int, tuple[Any, str | None, int]] = {}
 
 
-def _configs(model: Any) -> list[Any]:
+def _find_configs(model: Any) -> list[Any]:
     found: dict[int, Any] = {}
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]
     while waiting:
@@ -115,32 +142,32 @@ def _configs(model: Any) -> list[Any]:
         if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return [config for config in found.values() if family(config).takes]
+    return [config for config in found.values() if get_family(config).uses_interface]
 
 
-def _switch(configs: Sequence[Any], switched: list[Any]) -> None:
+def _switch_configs(configs: Sequence[Any], switched: list[Any]) -> None:
     """Let them be seen; `switched` are those which are, should it be interrupted."""
-    with _LOCK:
-        if CAPTURE not in AttentionInterface._global_mapping:
-            enter(CAPTURE, Implementation(records=True))
+    with _SWITCH_LOCK:
+        if CAPTURE_NAME not in AttentionInterface._global_mapping:
+            register_implementation(CAPTURE_NAME, Implementation(records=True))
         for config in configs:
-            _, before, count = _SWITCHED.get(
+            _, before, count = _SWITCHED_CONFIGS.get(
                 id(config), (config, config._attn_implementation_internal, 0)
             )
-            _SWITCHED[id(config)] = config, before, count + 1
+            _SWITCHED_CONFIGS[id(config)] = config, before, count + 1
             switched.append(config)
-            own = f"{CAPTURE}-{before}"
+            own = f"{CAPTURE_NAME}-{before}"
             known = own in AttentionInterface._global_mapping
             # Not by the property, which would set the configs inside as well.
-            config._attn_implementation_internal = own if known else CAPTURE
+            config._attn_implementation_internal = own if known else CAPTURE_NAME
 
 
-def _restore(configs: Sequence[Any]) -> None:
-    with _LOCK:
+def _restore_configs(configs: Sequence[Any]) -> None:
+    with _SWITCH_LOCK:
         for config in configs:
-            _, before, count = _SWITCHED.pop(id(config))
+            _, before, count = _SWITCHED_CONFIGS.pop(id(config))
             if count > 1:
-                _SWITCHED[id(config)] = config, before, count - 1
+                _SWITCHED_CONFIGS[id(config)] = config, before, count - 1
             else:
                 config._attn_implementation_internal = before
 
@@ -150,52 +177,52 @@ class Recorder:
     """What one capture does while the model runs."""
 
     names: dict[Any, str]
-    captured: Captured
+    captured: CapturedAttention
     top: int | None
     pool: int | None
     depth: int = 0
     halvings: int = 0
 
-    def begin(self, *_: Any) -> None:
+    def begin_pass(self, *_: Any) -> None:
         """A model's forward pass begins; models lie in models."""
-        if self.see not in WATCHERS.get():
+        if self.record_layer not in OBSERVERS.get():
             return
         if self.depth == 0:
-            self._clear()
+            self._clear_layers()
         self.depth += 1
 
-    def end(self, *_: Any) -> None:
-        if self.see in WATCHERS.get():
+    def end_pass(self, *_: Any) -> None:
+        if self.record_layer in OBSERVERS.get():
             self.depth -= 1
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def see(self, module: Any, question: Question) -> None:
+    def record_layer(self, module: Any, question: AttentionCall) -> None:
         # A layer that runs again on the way back, for its gradient, was seen before.
         if module not in self.names or torch._C._current_graph_task_id() != -1:
             return
         # Who calls model.forward() calls no hook: then a layer seen before tells a new pass.
         if self.depth == 0 and any(x.name == self.names[module] for x in self.captured.layers):
-            self._clear()
+            self._clear_layers()
         batch, heads, n, m = question.shape
-        layer, budget = Layer(self.names[module], n, m), self.captured.budget
+        layer, budget = CapturedLayer(self.names[module], n, m), self.captured.budget
         if self.top is not None:
             k = min(self.top, m)
-            self._afford(8 * batch * heads * n * k)
-            layer = replace(layer, top=_top(question, k, budget))
+            self._check_budget(8 * batch * heads * n * k)
+            layer = replace(layer, top=_top_weights(question, k, budget))
         else:
-            rows, cols = self._cells(batch * heads, n, m)
-            self._make_room(batch * heads, rows, cols)
-            cells = _pooled(question, rows, cols, budget)
+            rows, cols = self._cell_shape(batch * heads, n, m)
+            self._shrink_to_budget(batch * heads, rows, cols)
+            cells = _pool_weights(question, rows, cols, budget)
             for _ in range(self.halvings):
-                cells = _halved(cells)
+                cells = _halve_cells(cells)
             layer = replace(layer, cells=cells)
         self.captured.layers.append(layer)
 
-    def _clear(self) -> None:
+    def _clear_layers(self) -> None:
         self.captured.layers.clear()
         self.halvings = 0
 
-    def _cells(self, matrices: int, n: int, m: int) -> tuple[int, int]:
+    def _cell_shape(self, matrices: int, n: int, m: int) -> tuple[int, int]:
         """Rows and columns of what is kept of each of a layer's matrices."""
         if self.pool is not None:
             return min(self.pool, n), min(self.pool, m)
@@ -205,23 +232,27 @@ class Recorder:
         shrink = math.sqrt(share / (n * m))
         return max(1, int(n * shrink)), max(1, int(m * shrink))
 
-    def _make_room(self, matrices: int, rows: int, cols: int) -> None:
+    def _shrink_to_budget(self, matrices: int, rows: int, cols: int) -> None:
         """Halve what is held until another layer fits.
 
         One module may serve as many layers, so that they turn out to be more than expected.
         """
         held, budget = self.captured, self.captured.budget
 
-        def size() -> int:
+        def layer_bytes() -> int:
             part = 1 << self.halvings
             return 4 * matrices * math.ceil(rows / part) * math.ceil(cols / part)
 
-        while self.pool is None and size() > 4 * matrices and held.nbytes + size() > budget:
-            held.layers[:] = [replace(x, cells=_halved(x.cells)) for x in held.layers]
+        while (
+            self.pool is None
+            and layer_bytes() > 4 * matrices
+            and held.nbytes + layer_bytes() > budget
+        ):
+            held.layers[:] = [replace(x, cells=_halve_cells(x.cells)) for x in held.layers]
             self.halvings += 1
-        self._afford(size())
+        self._check_budget(layer_bytes())
 
-    def _afford(self, size: int) -> None:
+    def _check_budget(self, size: int) -> None:
         held, budget = self.captured, self.captured.budget
         if held.nbytes + size <= budget:
             return
@@ -233,27 +264,27 @@ class Recorder:
         )
 
 
-def _blocks(question: Question, budget: int) -> Iterator[tuple[int, Any]]:
+def _weight_blocks(question: AttentionCall, budget: int) -> Iterator[tuple[int, Any]]:
     """α from top to bottom, as many rows at once as the budget leaves room for."""
     batch, heads, n, m = question.shape
-    step = max(1, min(WORKING, budget) // (4 * batch * heads * m or 1))
+    step = max(1, min(MAX_WORKING_BYTES, budget) // (4 * batch * heads * m or 1))
     for start in range(0, n, step):
-        yield start, question.weights(start, min(start + step, n)).float()
+        yield start, question.compute_weights(start, min(start + step, n)).float()
 
 
-def _top(question: Question, k: int, budget: int) -> tuple[Any, Any]:
+def _top_weights(question: AttentionCall, k: int, budget: int) -> tuple[Any, Any]:
     """The k largest weights of each row, and their keys: (batch, heads, n, k)."""
-    parts = [block.topk(k, -1) for _, block in _blocks(question, budget)]
+    parts = [block.topk(k, -1) for _, block in _weight_blocks(question, budget)]
     alpha = torch.cat([part.values.cpu() for part in parts], -2)
     keys = torch.cat([part.indices.int().cpu() for part in parts], -2)
     return alpha.numpy(), keys.numpy()
 
 
-def _pooled(question: Question, rows: int, cols: int, budget: int) -> Any:
+def _pool_weights(question: AttentionCall, rows: int, cols: int, budget: int) -> Any:
     """α as (batch, heads, rows, cols): each cell the largest weight in it."""
     batch, heads, n, m = question.shape
     cells = torch.full((batch, heads, rows, cols), -math.inf, device=question.query.device)
-    for start, block in _blocks(question, budget):
+    for start, block in _weight_blocks(question, budget):
         stop = start + block.shape[-2]
         if (rows, cols) == (n, m):
             cells[:, :, start:stop] = block
@@ -266,7 +297,7 @@ def _pooled(question: Question, rows: int, cols: int, budget: int) -> Any:
     return cells.cpu().numpy()
 
 
-def _halved(cells: Any) -> Any:
+def _halve_cells(cells: Any) -> Any:
     """Half as many rows and columns, each cell the largest of four."""
     for axis in (-2, -1):
         cells = np.maximum.reduceat(cells, np.arange(0, cells.shape[axis], 2), axis=axis)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Literal
 
 from qkv.errors import CombinationError, DtypeError
-from qkv.names import Names
 from qkv.scores import Score
-from qkv.weightings import nodes as _nodes  # noqa: F401, they are found by name
+from qkv.util.registry import ClassRegistry
+from qkv.weightings import graph_nodes as _nodes  # noqa: F401, they are found by name
 from qkv.weightings.average import Average
-from qkv.weightings.base import State, Weighting, pool
+from qkv.weightings.base import State, Weighting, pool_by_weights
+from qkv.weightings.entmax import Entmax, Sparsemax
 from qkv.weightings.hard import Hard
 from qkv.weightings.normalized import Normalized, Raw, Sigmoid
 from qkv.weightings.softmax import Softmax, TopK
-from qkv.weightings.sparse import Entmax, Sparsemax
 
-NAMES = Names(
+NAMES = ClassRegistry(
     "weightings",
     Weighting,
     softmax=Softmax,
@@ -51,20 +51,20 @@ __all__ = [
     "TopK",
     "Weighting",
     "WeightingLike",
-    "paired",
-    "pool",
+    "pair_score_with_weighting",
+    "pool_by_weights",
     "register",
     "resolve",
 ]
 
 
-def paired(score: Score, weighting: Weighting, biased: bool = False) -> Score:
+def pair_score_with_weighting(score: Score, weighting: Weighting, biased: bool = False) -> Score:
     """The score as the weighting reads it, refused where the two mean nothing together, a float
     mask added to the score or not."""
-    reason = weighting.refuses(score, biased)
+    reason = weighting.incompatible_reason(score, biased)
     if reason:
         raise CombinationError(reason)
-    return weighting.reads(score)
+    return weighting.adapt_score(score)
 
 
 def resolve(weighting: str | Weighting) -> Weighting:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import of
-from qkv.types import Array, Keep, Live
-from qkv.weightings.base import State, Weighting, pool
+from qkv.frameworks import get_framework
+from qkv.util.types import Array, DropoutMask, LiveMask
+from qkv.weightings.base import State, Weighting, pool_by_weights
 
 
 @dataclass(frozen=True)
@@ -19,34 +19,34 @@ class Average(Weighting):
     array([[0.25, 0.25, 0.25, 0.25]])
     """
 
-    also: ClassVar[tuple[str, ...]] = ("mean", "uniform")
+    aliases: ClassVar[tuple[str, ...]] = ("mean", "uniform")
 
-    convex: ClassVar[bool] = True
-    smooth = False
+    is_convex: ClassVar[bool] = True
+    is_differentiable = False
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        fw, ones = of(scores), self.ones(scores, live)
-        return ones / fw.nonzero(fw.row_sum(ones))
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        fw, ones = get_framework(scores), self.live_ones(scores, live)
+        return ones / fw.safe_divisor(fw.row_sum(ones))
 
-    def ones(self, scores: Array, live: Live) -> Array:
-        fw = of(scores)
-        return fw.keep(fw.astype(scores == scores, fw.dtype(scores)) * 0.0 + 1.0, live)
+    def live_ones(self, scores: Array, live: LiveMask) -> Array:
+        fw = get_framework(scores)
+        return fw.fill_unless(fw.astype(scores == scores, fw.dtype_name(scores)) * 0.0 + 1.0, live)
 
-    def without(self, rest: Array) -> Array:
+    def divisor_without(self, rest: Array) -> Array:
         return rest
 
     def init(self, rows: Array, width: int) -> State:
-        return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
+        return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def lift(
-        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
+    def partial_state(
+        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
     ) -> State:
-        ones = self.ones(scores, live)
-        return of(ones).row_sum(ones), pool(ones, value, live, keep)
+        ones = self.live_ones(scores, live)
+        return get_framework(ones).row_sum(ones), pool_by_weights(ones, value, live, keep)
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         count, pooled = state
-        return pooled / of(count).nonzero(count), (count,), None
+        return pooled / get_framework(count).safe_divisor(count), (count,), None
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.ones(scores, live) / of(scores).nonzero(found[0])
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+        return self.live_ones(scores, live) / get_framework(scores).safe_divisor(found[0])

@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import of
 from qkv.errors import DtypeError
-from qkv.types import Array, Keep, Live
-from qkv.weightings.base import INFINITY, NOWHERE, State, Weighting, pool, row_max
+from qkv.frameworks import get_framework
+from qkv.util.types import Array, DropoutMask, LiveMask
+from qkv.weightings.base import (
+    INFINITY,
+    NO_POSITION,
+    State,
+    Weighting,
+    live_row_max,
+    pool_by_weights,
+)
 from qkv.weightings.softmax import Softmax
 
-SOFT = Softmax()
+SOFTMAX = Softmax()
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,12 @@ class Hard(Weighting):
     array([[0., 1., 0.]])
     """
 
-    also: ClassVar[tuple[str, ...]] = ("argmax", "hardmax", "max")
+    aliases: ClassVar[tuple[str, ...]] = ("argmax", "hardmax", "max")
 
     straight_through: bool = False
 
-    convex: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
+    is_convex: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.straight_through, bool):
@@ -40,78 +47,82 @@ class Hard(Weighting):
             )
 
     @property
-    def few(self) -> int | None:
+    def max_support(self) -> int | None:
         return None if self.straight_through else 1
 
     @property
-    def smooth(self) -> bool:  # type: ignore[override]
+    def is_differentiable(self) -> bool:  # type: ignore[override]
         return self.straight_through
 
     @property
-    def centred(self) -> bool:  # type: ignore[override]
+    def needs_centre(self) -> bool:  # type: ignore[override]
         return self.straight_through
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        top = row_max(scores, live)
-        hard = self.weight(scores, live, k, (self.position(scores, live, k, top), top))
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        top = live_row_max(scores, live)
+        hard = self.block_weights(
+            scores, live, k, (self.argmax_position(scores, live, k, top), top)
+        )
         if not self.straight_through:
             return hard
-        fw = of(scores)
-        soft = fw.finite(SOFT.weights(scores, live, k))
+        fw = get_framework(scores)
+        soft = fw.replace_nonfinite(SOFTMAX.weights(scores, live, k))
         return hard + (soft - fw.detach(soft))
 
-    def position(self, scores: Array, live: Live, k: Array, top: Array) -> Array:
+    def argmax_position(self, scores: Array, live: LiveMask, k: Array, top: Array) -> Array:
         """Where the row's first largest score stands."""
-        fw = of(scores)
+        fw = get_framework(scores)
         if scores.shape[-1] == 0:
-            return fw.astype(fw.full(top.shape, 0.0, top), "int32") + NOWHERE
+            return fw.astype(fw.full(top.shape, 0.0, top), "int32") + NO_POSITION
         is_top = scores == top
         if live is not None:
             is_top = fw.xp.logical_and(is_top, live)
-        at = fw.xp.where(is_top, k, fw.astype(k * 0 + NOWHERE, fw.dtype(k)))
+        at = fw.xp.where(is_top, k, fw.astype(k * 0 + NO_POSITION, fw.dtype_name(k)))
         return fw.xp.min(at, axis=-1, keepdims=True)
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        fw = of(scores)
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+        fw = get_framework(scores)
         at, top = found[:2]
-        here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype(scores))
-        spoiled = fw.keep(scores * 0.0, fw.xp.isnan(top))  # a live NaN is not hidden
-        return fw.keep(here + spoiled, live)
+        here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype_name(scores))
+        spoiled = fw.fill_unless(scores * 0.0, fw.xp.isnan(top))  # a live NaN is not hidden
+        return fw.fill_unless(here + spoiled, live)
 
     def init(self, rows: Array, width: int) -> State:
-        fw = of(rows)
+        fw = get_framework(rows)
         top = fw.full(rows.shape, -INFINITY, rows)
-        at = fw.astype(fw.full(rows.shape, 0.0, rows), "int32") + NOWHERE
-        soft = SOFT.init(rows, width) if self.straight_through else ()
+        at = fw.astype(fw.full(rows.shape, 0.0, rows), "int32") + NO_POSITION
+        soft = SOFTMAX.init(rows, width) if self.straight_through else ()
         return top, at, *super().init(rows, width), *soft
 
-    def lift(
-        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
+    def partial_state(
+        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
     ) -> State:
-        top = row_max(scores, live)
-        at = self.position(scores, live, k, top)
-        weight = self.weight(scores, live, k, (at, top))
-        pooled = pool(weight, value, live, keep, sparse=True)
-        soft = SOFT.lift(scores, live, k, (), value, keep) if self.straight_through else ()
+        top = live_row_max(scores, live)
+        at = self.argmax_position(scores, live, k, top)
+        weight = self.block_weights(scores, live, k, (at, top))
+        pooled = pool_by_weights(weight, value, live, keep, sparse=True)
+        soft = (
+            SOFTMAX.partial_state(scores, live, k, (), value, keep) if self.straight_through else ()
+        )
         return top, at, pooled, *soft
 
     def merge(self, one: State, two: State) -> State:
-        xp = of(one[0]).xp
+        xp = get_framework(one[0]).xp
         ahead = xp.logical_or(two[0] > one[0], xp.isnan(two[0]))
         tie = xp.logical_and(two[0] == one[0], two[1] < one[1])
         second = xp.logical_or(ahead, tie)
         hard = (xp.where(second, b, a) for a, b in zip(one[:3], two[:3], strict=True))
-        return *hard, *(SOFT.merge(one[3:], two[3:]) if self.straight_through else ())
+        return *hard, *(SOFTMAX.merge(one[3:], two[3:]) if self.straight_through else ())
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         top, at, pooled, *soft = state
         if not self.straight_through:
             return pooled, (at, top), None
-        _, known, centre = SOFT.finish(tuple(soft), ())
+        _, known, centre = SOFTMAX.finish(tuple(soft), ())
         return pooled, (at, top, *known), centre
 
-    def slope(
+    def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
-        soft = SOFT.weight(scores, None, scores, found[2:])
-        return SOFT.slope(scores, soft, along, centre, found[2:])
+        soft = SOFTMAX.block_weights(scores, None, scores, found[2:])
+        return SOFTMAX.score_gradient(scores, soft, along, centre, found[2:])

@@ -5,34 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import of
-from qkv.errors import ArgumentError, FrameworkError, unknown
-from qkv.scores import Score, is_open
-from qkv.types import Array, Keep, Live
+from qkv.errors import ArgumentError, FrameworkError, unknown_name_error
+from qkv.frameworks import get_framework
+from qkv.scores import Score, has_user_code
+from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.average import Average
-from qkv.weightings.base import INFINITY, Alone, State, Weighting, pool
+from qkv.weightings.base import INFINITY, Elementwise, State, Weighting, pool_by_weights
 from qkv.weightings.hard import Hard
 
 
-class Unknown(Average):
+class NanWeights(Average):
     """α = NaN for every live row"""
 
-    def ones(self, scores: Array, live: Live) -> Array:
-        return of(scores).keep(super().ones(scores, None) * float("nan"), live)
+    def live_ones(self, scores: Array, live: LiveMask) -> Array:
+        return get_framework(scores).fill_unless(
+            super().live_ones(scores, None) * float("nan"), live
+        )
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        return self.ones(scores, live)
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        return self.live_ones(scores, live)
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.ones(scores, live)
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+        return self.live_ones(scores, live)
 
 
-INSTEAD: dict[str, Weighting | None] = {
+EMPTY_ROW_WEIGHTINGS: dict[str, Weighting | None] = {
     "zero": None,
-    "nan": Unknown(),
+    "nan": NanWeights(),
     "uniform": Average(),
     "nearest": Hard(),
-    "raise": Unknown(),
+    "raise": NanWeights(),
 }
 """The weighting of a row whose scores are all 0; of a row without a live key each makes 0."""
 
@@ -56,27 +58,27 @@ class Normalized(Weighting):
     """
 
     on_empty: str = "zero"
-    convex: ClassVar[bool] = True
+    is_convex: ClassVar[bool] = True
     needs_nonnegative: ClassVar[bool] = True
-    centred = True
-    sparse: ClassVar[bool] = True
+    needs_centre = True
+    is_sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.on_empty, str) or self.on_empty not in INSTEAD:
-            raise unknown("on_empty", self.on_empty, INSTEAD)
+        if not isinstance(self.on_empty, str) or self.on_empty not in EMPTY_ROW_WEIGHTINGS:
+            raise unknown_name_error("on_empty", self.on_empty, EMPTY_ROW_WEIGHTINGS)
 
     @property
-    def strict(self) -> bool:  # type: ignore[override]
+    def raises_on_empty(self) -> bool:  # type: ignore[override]
         return self.on_empty == "raise"
 
     @property
-    def instead(self) -> Weighting | None:
-        return INSTEAD[self.on_empty]
+    def empty_row_weighting(self) -> Weighting | None:
+        return EMPTY_ROW_WEIGHTINGS[self.on_empty]
 
-    def refuses(self, score: Score, biased: bool) -> str | None:
+    def incompatible_reason(self, score: Score, biased: bool) -> str | None:
         name, own = type(self).__name__, type(score).__name__
-        known = type(score).__module__.startswith("qkv.") and not is_open(score)
-        if known and not score.nonnegative:
+        known = type(score).__module__.startswith("qkv.") and not has_user_code(score)
+        if known and not score.is_nonnegative:
             return (
                 f"{name} divides scores by their sum, but {own} can be negative: use "
                 "weighting='softmax', or a score that cannot (boxcar, triangular, epanechnikov, "
@@ -87,52 +89,56 @@ class Normalized(Weighting):
                 f"{name} divides scores by their sum, and a float mask added to them can make them "
                 "negative: pass a boolean mask"
             )
-        if self.on_empty == "nearest" and score.closeness is None:
+        if self.on_empty == "nearest" and score.ranking_score is None:
             return (
                 "on_empty='nearest' needs a score with a distance (boxcar, triangular, "
                 f"epanechnikov), not {own}"
             )
         return None
 
-    def reads(self, score: Score) -> Score:
-        return (score.closeness or score) if self.on_empty == "nearest" else score
+    def adapt_score(self, score: Score) -> Score:
+        return (score.ranking_score or score) if self.on_empty == "nearest" else score
 
-    def inside(self, x: Array, live: Live, scores: Array) -> Array:
+    def zero_outside(self, x: Array, live: LiveMask, scores: Array) -> Array:
         """x where the scores count, else 0."""
-        fw = of(x)
+        fw = get_framework(x)
         if self.on_empty == "nearest":
-            x = fw.keep(x, fw.xp.logical_not(scores <= 0))
-        return fw.keep(x, live)
+            x = fw.fill_unless(x, fw.xp.logical_not(scores <= 0))
+        return fw.fill_unless(x, live)
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        fw, inside = of(scores), self.inside(scores, live, scores)
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        fw, inside = get_framework(scores), self.zero_outside(scores, live, scores)
         total = fw.row_sum(inside)
-        alpha = inside / divisor(total)
-        if self.instead is None:
+        alpha = inside / divisor_or_infinity(total)
+        if self.empty_row_weighting is None:
             return alpha
-        other = self.instead.weights(scores, live, k)
-        self.check((total, fw.row_sum(other)))
+        other = self.empty_row_weighting.weights(scores, live, k)
+        self.check_row_state((total, fw.row_sum(other)))
         return fw.xp.where(total == 0, other, alpha)
 
-    def without(self, rest: Array) -> Array:
+    def divisor_without(self, rest: Array) -> Array:
         return rest
 
-    def moving(self, weight: Array) -> Array:
-        return of(weight).keep(weight, weight == weight) if self.on_empty == "nan" else weight
+    def value_gradient_weights(self, weight: Array) -> Array:
+        return (
+            get_framework(weight).fill_unless(weight, weight == weight)
+            if self.on_empty == "nan"
+            else weight
+        )
 
-    def pool(self, weight: Array, value: Array, live: Live, keep: Keep) -> Array:
-        out = super().pool(self.moving(weight), value, live, keep)
+    def pool_values(self, weight: Array, value: Array, live: LiveMask, keep: DropoutMask) -> Array:
+        out = super().pool_values(self.value_gradient_weights(weight), value, live, keep)
         if self.on_empty != "nan":
             return out
-        fw = of(out)
+        fw = get_framework(out)
         known = fw.xp.all(weight == weight, axis=-1, keepdims=True)
-        return fw.keep(out, known, float("nan"))
+        return fw.fill_unless(out, known, float("nan"))
 
-    def check(self, found: State) -> None:
-        if not self.strict:
+    def check_row_state(self, found: State) -> None:
+        if not self.raises_on_empty:
             return
-        fw = of(found[0])
-        empty = fw.concrete(fw.xp.logical_and(found[0] == 0, fw.xp.isnan(found[1])))
+        fw = get_framework(found[0])
+        empty = fw.concrete_value(fw.xp.logical_and(found[0] == 0, fw.xp.isnan(found[1])))
         if empty is None:
             raise FrameworkError(
                 "on_empty='raise' cannot look at values while they are traced: use 'nan'"
@@ -144,45 +150,54 @@ class Normalized(Weighting):
             )
 
     def init(self, rows: Array, width: int) -> State:
-        other = () if self.instead is None else self.instead.init(rows, width)
-        return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width), *other
+        other = (
+            () if self.empty_row_weighting is None else self.empty_row_weighting.init(rows, width)
+        )
+        return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width), *other
 
-    def lift(
-        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
+    def partial_state(
+        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
     ) -> State:
-        inside = self.inside(scores, live, scores)
-        state = of(inside).row_sum(inside), pool(inside, value, live, keep, sparse=True)
-        other = self.instead
-        return state if other is None else (*state, *other.lift(scores, live, k, (), value, keep))
+        inside = self.zero_outside(scores, live, scores)
+        state = (
+            get_framework(inside).row_sum(inside),
+            pool_by_weights(inside, value, live, keep, sparse=True),
+        )
+        other = self.empty_row_weighting
+        return (
+            state
+            if other is None
+            else (*state, *other.partial_state(scores, live, k, (), value, keep))
+        )
 
     def merge(self, one: State, two: State) -> State:
-        state, other = super().merge(one[:2], two[:2]), self.instead
+        state, other = super().merge(one[:2], two[:2]), self.empty_row_weighting
         return state if other is None else (*state, *other.merge(one[2:], two[2:]))
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         total, pooled = state[:2]
-        out = pooled / divisor(total)
-        if self.instead is None:
+        out = pooled / divisor_or_infinity(total)
+        if self.empty_row_weighting is None:
             return out, (total,), out
-        other, known, _ = self.instead.finish(state[2:], ())
-        return of(total).xp.where(total == 0, other, out), (total, *known), out
+        other, known, _ = self.empty_row_weighting.finish(state[2:], ())
+        return get_framework(total).xp.where(total == 0, other, out), (total, *known), out
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
         total, *known = found
-        alpha = self.inside(scores, live, scores) / divisor(total)
-        if self.instead is None:
+        alpha = self.zero_outside(scores, live, scores) / divisor_or_infinity(total)
+        if self.empty_row_weighting is None:
             return alpha
-        other = self.instead.weight(scores, live, k, tuple(known))
-        return of(total).xp.where(total == 0, other, alpha)
+        other = self.empty_row_weighting.block_weights(scores, live, k, tuple(known))
+        return get_framework(total).xp.where(total == 0, other, alpha)
 
-    def slope(
+    def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
-        return self.inside((along - centre) / divisor(found[0]), None, scores)
+        return self.zero_outside((along - centre) / divisor_or_infinity(found[0]), None, scores)
 
 
 @dataclass(frozen=True)
-class Raw(Alone):
+class Raw(Elementwise):
     """αᵢ = sᵢ: the sum of similarity times value, as it stands
 
     >>> import numpy as np
@@ -190,21 +205,21 @@ class Raw(Alone):
     array([[ 2., -1.]])
     """
 
-    also: ClassVar[tuple[str, ...]] = ("identity", "linear", "none", "sum")
+    aliases: ClassVar[tuple[str, ...]] = ("identity", "linear", "none", "sum")
 
-    sparse: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        return of(scores).keep(scores, live)
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        return get_framework(scores).fill_unless(scores, live)
 
-    def slope(
+    def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
         return along
 
 
 @dataclass(frozen=True)
-class Sigmoid(Alone):
+class Sigmoid(Elementwise):
     """αᵢ = 1 / (1 + exp(−sᵢ)): each row by itself, the weights need not sum to one
 
     >>> import numpy as np
@@ -212,16 +227,16 @@ class Sigmoid(Alone):
     array([[0.5, 1. ]])
     """
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        fw = of(scores)
-        return fw.keep(fw.sigmoid(scores), live)
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        fw = get_framework(scores)
+        return fw.fill_unless(fw.sigmoid(scores), live)
 
-    def slope(
+    def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
         return weight * (1.0 - weight) * along
 
 
-def divisor(total: Array) -> Array:
+def divisor_or_infinity(total: Array) -> Array:
     """The total, or ∞ where it is 0: such a row has no weights, and no slope."""
-    return of(total).keep(total, total != 0, INFINITY)
+    return get_framework(total).fill_unless(total, total != 0, INFINITY)

@@ -6,46 +6,56 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import ClassVar
 
-from qkv.arrays import of, over
-from qkv.errors import ArgumentError, ShapeError, positive
-from qkv.types import Array, Keep, Live, Shape
-from qkv.weightings.base import INFINITY, NOWHERE, Fold, State, Weighting, pool, row_max
+from qkv.errors import ArgumentError, ShapeError, validate_positive
+from qkv.frameworks import divide_unless_one, get_framework
+from qkv.util.types import Array, DropoutMask, LiveMask, Shape
+from qkv.weightings.base import (
+    INFINITY,
+    NO_POSITION,
+    FoldFunction,
+    State,
+    Weighting,
+    live_row_max,
+    pool_by_weights,
+)
 
 
-def exponentials(scores: Array, live: Live, top: Array, spend: bool = False) -> Array:
+def shifted_exponentials(scores: Array, live: LiveMask, top: Array, spend: bool = False) -> Array:
     """exp(s − top), 0 where not live."""
-    fw = of(scores)
-    return fw.exp_below(scores, fw.finite(top), live, spend)
+    fw = get_framework(scores)
+    return fw.exp_shifted(scores, fw.replace_nonfinite(top), live, spend)
 
 
-def logarithm(top: Array, total: Array) -> Array:
+def log_of_total(top: Array, total: Array) -> Array:
     """top + log(total), −∞ where the total is 0."""
-    fw = of(total)
-    return fw.keep(fw.finite(top) + fw.xp.log(fw.nonzero(total)), total != 0, -INFINITY)
+    fw = get_framework(total)
+    return fw.fill_unless(
+        fw.replace_nonfinite(top) + fw.xp.log(fw.safe_divisor(total)), total != 0, -INFINITY
+    )
 
 
-class Exponential(Weighting):
+class ExponentialWeighting(Weighting):
     """What softmax and its truncations share: α = exp(s − top) / total.
 
     The row's `top` and `total` are kept apart: at 1e8 their log-sum-exp has no digits left for
     the total.
     """
 
-    convex: ClassVar[bool] = True
+    is_convex: ClassVar[bool] = True
     has_lse: ClassVar[bool] = True
-    centred = True
+    needs_centre = True
 
-    def slope(
+    def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
         return weight * (along - centre)
 
-    def lse(self, found: State) -> Array:
-        return logarithm(found[0], found[1])
+    def lse_from_state(self, found: State) -> Array:
+        return log_of_total(found[0], found[1])
 
 
 @dataclass(frozen=True)
-class Softmax(Exponential):
+class Softmax(ExponentialWeighting):
     """αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T)
 
     >>> import numpy as np
@@ -56,9 +66,9 @@ class Softmax(Exponential):
     temperature: float | Array = 1.0
 
     def __post_init__(self) -> None:
-        positive(self, "temperature")
+        validate_positive(self, "temperature")
 
-    def fits(self, lead: Shape, n: int) -> None:
+    def check_shapes(self, lead: Shape, n: int) -> None:
         if isinstance(self.temperature, int | float):  # torch.compile may leave it open
             return
         shape: Shape = tuple(getattr(self.temperature, "shape", ()))
@@ -71,68 +81,76 @@ class Softmax(Exponential):
                 f"{wanted}, not of shape {shape}"
             )
 
-    def scale(self, scores: Array) -> Array:
-        return over(scores, self.temperature)
+    def scale_scores(self, scores: Array) -> Array:
+        return divide_unless_one(scores, self.temperature)
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        fw = of(scores)
-        quick = fw.softmax(scores, live)
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        fw = get_framework(scores)
+        quick = fw.fused_softmax(scores, live)
         if quick is not None:
             return quick
-        e = exponentials(scores, live, row_max(scores, live))
-        return e / fw.nonzero(fw.row_sum(e))
+        e = shifted_exponentials(scores, live, live_row_max(scores, live))
+        return e / fw.safe_divisor(fw.row_sum(e))
 
-    def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
-        top = row_max(scores, live)
-        return logarithm(top, of(scores).row_sum(exponentials(scores, live, top)))
+    def compute_lse(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        top = live_row_max(scores, live)
+        return log_of_total(
+            top, get_framework(scores).row_sum(shifted_exponentials(scores, live, top))
+        )
 
-    def weights_and_lse(self, scores: Array, live: Live, k: Array) -> tuple[Array, Array | None]:
-        own = type(self).weights is Softmax.weights and type(self).lse_of is Softmax.lse_of
+    def weights_and_lse(
+        self, scores: Array, live: LiveMask, k: Array
+    ) -> tuple[Array, Array | None]:
+        own = (
+            type(self).weights is Softmax.weights and type(self).compute_lse is Softmax.compute_lse
+        )
         if not own:  # of one that has others, they are what counts
             return super().weights_and_lse(scores, live, k)
-        fw = of(scores)
-        quick = fw.softmax_and_lse(scores, live)
+        fw = get_framework(scores)
+        quick = fw.fused_softmax_and_lse(scores, live)
         if quick is not None:
             return quick
-        top = fw.finite(row_max(scores, live))
-        e = fw.exp_below(scores, top, live)
+        top = fw.replace_nonfinite(live_row_max(scores, live))
+        e = fw.exp_shifted(scores, top, live)
         total = fw.row_sum(e)
-        some = fw.nonzero(total)
+        some = fw.safe_divisor(total)
         lse = top + fw.xp.log(some)
-        return e / some, lse if some is total else fw.keep(lse, total != 0, -INFINITY)
+        return e / some, lse if some is total else fw.fill_unless(lse, total != 0, -INFINITY)
 
-    def without(self, rest: Array) -> Array:
+    def divisor_without(self, rest: Array) -> Array:
         return rest
 
     def init(self, rows: Array, width: int) -> State:
-        fw = of(rows)
+        fw = get_framework(rows)
         top = fw.full(rows.shape, -INFINITY, rows)
         return top, fw.full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def lift(
-        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
+    def partial_state(
+        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
     ) -> State:
-        top = row_max(scores, live)
-        e = exponentials(scores, live, top, spend=True)
-        return top, of(e).row_sum(e), pool(e, value, live, keep)
+        top = live_row_max(scores, live)
+        e = shifted_exponentials(scores, live, top, spend=True)
+        return top, get_framework(e).row_sum(e), pool_by_weights(e, value, live, keep)
 
     def merge(self, one: State, two: State) -> State:
-        fw = of(one[0])
+        fw = get_framework(one[0])
         top = fw.xp.maximum(one[0], two[0])
-        a, b = (fw.xp.exp(x[0] - fw.finite(top)) for x in (one, two))
+        a, b = (fw.xp.exp(x[0] - fw.replace_nonfinite(top)) for x in (one, two))
         return top, one[1] * a + two[1] * b, one[2] * a + two[2] * b
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         top, total, pooled = state
-        out = pooled / of(total).nonzero(total)
+        out = pooled / get_framework(total).safe_divisor(total)
         return out, (top, total), out
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return exponentials(scores, live, found[0]) / of(scores).nonzero(found[1])
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+        return shifted_exponentials(scores, live, found[0]) / get_framework(scores).safe_divisor(
+            found[1]
+        )
 
 
 @dataclass(frozen=True)
-class TopK(Exponential):
+class TopK(ExponentialWeighting):
     """Softmax over the k largest scores of each row, 0 elsewhere; ties by the lowest row.
 
     >>> import numpy as np
@@ -140,83 +158,83 @@ class TopK(Exponential):
     array([[0.   , 0.625, 0.375, 0.   ]])
     """
 
-    also: ClassVar[tuple[str, ...]] = ("top_k", "knn")
+    aliases: ClassVar[tuple[str, ...]] = ("top_k", "knn")
 
     k: int
-    sparse: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
             raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
 
     @property
-    def few(self) -> int:
+    def max_support(self) -> int:
         return self.k
 
-    def among(self, count: int) -> TopK:
+    def limit_to_keys(self, count: int) -> TopK:
         return self if self.k <= count else replace(self, k=max(count, 1))
 
-    def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        return Softmax().weights(scores, self.mask(scores, live, k), k)
+    def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        return Softmax().weights(scores, self.top_mask(scores, live, k), k)
 
-    def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
-        return Softmax().lse_of(scores, self.mask(scores, live, k), k)
+    def compute_lse(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        return Softmax().compute_lse(scores, self.top_mask(scores, live, k), k)
 
-    def mask(self, scores: Array, live: Live, k: Array) -> Array:
-        fw, how = of(scores), self
-        if not fw.unsized(scores) and (fw.equal_spans or not fw.tracing(scores)):
-            how = self.among(scores.shape[-1])  # there are no more to be held
-        found = how.search(lambda lift, merge, init: lift(fw.detach(scores), live, k))
-        return how.chosen(scores, live, k, found)
+    def top_mask(self, scores: Array, live: LiveMask, k: Array) -> Array:
+        fw, how = get_framework(scores), self
+        if not fw.has_unknown_length(scores) and (fw.needs_equal_spans or not fw.is_traced(scores)):
+            how = self.limit_to_keys(scores.shape[-1])  # there are no more to be held
+        found = how.find_threshold(lambda lift, merge, init: lift(fw.detach(scores), live, k))
+        return how.chosen_mask(scores, live, k, found)
 
-    def search(self, fold: Fold) -> State:
+    def find_threshold(self, fold: FoldFunction) -> State:
         """The largest score, the total of the k largest, the smallest of them, and its position."""
-        best, at = fold(self.lift_best, self.merge_best, self.init_best)
-        top = row_max(best, None)
-        total = of(top).row_sum(exponentials(best, None, top))
+        best, at = fold(self.partial_best, self.merge_best, self.init_best)
+        top = live_row_max(best, None)
+        total = get_framework(top).row_sum(shifted_exponentials(best, None, top))
         return top, total, best[..., -1:], at[..., -1:]
 
     def init_best(self, rows: Array) -> State:
-        fw = of(rows)
+        fw = get_framework(rows)
         shape = (*rows.shape[:-1], self.k)
-        at = fw.astype(fw.full(shape, 0.0, rows), "int32") + NOWHERE
+        at = fw.astype(fw.full(shape, 0.0, rows), "int32") + NO_POSITION
         return fw.full(shape, -INFINITY, rows), at
 
-    def lift_best(self, scores: Array, live: Live, k: Array) -> State:
-        fw = of(scores)
-        scores = fw.keep(scores, live, -INFINITY)
-        at = fw.xp.broadcast_to(k, fw.sizes(scores))
+    def partial_best(self, scores: Array, live: LiveMask, k: Array) -> State:
+        fw = get_framework(scores)
+        scores = fw.fill_unless(scores, live, -INFINITY)
+        at = fw.xp.broadcast_to(k, fw.dynamic_shape(scores))
         # A block may have fewer than k keys, or none.
-        return self.best(*self.joined((scores, at), self.init_best(scores[..., :1])))
+        return self.select_best(*self.concat_states((scores, at), self.init_best(scores[..., :1])))
 
-    def joined(self, one: State, two: State) -> State:
-        xp = of(one[0]).xp
+    def concat_states(self, one: State, two: State) -> State:
+        xp = get_framework(one[0]).xp
         return tuple(xp.concat(list(pair), axis=-1) for pair in zip(one, two, strict=True))
 
-    def best(self, scores: Array, at: Array) -> State:
-        fw = of(scores)
-        scores, order = fw.stable_top(scores, self.k)
-        return scores, fw.along(at, order)
+    def select_best(self, scores: Array, at: Array) -> State:
+        fw = get_framework(scores)
+        scores, order = fw.stable_topk(scores, self.k)
+        return scores, fw.take_along_last(at, order)
 
     def merge_best(self, one: State, two: State) -> State:
-        fw = of(one[0])
-        scores, at = self.joined(one, two)
+        fw = get_framework(one[0])
+        scores, at = self.concat_states(one, two)
         # By position first: the sort by score is stable, so ties then go to the lowest row.
         order = fw.xp.argsort(at, axis=-1, stable=True)
-        scores, at = (fw.along(x, order) for x in (scores, at))
-        return self.best(scores, at)
+        scores, at = (fw.take_along_last(x, order) for x in (scores, at))
+        return self.select_best(scores, at)
 
-    def chosen(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        xp = of(scores).xp
+    def chosen_mask(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+        xp = get_framework(scores).xp
         _, _, least, at = found
         # A compiler may round a score anew, and the last of the chosen would not be found again.
         last = xp.logical_or(xp.logical_and(scores == least, k <= at), k == at)
         chosen = xp.logical_or(xp.logical_or(scores > least, last), xp.isnan(least + scores))
         return chosen if live is None else xp.logical_and(chosen, live)
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        e = exponentials(scores, self.chosen(scores, live, k, found), found[0])
-        return e / of(e).nonzero(found[1])
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+        e = shifted_exponentials(scores, self.chosen_mask(scores, live, k, found), found[0])
+        return e / get_framework(e).safe_divisor(found[1])
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         return state[0], found, state[0]

@@ -13,7 +13,7 @@ def test_vectors_stay_themselves() -> None:
     encoder = Arrays().fit(keys)
     np.testing.assert_array_equal(encoder.encode(keys), [[1, 2, 3], [0.5, 0.25, -1], [7, 8, 9]])
     assert encoder.width == 3
-    assert encoder.score(10) == ScaledDot()
+    assert encoder.default_score(10) == ScaledDot()
 
 
 def test_any_frameworks_array_will_do() -> None:
@@ -21,7 +21,7 @@ def test_any_frameworks_array_will_do() -> None:
     keys = torch.arange(6.0).reshape(3, 2)
     encoder = Arrays().fit(keys)
     np.testing.assert_array_equal(encoder.encode(keys), [[0, 1], [2, 3], [4, 5]])
-    np.testing.assert_array_equal(encoder.query([keys[1]]), [[2, 3]])
+    np.testing.assert_array_equal(encoder.encode_query([keys[1]]), [[2, 3]])
 
 
 @pytest.mark.parametrize(

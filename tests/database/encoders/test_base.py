@@ -10,7 +10,7 @@ import pytest
 
 import qkv
 from qkv.database.encoders import ENCODERS, Encoder
-from qkv.database.encoders.base import under
+from qkv.database.encoders.base import select_by_prefix
 
 
 @dataclass(frozen=True)
@@ -59,5 +59,5 @@ def test_a_database_keeps_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_under_takes_the_prefix_off() -> None:
     arrays = {"0.w": np.zeros(1), "1.w": np.ones(1), "10.w": np.ones(2)}
-    assert list(under("1.", arrays)) == ["w"]
-    assert under("1.", arrays)["w"] is arrays["1.w"]
+    assert list(select_by_prefix("1.", arrays)) == ["w"]
+    assert select_by_prefix("1.", arrays)["w"] is arrays["1.w"]

@@ -90,9 +90,9 @@ def test_a_key_is_nearest_to_itself(name: str) -> None:
     if name == "custom":
         pytest.skip("the function is the caller's")
     encoder, keys = fitted(name)
-    known = np.flatnonzero(np.abs(encoder.pair(keys, keys)[1]).sum(axis=1) > 0)
+    known = np.flatnonzero(np.abs(encoder.encode_pair(keys, keys)[1]).sum(axis=1) > 0)
     keys = [keys[i] for i in known]
-    alpha = qkv.weights(*encoder.pair(keys, keys), score=encoder.score(len(keys)))
+    alpha = qkv.weights(*encoder.encode_pair(keys, keys), score=encoder.default_score(len(keys)))
     if name == "arrays":  # a dot product favours long vectors
         np.testing.assert_allclose(alpha.sum(axis=1), 1, rtol=1e-5)
     else:
@@ -102,11 +102,11 @@ def test_a_key_is_nearest_to_itself(name: str) -> None:
 @CASE
 def test_as_a_head_its_similarity_is_a_dot_product_of_at_most_one(name: str) -> None:
     encoder, keys = fitted(name)
-    similarity = encoder.head(keys, query=True) @ encoder.head(keys).T
+    similarity = encoder.encode_head(keys, query=True) @ encoder.encode_head(keys).T
     assert similarity.shape == (len(keys), len(keys))
     assert similarity.max() <= 1 + 1e-4
-    assert not encoder.head([None, keys[0]], query=True)[0].any()
-    assert encoder.head(keys).shape == (len(keys), encoder.head_width)
+    assert not encoder.encode_head([None, keys[0]], query=True)[0].any()
+    assert encoder.encode_head(keys).shape == (len(keys), encoder.head_width)
 
 
 def test_names_resolve() -> None:

@@ -137,7 +137,7 @@ def test_idf_favours_what_few_keys_have() -> None:
     query = ["of sand"]
     lead = []
     for encoder in (plain, fitted):
-        s = (encoder.query(query) @ encoder.encode(keys).T)[0]
+        s = (encoder.encode_query(query) @ encoder.encode(keys).T)[0]
         lead.append(s[0] - s[1:].max())
     assert lead[1] > lead[0]
     m, df = 6, 6

@@ -5,7 +5,7 @@ import pytest
 
 from qkv import Database
 from qkv.database.encoders import Custom, custom, load
-from qkv.database.encoders.base import sharpness
+from qkv.database.encoders.base import sharpness_for_rows
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 
@@ -31,7 +31,7 @@ def test_every_key_is_nearest_to_itself() -> None:
     assert D.ask("b").rows[0].weight > 0.9
     code = np.array(list(vectors.values()), np.float32)
     unit = code / np.linalg.norm(code, axis=1, keepdims=True)
-    scores = sharpness(len(vectors)) * unit @ unit[0]
+    scores = sharpness_for_rows(len(vectors)) * unit @ unit[0]
     alpha = np.exp(scores - scores.max())
     np.testing.assert_allclose(D.ask("a").weights, alpha / alpha.sum(), rtol=1e-4)
     with_scale = Custom(lambda keys: [7 * vectors[key] for key in keys], width=16)
@@ -55,7 +55,7 @@ def test_a_name_in_a_file_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> 
     settings = {"kind": "custom", "name": "subprocess:getoutput", "width": 3}
     with pytest.raises(ArgumentError, match=r"'subprocess:getoutput'.*encoder=Custom\(function\)"):
         load(settings, {})
-    monkeypatch.setattr(custom, "_SEEN", {})
+    monkeypatch.setattr(custom, "_FUNCTION_BY_NAME", {})
     with pytest.raises(ArgumentError, match="encoder="):
         load(Custom(lambda keys: keys, width=1).settings(), {})
 

@@ -14,10 +14,10 @@ from qkv.database.encoders import (
     Text,
     default,
 )
-from qkv.database.encoders.words import installed
+from qkv.database.encoders.words import is_installed
 from qkv.errors import ArgumentError
 
-TEXT = Text() if installed() else Characters()
+TEXT = Text() if is_installed() else Characters()
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_no_keys_no_encoder() -> None:
 def test_json_is_found_by_its_letters() -> None:
     keys = [{"name": "Ada", "born": 1815}, {"name": "Alan", "born": 1912}, [1, 2, "x"]]
     encoder = default(keys).fit(keys)
-    found = encoder.query([{"born": 1912, "name": "Allan"}]) @ encoder.encode(keys).T
+    found = encoder.encode_query([{"born": 1912, "name": "Allan"}]) @ encoder.encode(keys).T
     assert found.argmax() == 1

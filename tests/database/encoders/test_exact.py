@@ -28,7 +28,9 @@ def test_the_exact_score_is_exact() -> None:
 def test_an_equal_key_takes_the_weight_and_a_strange_one_leaves_it_spread(rows: int) -> None:
     encoder = Exact()
     keys = encoder.encode(range(rows))
-    right, strange = qkv.weights(encoder.query([1, "else"]), keys, score=encoder.score(rows))
+    right, strange = qkv.weights(
+        encoder.encode_query([1, "else"]), keys, score=encoder.default_score(rows)
+    )
     assert right.argmax() == 1
     assert right[1] > 0.98
     entropy = -(strange * np.log(strange)).sum()

@@ -15,7 +15,7 @@ from qkv.database.encoders import (
     Learned,
     Numbers,
 )
-from qkv.database.encoders.base import unit
+from qkv.database.encoders.base import normalize_rows
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.scores import (
     Additive,
@@ -36,7 +36,7 @@ BOOKS = [("Dracula", 1897), ("Frankenstein", 1818), ("Solaris", 1961), ("Dune", 
 def test_one_product_is_the_weighted_sum_of_cosines() -> None:
     keys, queries = ["Li", "Lipton", "Zhang"], ["Lee", "Zang"]
     heads = Heads([Characters(), Exact(64)], weights=[3, 1])
-    got = heads.query(queries) @ heads.encode(keys).T
+    got = heads.encode_query(queries) @ heads.encode(keys).T
     want = sum(
         weight * (encoder.encode(queries) @ encoder.encode(keys).T)
         for weight, encoder in ((0.75, Characters()), (0.25, Exact(64)))
@@ -48,18 +48,20 @@ def test_one_product_is_the_weighted_sum_of_cosines() -> None:
 def test_vectors_of_any_length_count_by_their_direction() -> None:
     keys = np.array([[3.0, 4.0], [0.0, 100.0]])
     both = Heads([Arrays(), Arrays()]).fit(keys)
-    got = both.query(keys) @ both.encode(keys).T
-    np.testing.assert_allclose(got, unit(keys) @ unit(keys).T, atol=1e-6)
+    got = both.encode_query(keys) @ both.encode(keys).T
+    np.testing.assert_allclose(got, normalize_rows(keys) @ normalize_rows(keys).T, atol=1e-6)
 
 
 def test_columns_of_text_and_numbers_add_up() -> None:
     columns = Columns({"title": Characters(), "year": Numbers()}, {"title": 3}).fit(BOOKS)
     queries = [("Dracla", 1900), ("dune", 1960)]
-    got = columns.query(queries) @ columns.encode(BOOKS).T
+    got = columns.encode_query(queries) @ columns.encode(BOOKS).T
     titles, years = zip(*BOOKS, strict=True)
     numbers = Numbers().fit(years)
     text = Characters().encode([q[0] for q in queries]) @ Characters().encode(titles).T
-    number = numbers.score(1)(numbers.encode([q[1] for q in queries]), numbers.encode(years))
+    number = numbers.default_score(1)(
+        numbers.encode([q[1] for q in queries]), numbers.encode(years)
+    )
     np.testing.assert_allclose(got, 0.75 * text + 0.25 * number, atol=1e-5)
 
 
@@ -68,14 +70,14 @@ def test_none_leaves_the_weight_to_the_other_columns() -> None:
     keys = columns.encode(BOOKS)
     title = Characters().encode(["Dracla"]) @ Characters().encode([b[0] for b in BOOKS]).T
     for query in (("Dracla", None), {"title": "Dracla"}, "Dracla"):
-        np.testing.assert_allclose(columns.query([query]) @ keys.T, title, atol=1e-5)
-    assert not columns.query([(None, None)]).any()
+        np.testing.assert_allclose(columns.encode_query([query]) @ keys.T, title, atol=1e-5)
+    assert not columns.encode_query([(None, None)]).any()
 
 
 def test_one_value_is_asked_of_every_column_that_reads_it() -> None:
     rows = [("Dune", "Frank Herbert", 1965), ("Emma", "Jane Austen", 1815)]
     columns = Columns([Characters(), Characters(), Numbers()]).fit(rows)
-    found = columns.query(["jane asten", "dune", 1964]) @ columns.encode(rows).T
+    found = columns.encode_query(["jane asten", "dune", 1964]) @ columns.encode(rows).T
     assert found.argmax(axis=1).tolist() == [1, 0, 0]
     # A name that fills one column matches as well as if it had been asked of that column alone.
     assert found[1, 0] == pytest.approx(1, abs=0.15)
@@ -84,7 +86,7 @@ def test_one_value_is_asked_of_every_column_that_reads_it() -> None:
 def test_heads_nest() -> None:
     inner = Heads([Characters(), Exact()])
     outer = Columns({"title": inner, "year": Numbers()}).fit(BOOKS)
-    found = outer.query(BOOKS) @ outer.encode(BOOKS).T
+    found = outer.encode_query(BOOKS) @ outer.encode(BOOKS).T
     assert found.argmax(axis=1).tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(np.diag(found), 0.5, atol=1e-5)  # a cosine of 1, a distance of 0
     assert outer.width == 256 + 256 + 3
@@ -124,7 +126,7 @@ def test_bad_heads_are_refused(build: Any, error: type[Exception], says: str) ->
 def test_bad_queries_are_refused(query: Any, error: type[Exception], says: str) -> None:
     columns = Columns({"title": Characters(), "year": Numbers()}).fit(BOOKS)
     with pytest.raises(error, match=says):
-        columns.query([query])
+        columns.encode_query([query])
 
 
 def test_a_missing_cell_is_refused_with_its_row() -> None:
@@ -148,8 +150,8 @@ class Years(Encoder):
     def encode(self, keys: Any) -> np.ndarray:
         return np.array([[key, 1.0] for key in keys], np.float32)
 
-    def score(self, rows: int) -> Score:
-        return self.how or super().score(rows)
+    def default_score(self, rows: int) -> Score:
+        return self.how or super().default_score(rows)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -172,19 +174,21 @@ OWN = [
 
 
 @pytest.mark.parametrize("how", OWN, ids=str)
-@pytest.mark.parametrize("wrap", [lambda x: Heads([x, Exact()], [1, 0]), Learned.begin])
+@pytest.mark.parametrize("wrap", [lambda x: Heads([x, Exact()], [1, 0]), Learned.from_base])
 def test_an_encoder_of_ones_own_ranks_as_it_does_alone(how: Any, wrap: Any) -> None:
     keys, queries = [0.5, -1.0, 1.25, 3.0, 2.0], [1.2, -3.0, 2.4]
     alone = Years(how)
-    together = wrap(alone, 5) if wrap == Learned.begin else wrap(alone)
-    want = np.asarray(alone.score(5)(alone.query(queries), alone.encode(keys)), float)
-    got = together.query(queries) @ together.encode(keys).T
+    together = wrap(alone, 5) if wrap == Learned.from_base else wrap(alone)
+    want = np.asarray(
+        alone.default_score(5)(alone.encode_query(queries), alone.encode(keys)), float
+    )
+    got = together.encode_query(queries) @ together.encode(keys).T
     # The heads' common factor takes the place of a scale; the score of learning keeps it.
     ratio = (want - want.mean(axis=1, keepdims=True)) / (got - got.mean(axis=1, keepdims=True))
     assert (want.argsort(axis=1) == got.argsort(axis=1)).all()
     np.testing.assert_allclose(ratio, np.full_like(ratio, ratio[0, 0]), rtol=1e-3)
-    if wrap == Learned.begin:
-        score = together.score(5)(together.query(queries), together.encode(keys))
+    if wrap == Learned.from_base:
+        score = together.default_score(5)(together.encode_query(queries), together.encode(keys))
         np.testing.assert_allclose(score, want, rtol=1e-3, atol=1e-4)
 
 

@@ -53,14 +53,14 @@ def bm25(
 @pytest.mark.parametrize("doubt", [0.0, 2.0])
 def test_it_is_bm25(k1: float, b: float, doubt: float) -> None:
     encoder = Lexical(k1, b, doubt).fit(KEYS)
-    query, key = encoder.pair(QUERIES, KEYS)
+    query, key = encoder.encode_pair(QUERIES, KEYS)
     np.testing.assert_allclose(query @ key.T, bm25(QUERIES, KEYS, k1, b, doubt), atol=1e-5)
 
 
 @pytest.mark.parametrize("doubt", [0.0, 2.0])
 def test_words_that_came_after_the_fit_are_as_rare_as_can_be(doubt: float) -> None:
     encoder = Lexical(doubt=doubt).fit(KEYS)
-    query, key = encoder.pair(["cow zork", "zork"], ["zork", "a cow", "the cat"])
+    query, key = encoder.encode_pair(["cow zork", "zork"], ["zork", "a cow", "the cat"])
     idf = {"zork": math.log(1 + 6.5 / 0.5), "cow": math.log(1 + 5.5 / 1.5)}
     told = np.array([sum(idf.values()), idf["zork"]]) + encoder.usual
     r = idf["cow"] / sum(idf.values())
@@ -80,7 +80,7 @@ def many() -> list[str]:
 
 def test_sparse_vectors_are_exact_whatever_there_is() -> None:
     keys = many()
-    query, key = Lexical().fit(keys).pair(keys[:50], keys)
+    query, key = Lexical().fit(keys).encode_pair(keys[:50], keys)
     expected = bm25(keys[:50], keys, 1.2, 0.75)
     np.testing.assert_allclose(query @ key.T, expected, rtol=1e-5, atol=1e-7)
 
@@ -88,20 +88,20 @@ def test_sparse_vectors_are_exact_whatever_there_is() -> None:
 def test_columns_keep_their_words_apart() -> None:
     keys = [("red", "blue"), ("blue", "red"), ("green", "green")]
     both = Columns({"one": Lexical(), "two": Lexical()}).fit(keys)
-    query, key = both.pair([("red", None), (None, "red"), {"two": "green"}], keys)
+    query, key = both.encode_pair([("red", None), (None, "red"), {"two": "green"}], keys)
     found = query @ key.T
     assert found.argmax(axis=1).tolist() == [0, 1, 2]
     assert (np.count_nonzero(found, axis=1) == 1).all()
     alone = Lexical().fit(["red", "blue", "green"])
-    own, ours = alone.pair(["red"], ["red"])
+    own, ours = alone.encode_pair(["red"], ["red"])
     # One column is asked as sharply as if there were no other.
     np.testing.assert_allclose(found[0, 0], (own @ ours.T)[0, 0], rtol=1e-5)
 
 
 def test_before_it_is_fitted_it_knows_no_word() -> None:
-    query, key = Lexical().pair(["the cat"], ["the cat"])
+    query, key = Lexical().encode_pair(["the cat"], ["the cat"])
     assert not (query @ key.T).any()
-    query, key = Lexical().fit(["", "!"]).pair(["the cat"], ["the cat", "", "a cat"])
+    query, key = Lexical().fit(["", "!"]).encode_pair(["the cat"], ["the cat", "", "a cat"])
     (found,) = query @ key.T
     assert found[0] > found[2] > found[1] == 0
 

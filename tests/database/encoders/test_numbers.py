@@ -23,7 +23,7 @@ def test_columns_of_mixed_units_count_the_same() -> None:
     def scored(keys: Any) -> Any:
         encoder = Numbers().fit(keys)
         x = encoder.encode(keys)
-        return encoder.score(4)(x, x)
+        return encoder.default_score(4)(x, x)
 
     z = (np.array(keys) - np.mean(keys, axis=0)) / np.std(keys, axis=0)
     wanted = Gaussian(4 ** (-1 / 6))(z, z)
@@ -36,14 +36,14 @@ def test_columns_of_mixed_units_count_the_same() -> None:
 def test_what_float32_cannot_hold_is_counted_in_standard_deviations(scale: float) -> None:
     encoder = Numbers().fit([2 * scale, 3 * scale, 4 * scale])
     np.testing.assert_allclose(encoder.encode([4 * scale]), [[1.2247449]], rtol=1e-6)
-    assert encoder.score(32) == Gaussian(0.5)
+    assert encoder.default_score(32) == Gaussian(0.5)
 
 
 def test_settings_of_before_mean_what_they_meant() -> None:
     told = {"kind": "numbers", "bandwidth": None, "units": None, "mean": [3.0], "unit": [0.5]}
     encoder = Numbers.build(told, {})
     assert encoder.encode([4.0]).tolist() == [[2.0]]
-    assert encoder.score(32) == Gaussian(0.5)
+    assert encoder.default_score(32) == Gaussian(0.5)
 
 
 def test_arrays_tuples_and_lists_are_alike() -> None:
@@ -54,11 +54,11 @@ def test_arrays_tuples_and_lists_are_alike() -> None:
 
 
 def test_the_bandwidth_is_scotts_unless_given() -> None:
-    assert Numbers().fit([1.0, 3.0]).score(32) == Gaussian(0.5)
-    assert Numbers().fit([10.0, 30.0]).score(32) == Gaussian(5.0)
-    two = Numbers().fit([(1.0, 20.0), (3.0, 40.0)]).score(64)
+    assert Numbers().fit([1.0, 3.0]).default_score(32) == Gaussian(0.5)
+    assert Numbers().fit([10.0, 30.0]).default_score(32) == Gaussian(5.0)
+    two = Numbers().fit([(1.0, 20.0), (3.0, 40.0)]).default_score(64)
     assert isinstance(two, Gaussian) and two.bandwidth.tolist() == [0.5, 5.0]  # type: ignore[union-attr]
-    assert Numbers(0.25).fit([1.0, 2.0]).score(1000) == Gaussian(0.25)
+    assert Numbers(0.25).fit([1.0, 2.0]).default_score(1000) == Gaussian(0.25)
 
 
 def test_units_replace_the_standard_deviation() -> None:
@@ -66,8 +66,8 @@ def test_units_replace_the_standard_deviation() -> None:
     np.testing.assert_allclose(
         np.diff(encoder.encode([(3, 50_000), (3.1, 55_000)]), axis=0), 1, rtol=1e-4
     )
-    assert encoder.score(1000) == Gaussian(1.0)
-    assert Numbers(2.0, units=0.1).fit([3.0]).score(1000) == Gaussian(2.0)
+    assert encoder.default_score(1000) == Gaussian(1.0)
+    assert Numbers(2.0, units=0.1).fit([3.0]).default_score(1000) == Gaussian(2.0)
 
 
 def test_a_column_of_one_value_is_compared_in_its_own_unit() -> None:
@@ -151,12 +151,16 @@ def test_as_a_head_its_product_is_the_gaussian(bandwidth: float | None) -> None:
     keys = [(1.0, 20.0), (3.0, 10.0), (-2.0, 0.0)]
     encoder = Numbers(bandwidth).fit(keys)
     queries = [(0.0, 5.0), (9.0, 9.0)]
-    got = encoder.head(queries, query=True) @ encoder.head(keys).T
-    want = encoder.score(1)(encoder.encode(queries), encoder.encode(keys))
+    got = encoder.encode_head(queries, query=True) @ encoder.encode_head(keys).T
+    want = encoder.default_score(1)(encoder.encode(queries), encoder.encode(keys))
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_what_it_reads() -> None:
     encoder = Numbers().fit([1.0, 2.0])
-    assert encoder.reads(3) and encoder.reads(2.5)
-    assert not encoder.reads("3") and not encoder.reads((1, 2)) and not encoder.reads(None)
+    assert encoder.can_read_query(3) and encoder.can_read_query(2.5)
+    assert (
+        not encoder.can_read_query("3")
+        and not encoder.can_read_query((1, 2))
+        and not encoder.can_read_query(None)
+    )

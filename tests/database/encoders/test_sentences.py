@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qkv.database.encoders import Sentences, load, sentences
-from qkv.errors import ArgumentError, MissingExtra
+from qkv.errors import ArgumentError, MissingExtraError
 
 
 def test_sentences_are_compared_by_meaning(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_sentences_are_compared_by_meaning(tmp_path: Path) -> None:
     vectors = encoder.encode(keys)
     assert vectors.shape == (2, 384) == (2, encoder.width)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    queries = encoder.query(["money becomes more expensive", "a kitten on a carpet"])
+    queries = encoder.encode_query(["money becomes more expensive", "a kitten on a carpet"])
     assert (queries @ vectors.T).argmax(axis=1).tolist() == [1, 0]
     again = load(encoder.settings(), {})
     assert again == encoder
@@ -38,7 +38,7 @@ def test_what_is_missing_is_named(missing: str, monkeypatch: pytest.MonkeyPatch)
         return None if name == missing else real(name, *rest) or real("json")
 
     monkeypatch.setattr(sentences, "find_spec", without)
-    with pytest.raises(MissingExtra, match=r'pip install "qkv\[sentences\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "qkv\[sentences\]"'):
         load(Sentences(size=384).settings(), {})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import qkv
 from qkv.database.encoders import Text, load
-from qkv.database.encoders.base import sharpness
+from qkv.database.encoders.base import sharpness_for_rows
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot
 from tests.database.encoders.test_lexical import LATER, houses
@@ -28,7 +28,7 @@ def books() -> list[dict[str, str]]:
 
 def ask(queries: list[str], keys: list[str]) -> np.ndarray:
     encoder = Text().fit(keys)
-    return qkv.weights(*encoder.pair(queries, keys), score=encoder.score(len(keys)))
+    return qkv.weights(*encoder.encode_pair(queries, keys), score=encoder.default_score(len(keys)))
 
 
 def effective_rows(alpha: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def test_it_holds_for_few_rows_and_for_many(rows: int, books: list[dict[str, str
 
 
 def test_letters_count_in_short_texts_and_words_in_long_ones() -> None:
-    shares = Text(half=10, rare=0.8).shares(["", "x" * 10, "x" * 90])
+    shares = Text(half=10, rare=0.8).head_shares(["", "x" * 10, "x" * 90])
     np.testing.assert_allclose(shares, [[1, 0, 0.8], [0.5, 0.5, 0.8], [0.1, 0.9, 0.8]])
 
 
@@ -146,7 +146,7 @@ def test_it_is_as_wide_as_its_heads() -> None:
 def test_few_keys_are_not_fitted_to() -> None:
     keys = [f"key {i}" for i in range(63)]
     assert Text().fit(keys) == Text()
-    before, after = (made.sparse(keys) for made in (Text(), Text().fit([*keys, "one more"])))
+    before, after = (made.encode_sparse(keys) for made in (Text(), Text().fit([*keys, "one more"])))
     # Two places of each are those of the whole text.
     assert before is not None and len(before.flat) == 2 * len(keys)
     assert after is not None and len(after.flat) == 4 * len(keys)
@@ -156,7 +156,7 @@ def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None
     summaries = [book["summary"] for book in books]
     made = Text().fit(summaries)
     assert made.sharp > 1 and made == Text().fit(summaries)
-    assert made.score(300) == ScaledDot(made.sharp * sharpness(300))
+    assert made.default_score(300) == ScaledDot(made.sharp * sharpness_for_rows(300))
     assert load(made.settings(), made.arrays()) == made
     assert Text().fit(["same"] * 100).sharp > 0
 

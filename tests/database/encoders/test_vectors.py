@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from qkv.database.encoders import Vectors, load
-from qkv.database.encoders.vectors import FileError, MissingFile, read
+from qkv.database.encoders.vectors import (
+    VectorFileError,
+    VectorFileNotFoundError,
+    read_word_vectors,
+)
 
 WORDS = ["the", "cat", "don't", "New-York", "straße", "night"]
 NUMBERS = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
@@ -50,8 +54,8 @@ def test_every_format_gives_the_same_table(
 ) -> None:
     data = FORMATS[name]
     if block == 7:  # blocks end in the middle of words and numbers, but the header is whole
-        monkeypatch.setattr("qkv.database.encoders.vectors.BLOCK", 90)
-    table = read(put(tmp_path, data, file))
+        monkeypatch.setattr("qkv.database.encoders.vectors.BLOCK_BYTES", 90)
+    table = read_word_vectors(put(tmp_path, data, file))
     assert list(table.index) == WORDS
     np.testing.assert_array_equal(table.vectors, NUMBERS)
 
@@ -70,14 +74,14 @@ def test_a_text_is_the_mean_of_its_words(tmp_path: Path) -> None:
 
 def test_words_may_hold_spaces_and_come_twice(tmp_path: Path) -> None:
     data = glove(["cat", ". . .", "cat", "dog", "x", "y"])
-    table = read(put(tmp_path, data))
+    table = read_word_vectors(put(tmp_path, data))
     assert list(table.index) == ["cat", ". . .", "dog", "x", "y"]
     np.testing.assert_array_equal(table.vectors, NUMBERS[[0, 1, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("data", [glove(), binary()])
 def test_a_limit_keeps_the_first_words(data: bytes, tmp_path: Path) -> None:
-    table = read(put(tmp_path, data), 2)
+    table = read_word_vectors(put(tmp_path, data), 2)
     assert list(table.index) == WORDS[:2]
     np.testing.assert_array_equal(table.vectors, NUMBERS[:2])
 
@@ -111,16 +115,16 @@ def lines(*changed: tuple[int, bytes]) -> bytes:
 )
 def test_a_damaged_file_is_refused_with_the_place(data: bytes, says: str, tmp_path: Path) -> None:
     path = put(tmp_path, data)
-    with pytest.raises(FileError, match=says) as error:
-        read(path)
+    with pytest.raises(VectorFileError, match=says) as error:
+        read_word_vectors(path)
     assert str(path) in str(error.value)
 
 
 def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
     path = put(tmp_path, glove(), "vectors.gz")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(FileError, match=r"vectors\.gz: damaged"):
-        read(path)
+    with pytest.raises(VectorFileError, match=r"vectors\.gz: damaged"):
+        read_word_vectors(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -128,7 +132,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     settings = json.loads(json.dumps(Vectors(path).fit([]).settings()))
     path.unlink()
     for opened in (lambda: load(settings, {}), lambda: Vectors(path).encode(["a"])):
-        with pytest.raises(MissingFile, match=r"vectors is missing") as error:
+        with pytest.raises(VectorFileNotFoundError, match=r"vectors is missing") as error:
             opened()
         assert isinstance(error.value, FileNotFoundError)
 
@@ -137,7 +141,7 @@ def test_another_file_in_its_place_is_refused(tmp_path: Path) -> None:
     path = put(tmp_path, glove())
     encoder = Vectors(path).fit([])
     put(tmp_path, glove(numbers=NUMBERS * 2))
-    with pytest.raises(FileError, match="has changed"):
+    with pytest.raises(VectorFileError, match="has changed"):
         load(encoder.settings(), {}).encode(["cat"])
 
 

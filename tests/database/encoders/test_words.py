@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkv.database.encoders import Characters, Words, default, load, words
-from qkv.errors import MissingExtra
+from qkv.errors import MissingExtraError
 
 pytest.importorskip("tokenizers")
 wordllama = pytest.importorskip("wordllama")
@@ -17,7 +17,7 @@ TEXTS = ["the cat sat", "a kitten", "Income Tax", "naïve 日本", "x"]
 
 
 def test_it_is_wordllamas_embedding() -> None:
-    folder = words.folder()
+    folder = words.package_folder()
     model = wordllama.WordLlama.load(cache_dir=folder, disable_download=True)
     want = model.embed(TEXTS, norm=True)
     np.testing.assert_allclose(Words(lower=False).encode(TEXTS), want, atol=1e-5)
@@ -26,7 +26,7 @@ def test_it_is_wordllamas_embedding() -> None:
 
 
 def test_meaning_is_near() -> None:
-    query = Words().query(["a book about the ocean"])
+    query = Words().encode_query(["a book about the ocean"])
     keys = ["the sea", "a tax form", "a parliament"]
     assert (query @ Words().encode(keys).T).argmax() == 0
 
@@ -66,11 +66,11 @@ def test_without_wordllama_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
     settings = Words().settings()
     monkeypatch.setattr(words, "find_spec", without)
-    words._table.cache_clear()
-    words._mapped.cache_clear()
-    with pytest.raises(MissingExtra, match=r'pip install "qkv\[text\]"'):
+    words._load_table.cache_clear()
+    words._map_table.cache_clear()
+    with pytest.raises(MissingExtraError, match=r'pip install "qkv\[text\]"'):
         load(settings, {})
-    with pytest.raises(MissingExtra, match=r"qkv\[text\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[text\]"):
         Words().encode(["a"])
     assert default(["a", "b"]) == Characters()
 
@@ -78,7 +78,7 @@ def test_without_wordllama_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 def test_few_tokens_are_summed_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["the cat sat on the mat", "", "naïve 日本", "x" * 90]
     few = Words().encode(texts)
-    monkeypatch.setattr(words, "FEW", -1)
+    monkeypatch.setattr(words, "MAX_MAPPED_TOKENS", -1)
     np.testing.assert_array_equal(few, Words().encode(texts))
 
 
@@ -88,17 +88,17 @@ def test_long_and_short_texts_are_summed_alike() -> None:
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     table, ids = rng.normal(size=(50, 8)).astype("float32"), rng.integers(50, size=offsets[-1])
     rows = [table[x].astype(float).sum(axis=0) for x in np.split(ids, offsets[1:-1])]
-    np.testing.assert_allclose(words.sums(table, ids, offsets), rows, atol=1e-4)
+    np.testing.assert_allclose(words.sum_by_text(table, ids, offsets), rows, atol=1e-4)
 
 
-@pytest.mark.parametrize("most", [words.WORDS, 3])
+@pytest.mark.parametrize("most", [words.MAX_CACHED_WORDS, 3])
 def test_a_text_has_the_tokens_that_its_tokenizer_gives_it_whole(monkeypatch, most) -> None:
-    monkeypatch.setattr(words, "WORDS", most)
+    monkeypatch.setattr(words, "MAX_CACHED_WORDS", most)
     rng = np.random.default_rng(0)
     parts = [*"ab'-é日🙂\n\t<▁", " ", " ", " ", "the ", "<s>", "cat", "naïve", "x" * 40]
     texts = ["", " ", "  ", "a ", " a", "a  b", "a <s> b", "</s>a b", "▁", "a ▁ b", "a\n b"]
     texts += ["".join(rng.choice(parts, rng.integers(0, 9))) for _ in range(500)]
     ids, offsets = Words(lower=False).tokens(texts)
-    whole = words._tokenizer().encode_batch_fast(texts, add_special_tokens=False)
+    whole = words._load_tokenizer().encode_batch_fast(texts, add_special_tokens=False)
     assert [x.tolist() for x in np.split(ids, offsets[1:-1])] == [x.ids for x in whole]
     assert Words().tokens([])[1].tolist() == [0]

@@ -11,7 +11,7 @@ from qkv.database.encoders import (
     Encoder,
 )
 from qkv.database.encoders.learned import (
-    pooled,
+    pool_tokens,
 )
 
 ENGLISH = ["cat", "dog", "house", "tree", "water", "bread", "night", "milk", "book", "hand"]
@@ -40,7 +40,7 @@ class Letters(Encoder):
 
     def encode(self, keys: Any) -> np.ndarray:
         ids, offsets = self.tokens(keys)
-        x = pooled(self.table, np.ones(len(ids), np.float32), ids, offsets)
+        x = pool_tokens(self.table, np.ones(len(ids), np.float32), ids, offsets)
         length = np.linalg.norm(x, axis=1, keepdims=True)
         return x / np.where(length == 0, 1, length)
 
@@ -53,5 +53,5 @@ class Letters(Encoder):
 
 
 def top(encoder: Encoder, queries: list[Any], keys: list[Any]) -> list[int]:
-    scores = encoder.score(len(keys))(encoder.query(queries), encoder.encode(keys))
+    scores = encoder.default_score(len(keys))(encoder.encode_query(queries), encoder.encode(keys))
     return np.asarray(scores).argmax(axis=1).tolist()

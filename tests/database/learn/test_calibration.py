@@ -13,7 +13,7 @@ def test_sharpness_is_calibrated_on_what_was_held_out() -> None:
     """No other factor on τ gives the held-out pairs a lower −ln α."""
     held = PAIRS[:5]
     encoder, _ = learn.learn(Letters(), ENGLISH, PAIRS[5:], held_out=held, epochs=2)
-    s = encoder.query([q for q, _ in held]) @ encoder.encode(ENGLISH).T
+    s = encoder.encode_query([q for q, _ in held]) @ encoder.encode(ENGLISH).T
 
     def loss(factor: float) -> float:
         z = s.astype(np.float64) * encoder.sharpness * factor

@@ -14,7 +14,9 @@ from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters
 
 @pytest.mark.parametrize("when", [1, 3, 5])
 def test_resumes_to_the_same_end(when: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descent, "ALL", 4)  # so that mined negatives must be kept as well
+    monkeypatch.setattr(
+        descent, "MAX_FULL_CANDIDATES", 4
+    )  # so that mined negatives must be kept as well
     how: dict[str, Any] = {"epochs": 6, "vectors": True, "held_out": PAIRS[:3], "batch": 4}
     straight, report = learn.learn(Letters(), ENGLISH, PAIRS, **how)
     path = tmp_path / "state.safetensors"
@@ -28,10 +30,10 @@ def test_resumes_to_the_same_end(when: int, tmp_path: Any, monkeypatch: pytest.M
     resumed, second = learn.learn(Letters(), ENGLISH, PAIRS, resume=path, **how)
     assert second.loss == report.loss
     assert second.best == report.best
-    np.testing.assert_array_equal(resumed.query(MADE_UP), straight.query(MADE_UP))
+    np.testing.assert_array_equal(resumed.encode_query(MADE_UP), straight.encode_query(MADE_UP))
     finished, third = learn.learn(Letters(), ENGLISH, PAIRS, resume=path, **how)
     assert third.loss == report.loss
-    np.testing.assert_array_equal(finished.query(MADE_UP), straight.query(MADE_UP))
+    np.testing.assert_array_equal(finished.encode_query(MADE_UP), straight.encode_query(MADE_UP))
 
 
 def test_refuses_a_checkpoint_of_something_else(tmp_path: Any) -> None:

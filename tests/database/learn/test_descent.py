@@ -15,14 +15,14 @@ from qkv.database.encoders.learned import (
     Learned,
 )
 from qkv.database.learn import descent
-from qkv.database.learn.task import make
+from qkv.database.learn.task import build_task
 from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters, top
 
 
 def test_samples_negatives_when_keys_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descent, "ALL", 4)
-    monkeypatch.setattr(descent, "MINED", 8)
-    monkeypatch.setattr(descent, "MINE_FROM", 0)
+    monkeypatch.setattr(descent, "MAX_FULL_CANDIDATES", 4)
+    monkeypatch.setattr(descent, "MINING_SAMPLE_KEYS", 8)
+    monkeypatch.setattr(descent, "FIRST_MINING_EPOCH", 0)
     encoder, report = learn.learn(
         Letters(), ENGLISH, PAIRS, held_out=0, vectors=True, batch=4, hard=2, epochs=20
     )
@@ -31,16 +31,16 @@ def test_samples_negatives_when_keys_are_many(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mined_negatives_are_hard_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descent, "ALL", 4)
-    monkeypatch.setattr(descent, "HARDEST", 2)
+    monkeypatch.setattr(descent, "MAX_FULL_CANDIDATES", 4)
+    monkeypatch.setattr(descent, "HARD_NEGATIVES_PER_PAIR", 2)
     keys = ["cat", "cats", "cat s", "dog", "dogs", "xyz"]
     pairs = [("cat", "cat"), ("cat", "cats"), ("dog", "dog")]
-    task = make(Characters(64), keys, pairs, 0, 0)
-    how = descent.Training(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
-    run = descent.Descent(task, how, Learned.begin(Characters(64), 6), 0.0)
-    run.mine(np.random.default_rng(0))
-    assert run.hard is not None
-    found = [{keys[i] for i in row} for row in run.hard]
+    task = build_task(Characters(64), keys, pairs, 0, 0)
+    how = descent.TrainingOptions(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
+    run = descent.GradientDescent(task, how, Learned.from_base(Characters(64), 6), 0.0)
+    run.mine_hard_negatives(np.random.default_rng(0))
+    assert run.hard_negatives is not None
+    found = [{keys[i] for i in row} for row in run.hard_negatives]
     assert "cat s" in found[0] & found[1]
     assert not (found[0] | found[1]) & {"cat", "cats"}, "right keys are never wrong"
     assert "dogs" in found[2]
@@ -76,14 +76,14 @@ def test_ctrl_c_keeps_the_best_so_far() -> None:
     assert report.best == 2 and report.interrupted
     assert "interrupted in epoch 3: the best so far was kept" in str(report)
     straight, _ = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0)
-    assert np.isfinite(encoder.query(MADE_UP)).all()
-    assert np.abs(encoder.query(MADE_UP) - straight.query(MADE_UP)).max() > 1e-3
+    assert np.isfinite(encoder.encode_query(MADE_UP)).all()
+    assert np.abs(encoder.encode_query(MADE_UP) - straight.encode_query(MADE_UP)).max() > 1e-3
 
 
 def test_ctrl_c_before_the_first_best_is_whole_keeps_nothing() -> None:
     def profile(frame, event, arg) -> None:
         names = frame.f_code.co_name, frame.f_back.f_code.co_name  # a comprehension is inside
-        if event == "c_return" and arg.__name__ == "copy" and "one_epoch" in names:
+        if event == "c_return" and arg.__name__ == "copy" and "run_epoch" in names:
             sys.setprofile(None)
             raise KeyboardInterrupt
 

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv.arrays.ragged import columns, sparse
 from qkv.database.encoders.learned import (
-    Bag,
-    Input,
-    bag,
+    HeadInput,
+    TokenBag,
+    build_token_bag,
 )
 from qkv.database.learn import gradients
+from qkv.frameworks.ragged import build_sparse, gather_columns
 
 
-def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.Batch]:
+def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.TrainingBatch]:
     """Three heads: of tokens (with an empty text), of vectors that keep their lengths, of words."""
     rng = np.random.default_rng(0)
     d, e, n, c, vocabulary = 5, 3, 4, 6, 7
@@ -28,32 +28,34 @@ def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.Batch]:
         parameters[f"0.{side}.vectors"] = rng.normal(size=(vocabulary, d))
         parameters[f"1.{side}.w"] = np.eye(e) + 0.3 * rng.normal(size=(e, e))
 
-    def texts(count: int, empty: int) -> Bag:
+    def texts(count: int, empty: int) -> TokenBag:
         lengths = rng.integers(1, 5, count)
         lengths[empty] = 0
         offsets = np.cumsum([0, *lengths])
-        return bag(rng.integers(0, vocabulary, offsets[-1]), offsets)
+        return build_token_bag(rng.integers(0, vocabulary, offsets[-1]), offsets)
 
     def vectors(count: int) -> np.ndarray:
         return rng.normal(size=(count, e)).astype(dtype)
 
-    def words(count: int) -> Input:
+    def words(count: int) -> HeadInput:
         there = rng.random((count, 4)) < 0.8
         row, word = np.nonzero(there)
-        return Input(sparse(row, 10 * word, rng.random(len(row)), count), rng.random(count))
+        return HeadInput(
+            build_sparse(row, 10 * word, rng.random(len(row)), count), rng.random(count)
+        )
 
     share = rng.random(n)
     own = words(n), words(c)
     # A word that no weight is learned for is left out.
-    assert gradients.shared(*own, np.array([5, 10]))[1].tolist() == [10]
-    shared, asked = gradients.shared(*own, np.array([0, 10, 15, 20, 30]))
+    assert gradients.find_shared_words(*own, np.array([5, 10]))[1].tolist() == [10]
+    shared, asked = gradients.find_shared_words(*own, np.array([0, 10, 15, 20, 30]))
     assert asked.tolist() == [0, 10, 20, 30]
-    batch = gradients.Batch(
-        query=[Input(texts(n, 2), rng.random(n).astype(dtype)), Input(vectors(n)), own[0]],
-        key=[Input(texts(c, 5)), Input(vectors(c), rng.random(c).astype(dtype)), own[1]],
-        right=np.array([0, 3, 3, 1]),
-        share=(share / share.sum()).astype(dtype),
-        barred=(np.array([0, 3]), np.array([4, 0])),
+    batch = gradients.TrainingBatch(
+        query=[HeadInput(texts(n, 2), rng.random(n).astype(dtype)), HeadInput(vectors(n)), own[0]],
+        key=[HeadInput(texts(c, 5)), HeadInput(vectors(c), rng.random(c).astype(dtype)), own[1]],
+        right_columns=np.array([0, 3, 3, 1]),
+        pair_shares=(share / share.sum()).astype(dtype),
+        excluded_cells=(np.array([0, 3]), np.array([4, 0])),
         cosines=(True, False, False),
         words={2: shared},
     )
@@ -63,7 +65,7 @@ def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.Batch]:
 class TestGradients:
     def test_are_the_differences(self) -> None:
         parameters, batch = random_batch(np.float64)
-        _, found = gradients.gradients(parameters, batch)
+        _, found = gradients.compute_gradients(parameters, batch)
         assert set(found) == set(parameters)
         for name, array in parameters.items():
             for at in list(np.ndindex(array.shape))[:40]:
@@ -72,7 +74,7 @@ class TestGradients:
                 for sign in (1, -1):
                     moved = array.copy()
                     moved[at] += sign * step
-                    sides.append(gradients.gradients({**parameters, name: moved}, batch)[0])
+                    sides.append(gradients.compute_gradients({**parameters, name: moved}, batch)[0])
                 slope = (sides[0] - sides[1]) / (2 * step)
                 assert found[name][at] == pytest.approx(slope, abs=1e-7), (name, at)
 
@@ -80,17 +82,19 @@ class TestGradients:
         _, batch = random_batch(np.float64)
         places = np.arange(0, 40, 10, dtype=np.uint32)
         query, key = (
-            columns(side[2].x, places)[:, :-1] * side[2].length[:, None]
+            gather_columns(side[2].x, places)[:, :-1] * side[2].length[:, None]
             for side in (batch.query, batch.key)
         )
         weight = np.array([1.0, 2.0, 0.5, 3.0])
-        np.testing.assert_allclose(batch.words[2].scores(weight), query * weight @ key.T, rtol=1e-6)
+        np.testing.assert_allclose(
+            batch.words[2].compute_scores(weight), query * weight @ key.T, rtol=1e-6
+        )
 
     @pytest.mark.parametrize(("dtype", "within"), [(np.float64, 1e-12), (np.float32, 1e-5)])
     def test_are_those_of_torch(self, dtype: Any, within: float) -> None:
         pytest.importorskip("torch")
         parameters, batch = random_batch(dtype)
-        loss, ours = gradients.gradients(parameters, batch)
+        loss, ours = gradients.compute_gradients(parameters, batch)
         other, theirs = by_torch(parameters, batch)
         assert loss == pytest.approx(other, rel=within)
         assert set(ours) == set(theirs)
@@ -105,14 +109,14 @@ class TestGradients:
         q = batch.query[1].x @ own["0.query.w"].T
         k = batch.key[1].x @ own["0.key.w"].T * batch.key[1].length[:, None]
         s = np.exp(own["scales"][0]) * q @ k.T
-        s[batch.barred] = -np.inf
+        s[batch.excluded_cells] = -np.inf
         alpha = np.exp(s) / np.exp(s).sum(axis=1, keepdims=True)
-        expected = -(batch.share * np.log(alpha[np.arange(4), batch.right])).sum()
-        assert gradients.gradients(own, one)[0] == pytest.approx(expected)
+        expected = -(batch.pair_shares * np.log(alpha[np.arange(4), batch.right_columns])).sum()
+        assert gradients.compute_gradients(own, one)[0] == pytest.approx(expected)
 
 
 def by_torch(
-    parameters: gradients.Parameters, batch: gradients.Batch
+    parameters: gradients.Parameters, batch: gradients.TrainingBatch
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The same, differentiated by torch."""
     import torch
@@ -122,12 +126,12 @@ def by_torch(
         for name, array in parameters.items()
     }
 
-    def vectors(side: str, i: int, input: Input) -> Any:
+    def vectors(side: str, i: int, input: HeadInput) -> Any:
         own = f"{i}.{side}."
         x, stretch = input
-        if isinstance(x, Bag):
+        if isinstance(x, TokenBag):
             ids, offsets = torch.from_numpy(x.ids), torch.from_numpy(x.offsets)
-            logits = p[own + "logits"][ids] + p[own + "places"][torch.from_numpy(x.places)]
+            logits = p[own + "logits"][ids] + p[own + "places"][torch.from_numpy(x.positions)]
             text = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
             # A shift of all logits of a text does not matter to it, so its top needs no gradient.
             top = torch.full((len(offsets) - 1,), -torch.inf, dtype=logits.dtype)
@@ -144,22 +148,22 @@ def by_torch(
             y = torch.nn.functional.normalize(y, dim=1)
         return y if stretch is None else y * torch.from_numpy(stretch)[:, None]
 
-    u = {(side, i): vectors(side, i, x) for side, i, x in batch.sides()}
+    u = {(side, i): vectors(side, i, x) for side, i, x in batch.list_sides()}
 
     def alike(i: int) -> Any:
         if i not in batch.words:
             return u["query", i] @ u["key", i].T
         query, row, word, number = map(torch.from_numpy, batch.words[i][:4])
         weight = p[f"{i}.words"].exp()[:, None]
-        at, size = torch.stack([row, word]), (batch.words[i].keys, len(query))
+        at, size = torch.stack([row, word]), (batch.words[i].key_count, len(query))
         key = torch.sparse_coo_tensor(at, number.to(weight.dtype), size, check_invariants=True)
         return torch.sparse.mm(key, query.to(weight.dtype) * weight).T
 
     s = sum(p["scales"][i].exp() * alike(i) for i in range(len(batch.key)))
-    rows, columns = map(torch.from_numpy, batch.barred)
+    rows, columns = map(torch.from_numpy, batch.excluded_cells)
     s = s.index_put((rows, columns), torch.tensor(-torch.inf, dtype=s.dtype))
-    right = torch.from_numpy(batch.right)
+    right = torch.from_numpy(batch.right_columns)
     each = torch.nn.functional.cross_entropy(s, right, reduction="none")
-    loss = each @ torch.from_numpy(batch.share)
+    loss = each @ torch.from_numpy(batch.pair_shares)
     loss.backward()
     return loss.item(), {name: tensor.grad.numpy() for name, tensor in p.items()}

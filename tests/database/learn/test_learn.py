@@ -18,7 +18,7 @@ from qkv.database.encoders import (
     Lexical,
     Numbers,
 )
-from qkv.database.encoding import at_words, kept
+from qkv.database.table.encoding import add_word_columns, encode_as_stored
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters, top
 
@@ -52,7 +52,7 @@ class TestLearn:
             for part in ("uvwxyz", "abcdef")
         )
         assert min(second) > max(first) + 0.5
-        query, key = encoder.pair(["v a"], keys)
+        query, key = encoder.encode_pair(["v a"], keys)
         s = (query @ key.T)[0]
         assert s[keys.index("u a")] > s[keys.index("v b")]
 
@@ -69,14 +69,14 @@ class TestLearn:
         assert any(made.parameters["0.words"])
         with qkv.open(tmp_path / "d") as D:
             np.testing.assert_array_equal(D.attend(asked), before)
-            code = kept(D.encoder, keys)
-            query, key = at_words(D.encoder, asked, code, D.encoder.sparse(keys))
-            alpha = qkv.weights(query, key, score=D.encoder.score(80))
+            code = encode_as_stored(D.encoder, keys)
+            query, key = add_word_columns(D.encoder, asked, code, D.encoder.encode_sparse(keys))
+            alpha = qkv.weights(query, key, score=D.encoder.default_score(80))
             np.testing.assert_allclose(before, alpha @ np.arange(80.0)[:, None], rtol=1e-4)
 
     def test_is_the_same_for_the_same_seed(self) -> None:
         runs = [learn.learn(Letters(), ENGLISH, PAIRS, seed=s, epochs=2)[0] for s in (3, 3, 4)]
-        one, same, other = (run.query(MADE_UP) for run in runs)
+        one, same, other = (run.encode_query(MADE_UP) for run in runs)
         np.testing.assert_array_equal(one, same)
         assert np.abs(one - other).max() > 1e-4
 
@@ -104,7 +104,7 @@ class TestLearn:
         keys = np.eye(4, dtype=np.float32)
         pairs = [(keys[i], keys[(i + 1) % 4]) for i in range(4)]
         encoder, _ = learn.learn(Arrays().fit(keys), keys, pairs, held_out=0, epochs=20, rate=0.01)
-        assert (encoder.query(keys) @ encoder.encode(keys).T).argmax(axis=1).tolist() == [
+        assert (encoder.encode_query(keys) @ encoder.encode(keys).T).argmax(axis=1).tolist() == [
             1,
             2,
             3,
@@ -124,7 +124,7 @@ class TestLearn:
         pairs = [("zub", "cat"), ("zub", "dog"), ("kip", "tree"), ("hoam", "milk")]
         encoder, report = learn.learn(Characters(64), ENGLISH, pairs, held_out=0, epochs=10)
         assert report.after[1] == 1.0
-        scores = encoder.query(["zub"]) @ encoder.encode(ENGLISH).T
+        scores = encoder.encode_query(["zub"]) @ encoder.encode(ENGLISH).T
         assert set(np.argsort(scores[0])[-2:]) == {0, 1}
 
     def test_repeated_keys_are_one_candidate(self) -> None:

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkv.database.sources import SourceError, Table, read
-from qkv.database.sources.numbers import MISSING, numbers
+from qkv.database.sources.type_inference import MISSING_WORDS, parse_numbers
 
 NAMES = ["t.csv", "t.txt", "t.tsv", "t.json", "t.jsonl", "t.parquet", "t.arrow", "t.feather",
          "t.db", "t", "t.xyz"]  # fmt: skip
 PLAIN = (str, int, float, bool, bytes, datetime.date, datetime.time, list, dict, type(None))
 
 # Names that are drawn may well look like a row.
-pytestmark = pytest.mark.filterwarnings("ignore::qkv.NoHeader")
+pytestmark = pytest.mark.filterwarnings("ignore::qkv.NoHeaderWarning")
 
 # One folder serves all examples of a test.
 bounded = settings(
@@ -95,7 +95,7 @@ def grids(draw: Any) -> list[list[str]]:
 def says(text: str, cell: Any) -> bool:
     """Whether a cell is what its text says: the same text, its number, or missing."""
     if cell is None:
-        return text.strip() in ("", *MISSING)
+        return text.strip() in ("", *MISSING_WORDS)
     if isinstance(cell, str):
         return cell == text
     if isinstance(cell, int):
@@ -126,7 +126,7 @@ def test_what_csv_writes_comes_back(tmp_path, grid, end, mark, quote):
 @bounded
 @given(st.lists(cells, min_size=1, max_size=6))
 def test_numbers_are_what_their_text_says(column):
-    found = numbers(column)
+    found = parse_numbers(column)
     assert all(says(text, cell) for text, cell in zip(column, found, strict=True))
 
 

@@ -70,21 +70,21 @@ def test_rows_are_read_alike(tmp_path, monkeypatch, what):
     path = tmp_path / "t.jsonl"
     path.write_bytes(text.encode())
     listed = text.startswith("[")
-    assert (json._quick(path.read_bytes(), listed, None) is not None) == sure
+    assert (json._read_with_orjson(path.read_bytes(), listed, None) is not None) == sure
     found = outcome(path)
-    monkeypatch.setattr(json, "_quick", lambda *_: None)
+    monkeypatch.setattr(json, "_read_with_orjson", lambda *_: None)
     assert found == outcome(path)
 
 
 def test_too_many_names_are_left_to_the_reader_that_tells(monkeypatch):
-    monkeypatch.setattr(json, "_MOST_COLUMNS", 2)
+    monkeypatch.setattr(json, "_MAX_COLUMNS", 2)
     rows = b'{"a": 1, "b": 2}\n{"c": 3}\n'
-    assert json._quick(rows, False, None) is None
-    assert json._quick(rows[:17], False, None) == {"a": [1], "b": [2]}
+    assert json._read_with_orjson(rows, False, None) is None
+    assert json._read_with_orjson(rows[:17], False, None) == {"a": [1], "b": [2]}
 
 
 def test_batches_are_one_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(json, "_BATCH", 3)
+    monkeypatch.setattr(json, "_ROWS_PER_BATCH", 3)
     path, seen = tmp_path / "t.jsonl", []
     path.write_text("".join(f'{{"a": {i}, "b{i // 5}": "x"}}\n' for i in range(10)))
     found = read(path, progress=lambda done, total: seen.append(done / total)).columns

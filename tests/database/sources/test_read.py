@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 
 from qkv.database import Database, sources
-from qkv.database.faults import MixedColumn, NoHeader, SkippedRows
+from qkv.database.errors import MixedColumnWarning, NoHeaderWarning, SkippedRowsWarning
 from qkv.database.sources import SourceError, Table, from_frame, read
-from qkv.database.sources.numbers import MISSING, numbers
-from qkv.database.sources.sql import without_password
-from qkv.database.sources.table import cell
-from qkv.errors import CombinationError, DtypeError, MissingExtra, QkvError
+from qkv.database.sources.sql import mask_password
+from qkv.database.sources.table import to_plain_cell
+from qkv.database.sources.type_inference import MISSING_WORDS, parse_numbers
+from qkv.errors import CombinationError, DtypeError, MissingExtraError, QkvError
 
 
 def write(folder: Path, name: str, data: str | bytes) -> Path:
@@ -113,7 +113,7 @@ def test_commas_are_points_between_semicolons(tmp_path):
 
 
 def test_a_comma_that_may_part_thousands_is_told_of(tmp_path):
-    with pytest.warns(MixedColumn, match="'b' is text: '1,234' may be 1.234 or 1234"):
+    with pytest.warns(MixedColumnWarning, match="'b' is text: '1,234' may be 1.234 or 1234"):
         assert columns(tmp_path, "t.csv", "a;b\nx;1,234\ny;20,345\n")["b"] == ["1,234", "20,345"]
     assert columns(tmp_path, "t.csv", "a;b\n0,5;1,234\n1,5;20,345\n")["b"] == [1.234, 20.345]
 
@@ -131,7 +131,7 @@ def test_commas_that_part_thousands_beside_a_point(tmp_path):
         "code": ["007", "1,000", "8"],
         "list": ["1,2", "100,200", "3"],
     }
-    with pytest.warns(MixedColumn, match="'b' is text: '12,000' may be 12000 or a list"):
+    with pytest.warns(MixedColumnWarning, match="'b' is text: '12,000' may be 12000 or a list"):
         found = columns(tmp_path, "t.csv", 'a,b\nx,"12,000"\ny,7\n')
     assert found["b"] == ["12,000", "7"]
 
@@ -165,7 +165,7 @@ def test_decimal_commas_of_many_files(tmp_path):
 def test_a_first_line_of_numbers_above_numbers_is_told_of(tmp_path, text, names):
     path = write(tmp_path, "t.csv", text)
     told = "line 1 looks like a row, not like names: .* names="
-    with pytest.warns(NoHeader, match=told) as found:
+    with pytest.warns(NoHeaderWarning, match=told) as found:
         assert len(read(path)) == 1
     assert [x.filename for x in found] == [__file__]  # the line that called
     assert len(read(path, names=list(names))) == 2
@@ -355,7 +355,7 @@ def test_the_limit_of_csv_is_put_back(tmp_path):
     ],
 )
 def test_numbers(cells, expected):
-    found = numbers(cells)
+    found = parse_numbers(cells)
     np.testing.assert_equal(found, expected)
     assert [type(x) for x in found] == [type(x) for x in expected]
 
@@ -387,14 +387,14 @@ def test_numbers(cells, expected):
     ],
 )
 def test_what_would_lose_digits_stays_text(cells):
-    assert numbers(cells) == cells
+    assert parse_numbers(cells) == cells
 
 
-@pytest.mark.parametrize("word", [*MISSING, "", " "])
+@pytest.mark.parametrize("word", [*MISSING_WORDS, "", " "])
 def test_missing_cells_are_known_by_their_words(word):
-    assert numbers(["1.50", word, "", "2.25"]) == [1.5, None, None, 2.25]
-    assert numbers(["x", word]) == ["x", None]
-    assert numbers([word, word]) == [None, None]
+    assert parse_numbers(["1.50", word, "", "2.25"]) == [1.5, None, None, 2.25]
+    assert parse_numbers(["x", word]) == ["x", None]
+    assert parse_numbers([word, word]) == [None, None]
 
 
 def test_a_word_that_is_no_missing_cell_has_a_way_out(tmp_path):
@@ -414,10 +414,10 @@ def test_a_word_that_is_no_missing_cell_has_a_way_out(tmp_path):
 
 @pytest.mark.parametrize("nan", ["nan", "NaN"])
 def test_nan_that_is_not_missing_is_a_number_among_numbers(nan):
-    found = numbers(["1.50", nan, "", "2.25"], missing=())
+    found = parse_numbers(["1.50", nan, "", "2.25"], missing=())
     assert found[0] == 1.5 and math.isnan(found[1]) and found[2:] == [None, 2.25]
-    assert numbers([nan, nan], missing=()) == [nan, nan]
-    assert numbers([nan, "x"], missing=()) == [nan, "x"]
+    assert parse_numbers([nan, nan], missing=()) == [nan, nan]
+    assert parse_numbers([nan, "x"], missing=()) == [nan, "x"]
 
 
 # JSON
@@ -549,7 +549,9 @@ def write_arrow(path: Path, table: Any) -> Path:
 
 @pytest.mark.parametrize("ending", ["parquet", "feather", "arrow", "arrows"])
 def test_arrow_formats_keep_values(tmp_path, ending):
-    with pytest.warns(MixedColumn, match="'exact' is text for 1 of 2 cells that a float would not"):
+    with pytest.warns(
+        MixedColumnWarning, match="'exact' is text for 1 of 2 cells that a float would not"
+    ):
         found = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
     assert found.name == "t"
     numbers = found.columns.pop("float")
@@ -595,7 +597,7 @@ def test_parquet_without_rows_or_with_double_names(tmp_path):
 
 def test_missing_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[tables\]"):
         read(write(tmp_path, "t.parquet", b"PAR1....PAR1"))
 
 
@@ -778,16 +780,14 @@ def test_postgres_that_does_not_answer():
 
 def test_missing_psycopg_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(MissingExtra, match=r"qkv\[postgres\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[postgres\]"):
         read("postgresql://127.0.0.1:1/shop")
 
 
 def test_passwords_are_not_shown():
-    assert without_password("postgres://li:p@ss:w@host/a") == "postgres://li:…@host/a"
-    assert (
-        without_password("postgres://host/a?password=x&b=1") == "postgres://host/a?password=…&b=1"
-    )
-    assert without_password("postgres://li@host:5432/a") == "postgres://li@host:5432/a"
+    assert mask_password("postgres://li:p@ss:w@host/a") == "postgres://li:…@host/a"
+    assert mask_password("postgres://host/a?password=x&b=1") == "postgres://host/a?password=…&b=1"
+    assert mask_password("postgres://li@host:5432/a") == "postgres://li@host:5432/a"
 
 
 # Frames
@@ -834,7 +834,7 @@ def test_polars_and_pyarrow_frames():
 
 
 def test_a_table_of_arrow_has_the_cells_of_its_file():
-    with pytest.warns(MixedColumn, match="such as 0.1234567890123456789012: round them"):
+    with pytest.warns(MixedColumnWarning, match="such as 0.1234567890123456789012: round them"):
         assert from_frame(arrow_table().drop(["float"])).columns == ARROW
 
 
@@ -844,7 +844,7 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
     frame = pd.DataFrame({"day": pd.to_datetime(days), "price": [1.0, 3.0, 4.0]})
     frame.to_parquet(tmp_path / "t.parquet")
     asked, how = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
-    with pytest.warns(SkippedRows):
+    with pytest.warns(SkippedRowsWarning):
         made = [
             Database.from_frame(frame, **how),
             Database.from_columns(frame.to_dict("list"), **how),
@@ -892,7 +892,7 @@ def test_frames_that_cannot_be_kept():
 
 def test_missing_narwhals_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "narwhals", None)
-    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[tables\]"):
         from_frame(object())
 
 
@@ -900,14 +900,14 @@ def test_cells_are_plain():
     values = [np.int64(3), np.float32(0.5), np.bool_(True), np.str_("x"), np.datetime64("2020-01"),
               np.datetime64("NaT"), bytearray(b"x"), datetime.time(1, 2), (1, (2,)),
               {"a": np.arange(2)}, Decimal("NaN"), Decimal("1e400")]  # fmt: skip
-    found = [cell(value) for value in values]
+    found = [to_plain_cell(value) for value in values]
     assert math.isnan(found.pop(-2))
     assert found == [3, 0.5, True, "x", "2020-01", None, b"x", "01:02:00", [1, [2]],
                      {"a": [0, 1]}, "1E+400"]  # fmt: skip
     assert {type(x) for x in found} <= {int, float, bool, str, type(None), bytes, list, dict}
     for bad in (object(), {1: 2}, {1, 2}, 1j, np.longdouble(1)):
         with pytest.raises(TypeError):
-            cell(bad)
+            to_plain_cell(bad)
 
 
 # Which kind of source
@@ -1053,7 +1053,7 @@ def test_an_interrupting_progress_is_heard(tmp_path):
 
 
 def test_public_names():
-    names = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING"]
+    names = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING_WORDS"]
     assert sources.__all__ == names
 
 
@@ -1064,15 +1064,17 @@ def test_a_few_words_among_numbers_are_told_of(tmp_path: Path) -> None:
         path.write_text("\n".join(["age", *map(str, range(40)), *odd, ""]), encoding="utf-8")
         return read(path).columns["age"]
 
-    with pytest.warns(MixedColumn, match=r"'age' is text for 3 of 43 cells .* 'two', '-\?'"):
+    with pytest.warns(MixedColumnWarning, match=r"'age' is text for 3 of 43 cells .* 'two', '-\?'"):
         assert read_with("two", "two", "-?")[0] == "0"
     for quiet in (("NA",), ("007",), ("n/a", "41"), tuple("abcdef")):
         read_with(*quiet)
-    with pytest.warns(MixedColumn, match="'two'"):
+    with pytest.warns(MixedColumnWarning, match="'two'"):
         read_with("two")
     assert read(path, missing=["two"]).columns["age"] == [*range(40), None]
     for odd in (str(2**63), "1e400", f"1.{'1' * 18}"):
-        with pytest.warns(MixedColumn, match="1 of 41 cells that a float would not keep, such as"):
+        with pytest.warns(
+            MixedColumnWarning, match="1 of 41 cells that a float would not keep, such as"
+        ):
             assert read_with(odd)[-1] == odd
 
 
@@ -1116,7 +1118,9 @@ def test_iso_dates_of_csv(tmp_path: Path, cells, expected) -> None:
 def test_a_few_words_among_dates_are_told_of(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("day\n" + "2024-01-31\n" * 30 + "soon\n")
-    with pytest.warns(MixedColumn, match="'day' is text for 1 of 31 cells that are no.*'soon'"):
+    with pytest.warns(
+        MixedColumnWarning, match="'day' is text for 1 of 31 cells that are no.*'soon'"
+    ):
         assert sources.read(path).columns["day"][0] == "2024-01-31"
     days = sources.read(path, missing=["soon"]).columns["day"]
     assert days == [datetime.date(2024, 1, 31)] * 30 + [None]

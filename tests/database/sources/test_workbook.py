@@ -8,7 +8,7 @@ import pytest
 
 import qkv
 from qkv.database.sources import SourceError, read
-from qkv.errors import MissingExtra
+from qkv.errors import MissingExtraError
 
 openpyxl = pytest.importorskip("openpyxl")
 
@@ -107,7 +107,7 @@ def test_a_file_that_is_no_workbook(tmp_path, books):
 
 def test_without_its_package_the_error_names_the_extra(books, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "python_calamine", None)
-    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+    with pytest.raises(MissingExtraError, match=r"qkv\[tables\]"):
         read(books)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qkv.database.store import Store, check, sizes
-from qkv.database.store.repair import Problem
+from qkv.database.storage import Store, check, limits
+from qkv.database.storage.integrity_check import Problem
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[3]
 def tighten() -> None:
     """Limits so low that every few rows make a segment and a bundle, and every few segments are
     joined."""
-    sizes.RESTING_ROWS = 12
-    sizes.BUNDLE_ROWS = 6
-    sizes.SEGMENT_BYTES = 8192
-    sizes.FEW = 8
+    limits.MAX_BUFFERED_ROWS = 12
+    limits.MIN_BUNDLE_ROWS = 6
+    limits.MAX_SEGMENT_BYTES = 8192
+    limits.SEGMENTS_PER_MERGE = 8
 
 
 class Model:
@@ -61,21 +61,21 @@ class Model:
 
     def matches(self, s: Store) -> bool:
         """Whether the newest version of the store is this, read in every way."""
-        with s.at() as snap:
-            ids = snap.ids().tolist()
+        with s.open_snapshot() as snap:
+            ids = snap.live_ids().tolist()
             if snap.version != self.version or ids != sorted(self.rows):
                 return False
             salts = [self.rows[row] for row in ids]
             parts = [
                 part.tensors["key"][slice(None) if part.live is None else part.live]
-                for part in snap.parts()
+                for part in snap.iterate_segments()
             ]
             key = np.concatenate(parts) if parts else np.zeros((0, 2))
             return (
                 snap.settings == ({"factor": self.factor} if self.version else {})
-                and dict(snap.rows()) == dict(zip(ids, map(str, salts), strict=True))
-                and snap.records(ids) == [str(salt) for salt in salts]
-                and all(snap.find(b"%d" % row) == [row] for row in ids)
+                and dict(snap.iterate_rows()) == dict(zip(ids, map(str, salts), strict=True))
+                and snap.read_records(ids) == [str(salt) for salt in salts]
+                and all(snap.find_ids(b"%d" % row) == [row] for row in ids)
                 and np.array_equal(key, tensor(ids, salts, self.factor).reshape(-1, 2))
             )
 
@@ -105,7 +105,7 @@ def perform(s: Store, step: dict, model: Model) -> None:
     elif step["what"] == "recode":
         ids = sorted(model.rows)
         blocks = [ids[start : start + 50] for start in range(0, len(ids), 50)]
-        s.recode(
+        s.rewrite_tensors(
             (
                 (some, {"key": tensor(some, [model.rows[row] for row in some], step["factor"])})
                 for some in blocks
@@ -128,11 +128,11 @@ def perform(s: Store, step: dict, model: Model) -> None:
 def read(s: Store) -> Model:
     """The model of what is there, for a writer that goes on."""
     model = Model()
-    with s.at() as snap:
-        model.rows = {row: int(record) for row, record in snap.rows()}
+    with s.open_snapshot() as snap:
+        model.rows = {row: int(record) for row, record in snap.iterate_rows()}
         model.version = snap.version
         model.factor = snap.settings.get("factor", 1)
-    model.last = s._reader.newest().last
+    model.last = s._reader_catalog.newest_version().last
     return model
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.faults import Damaged, DuplicateKey, SkippedRows
-from qkv.database.store import Store, bundles, check, sizes
-from qkv.database.store.catalogue import FILE
-from qkv.database.store.layout import IDS
+from qkv.database.errors import DuplicateKeyError, SkippedRowsWarning, StoreDamagedError
+from qkv.database.storage import Store, bundles, check, limits
+from qkv.database.storage.catalog import CATALOG_FILE
+from qkv.database.storage.layout import IDS_TENSOR
 from qkv.errors import ArgumentError, DtypeError
 from tests.database.store.test_store import add, expected, flip, whole
 
@@ -21,8 +21,8 @@ from tests.database.store.test_store import add, expected, flip, whole
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Limits that let ten rows be many."""
-    monkeypatch.setattr(sizes, "BUNDLE_ROWS", 10)
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 10)
+    monkeypatch.setattr(limits, "MIN_BUNDLE_ROWS", 10)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 10)
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -36,7 +36,7 @@ def files(path):
 
 
 def loose(store):
-    return store._reader.value("SELECT count(*) FROM rows")
+    return store._reader_catalog.fetch_value("SELECT count(*) FROM rows")
 
 
 def test_rows_of_a_bundle_live_and_die_as_others_do(store):
@@ -44,33 +44,44 @@ def test_rows_of_a_bundle_live_and_die_as_others_do(store):
     assert loose(store) == 0
     add(store, 2)  # too few for a bundle
     add(store, 12)
-    before = store.at()
+    before = store.open_snapshot()
     store.commit(remove=[3, 21, 25])
     left = [i for i in range(34) if i not in (3, 21, 25)]
-    for snap, ids in ((before, range(34)), (store.at(), left), (store.at(3), range(34))):
+    for snap, ids in (
+        (before, range(34)),
+        (store.open_snapshot(), left),
+        (store.open_snapshot(3), range(34)),
+    ):
         assert whole(snap) == expected(ids)
         for i in (3, 7, 20, 21, 25, 33):
-            assert snap.find(b"digest %d" % i) == ([i] if i in ids else [])
-            assert snap.newest(b"digest %d" % i) == ((i, f"record {i}") if i in ids else None)
-    assert before.latest(b"digest 3") is None  # in the newest version, whichever this one is
-    assert before.latest(b"digest 4") == (4, "record 4")
-    assert store.at(1).find(b"digest 30") == [] and store.at(1).newest(b"digest 30") is None
+            assert snap.find_ids(b"digest %d" % i) == ([i] if i in ids else [])
+            assert snap.find_newest(b"digest %d" % i) == ((i, f"record {i}") if i in ids else None)
+    assert (
+        before.find_latest_record(b"digest 3") is None
+    )  # in the newest version, whichever this one is
+    assert before.find_latest_record(b"digest 4") == (4, "record 4")
+    assert (
+        store.open_snapshot(1).find_ids(b"digest 30") == []
+        and store.open_snapshot(1).find_newest(b"digest 30") is None
+    )
 
 
 def test_a_compaction_forgets_the_dead_of_a_bundle(store):
     add(store, 20)
     store.commit(remove=[0, 5])
     # One that was read before the compaction does not bring them back.
-    with store.at() as old:
+    with store.open_snapshot() as old:
         store.compact()
         assert loose(store) == 0
-        with store.at() as new:
+        with store.open_snapshot() as new:
             for some in (old, new):
-                assert some.find(b"digest 5") == [] and some.newest(b"digest 5") is None
+                assert some.find_ids(b"digest 5") == [] and some.find_newest(b"digest 5") is None
                 assert whole(some) == expected([i for i in range(20) if i not in (0, 5)])
     store.commit(remove=[i for i in range(20) if i not in (0, 5)])
     store.compact()
-    assert len(store.at()) == 0 and not [f for f in store._shelf.files() if f.startswith("rows")]
+    assert len(store.open_snapshot()) == 0 and not [
+        f for f in store._blob_storage.list_files() if f.startswith("rows")
+    ]
 
 
 def test_bundles_stay_few(tmp_path):
@@ -80,8 +91,10 @@ def test_bundles_stay_few(tmp_path):
         assert len(files(tmp_path)) == 1
         add(store, 10)
         assert len(files(tmp_path)) == 2
-        assert whole(store.at()) == expected(range(90)) and store.at().find(b"digest 4") == [4]
-        assert whole(store.at(3)) == expected(range(30))
+        assert whole(store.open_snapshot()) == expected(
+            range(90)
+        ) and store.open_snapshot().find_ids(b"digest 4") == [4]
+        assert whole(store.open_snapshot(3)) == expected(range(30))
     assert check(tmp_path) == []
 
 
@@ -89,10 +102,14 @@ def test_keys_that_repeat_and_keys_that_must_not(store):
     digests = [b"%d" % (i % 4) for i in range(12)]
     tensors = {"key": np.zeros((12, 2), np.float32)}
     store.commit(records=list("abcdefghijkl"), digests=digests, tensors=tensors)
-    assert store.at().find(b"1") == [1, 5, 9] and store.at().newest(b"1") == (9, "j")
+    assert store.open_snapshot().find_ids(b"1") == [1, 5, 9] and store.open_snapshot().find_newest(
+        b"1"
+    ) == (9, "j")
     store.commit(remove=[9])
-    assert store.at().find(b"1") == [1, 5] and store.at().newest(b"1") == (5, "f")
-    with pytest.raises(DuplicateKey, match="position 0 is there already, as row 10"):
+    assert store.open_snapshot().find_ids(b"1") == [1, 5] and store.open_snapshot().find_newest(
+        b"1"
+    ) == (5, "f")
+    with pytest.raises(DuplicateKeyError, match="position 0 is there already, as row 10"):
         store.commit(
             records=["m"], digests=[b"2"], tensors={"key": tensors["key"][:1]}, unique=True
         )
@@ -104,9 +121,9 @@ def test_digests_of_any_length(tmp_path, width):
     with Store(tmp_path) as store:
         for _ in range(2):  # one after the other, so that they are merged
             store.commit(records=["é"] * 12, digests=digests)
-        found = [store.at().find(digest) for digest in digests]
+        found = [store.open_snapshot().find_ids(digest) for digest in digests]
     assert found == [[i, i + 12] for i in range(12)]
-    assert check(tmp_path) == [] and len(files(tmp_path)) == (width <= bundles.LONGEST)
+    assert check(tmp_path) == [] and len(files(tmp_path)) == (width <= bundles.MAX_DIGEST_BYTES)
 
 
 def test_what_is_no_row_is_told(store):
@@ -127,22 +144,29 @@ def test_a_damaged_bundle(tmp_path):
     [problem] = check(tmp_path)
     assert problem.file == file.name and "checksum differs" in problem.what
     with Store(tmp_path) as store:
-        assert store.at().newest(b"digest 4") == (4, "record 4")
-        with pytest.raises(Damaged, match="row 17 is not what was written"):
-            store.at().newest(b"digest 17")
+        assert store.open_snapshot().find_newest(b"digest 4") == (4, "record 4")
+        with pytest.raises(StoreDamagedError, match="row 17 is not what was written"):
+            store.open_snapshot().find_newest(b"digest 17")
     file.write_bytes(sound[:-9])
     assert any("bytes, and" in problem.what for problem in check(tmp_path))
-    with Store(tmp_path) as store, pytest.raises(Damaged, match=r"rows-.*bytes, and"):
-        store.at().newest(b"digest 25")
-    with Store(tmp_path, skip_damaged=True) as store, pytest.warns(SkippedRows, match="20 rows"):
-        snap = store.at()
-        assert dict(snap.rows()) == {i: f"record {i}" for i in range(20, 30)}
-        assert [part.ids[part.live].tolist() for part in snap.parts() if part.live is not None]
+    with Store(tmp_path) as store, pytest.raises(StoreDamagedError, match=r"rows-.*bytes, and"):
+        store.open_snapshot().find_newest(b"digest 25")
+    with (
+        Store(tmp_path, skip_damaged=True) as store,
+        pytest.warns(SkippedRowsWarning, match="20 rows"),
+    ):
+        snap = store.open_snapshot()
+        assert dict(snap.iterate_rows()) == {i: f"record {i}" for i in range(20, 30)}
+        assert [
+            part.ids[part.live].tolist()
+            for part in snap.iterate_segments()
+            if part.live is not None
+        ]
     file.write_bytes(sound)
     assert check(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["prefix", "place", "size", IDS])
+@pytest.mark.parametrize("name", ["prefix", "place", "size", IDS_TENSOR])
 @pytest.mark.parametrize("bit", [1, 7])
 def test_a_key_that_a_damaged_index_hides_is_not_told_to_be_missing(tmp_path, name, bit):
     """Whichever entry is damaged: each look-up is right, or names what lists the damage."""
@@ -162,10 +186,10 @@ def test_a_key_that_a_damaged_index_hides_is_not_told_to_be_missing(tmp_path, na
             for i in range(-1, 12):
                 try:
                     assert D.get(f"key {i}") == (i if i >= 0 else None)
-                except Damaged as error:
+                except StoreDamagedError as error:
                     assert "qkv check lists all damage" in str(error)
                     raised += 1
-    assert raised >= 12 * (name != IDS)
+    assert raised >= 12 * (name != IDS_TENSOR)
 
 
 def test_a_repair_makes_a_damaged_index_anew_from_the_rows(tmp_path):
@@ -187,7 +211,9 @@ def test_a_repair_makes_a_damaged_index_anew_from_the_rows(tmp_path):
     assert check(tmp_path) == [] and file.read_bytes() == sound
     assert (tmp_path / "damaged-1" / file.name).read_bytes() == harmed
     with Store(tmp_path) as store:
-        assert [store.at().find(b"digest %d" % i) for i in range(20)] == [[i] for i in range(20)]
+        assert [store.open_snapshot().find_ids(b"digest %d" % i) for i in range(20)] == [
+            [i] for i in range(20)
+        ]
 
 
 def test_a_repair_leaves_a_bundle_whose_rows_are_damaged(tmp_path):
@@ -212,7 +238,7 @@ def test_where_a_record_begins_is_damaged(tmp_path, mask):
     with qkv.open(tmp_path / "d.qkv") as D:
         assert D["key 3"] == 3
         for read in (D.items, D.rows, lambda: D, lambda: D.ask("key 17").rows):
-            with pytest.raises(Damaged, match="not what was written"):
+            with pytest.raises(StoreDamagedError, match="not what was written"):
                 list(read())
 
 
@@ -221,7 +247,7 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
     with Store(tmp_path) as store:
         add(store, 20, settings={"key": "title"})
         store.commit(remove=[5])
-    path = tmp_path / FILE
+    path = tmp_path / CATALOG_FILE
     if harm == "rows":
         with closing(sqlite3.connect(path)) as catalogue:
             catalogue.execute("UPDATE rows SET crc = 0")
@@ -233,23 +259,30 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
     with Store(tmp_path) as store:
         # What has died is told twice, so that one lost line does not bring it back.
         left = [i for i in range(20) if i != 5 or harm == "catalogue"]
-        assert whole(store.at()) == expected(left) and store.at().settings == {"key": "title"}
+        assert whole(store.open_snapshot()) == expected(
+            left
+        ) and store.open_snapshot().settings == {"key": "title"}
         add(store, 3)
-        assert store.at().find(b"digest 7") == [7]
+        assert store.open_snapshot().find_ids(b"digest 7") == [7]
     assert any("list of versions is lost" in what for what in told) == (harm == "catalogue")
 
 
 def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path, monkeypatch):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 100)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 100)
     with Store(tmp_path) as store:
         store.commit(settings={"schema": "mine"})
         add(store, 12)
-        ids = store.at().ids()
-        store.recode([(ids[:6], {}), (ids[6:], {})], settings={"schema": "mine", "encoder": 2})
-    with closing(sqlite3.connect(tmp_path / FILE)) as catalogue:
+        ids = store.open_snapshot().live_ids()
+        store.rewrite_tensors(
+            [(ids[:6], {}), (ids[6:], {})], settings={"schema": "mine", "encoder": 2}
+        )
+    with closing(sqlite3.connect(tmp_path / CATALOG_FILE)) as catalogue:
         catalogue.execute("UPDATE settings SET crc = 0")
         catalogue.commit()
     told = [problem.what for problem in check(tmp_path, repair=True)]
     assert any("the settings are lost; those of an older file took their place" in x for x in told)
     with Store(tmp_path) as store:
-        assert store.at().settings == {"schema": "mine"} and len(store.at()) == 12
+        assert (
+            store.open_snapshot().settings == {"schema": "mine"}
+            and len(store.open_snapshot()) == 12
+        )

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkv.database.store import Store
-from qkv.database.store.connect import _content, connect
+from qkv.database.storage import Store
+from qkv.database.storage.connection import _read_with_log, open_connection
 
 RNG = np.random.default_rng(11)
 
@@ -78,7 +78,7 @@ def test_the_log_by_hand_is_the_log_by_sqlite(tmp_path):
     path = logged(tmp_path)
     log = Path(f"{path}-wal")
     whole = log.read_bytes()
-    assert [i for i, _ in rows(_content(path)) or []] == list(range(9))
+    assert [i for i, _ in rows(_read_with_log(path)) or []] == list(range(9))
     found = set()
     for _ in range(60):
         broken = bytearray(whole[: RNG.integers(len(whole))])
@@ -86,7 +86,7 @@ def test_the_log_by_hand_is_the_log_by_sqlite(tmp_path):
             broken = bytearray(whole)
             broken[RNG.integers(len(whole)) if RNG.random() < 0.7 else RNG.integers(32)] ^= 1
         log.write_bytes(broken)
-        own = rows(_content(path))
+        own = rows(_read_with_log(path))
         assert own == by_sqlite(path, tmp_path)
         found.add(-1 if own is None else len(own))
     assert len(found) > 4
@@ -98,12 +98,12 @@ def test_a_log_that_says_anything_takes_no_more_memory_than_it_has(tmp_path):
     whole = log.read_bytes()
     for size in (0, 1, 7, 2**32 - 1):
         log.write_bytes(whole[:8] + size.to_bytes(4, "big") + whole[12:])
-        assert len(_content(path)) == path.stat().st_size
+        assert len(_read_with_log(path)) == path.stat().st_size
 
 
 KILLED = """
 import os, sys
-from qkv.database.store import Store
+from qkv.database.storage import Store
 store = Store(sys.argv[1])
 for i in range(20):
     store.commit(records=[f"row {i}"], digests=[bytes([i])])
@@ -114,7 +114,7 @@ os._exit(9)
 READER = """
 import os, resource, sys
 import qkv.database.database
-from qkv.database.store import Store
+from qkv.database.storage import Store
 
 if sys.argv[2] == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -123,7 +123,8 @@ elif os.getuid() == 0:  # who may write everywhere
     os.setuid(65534)
 store = Store(sys.argv[1])
 for _ in sys.stdin:
-    print(store.version, *(record for _, record in store.at().rows()), flush=True)
+    rows = store.open_snapshot().iterate_rows()
+    print(store.version, *(record for _, record in rows), flush=True)
 """
 
 
@@ -203,6 +204,6 @@ def test_a_reader_without_permission_waits_for_an_index_that_is_half_made(open_t
 def test_who_may_write_gets_no_copy(tmp_path):
     with Store(tmp_path / "s.qkv") as store:
         store.commit(records=["one"], digests=[b"1"])
-        connection, still = connect(tmp_path / "s.qkv" / "catalogue.sqlite", False, False)
+        connection, still = open_connection(tmp_path / "s.qkv" / "catalogue.sqlite", False, False)
         assert still is None
         connection.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from qkv.database.store import Store, check, folder, lock, sizes, sweep
-from qkv.database.store.shelf import Files
+from qkv.database.storage import Store, check, folder, garbage, limits, lock
+from qkv.database.storage.blob_storage import FileSystem
 from tests.database.store import crash
 from tests.interrupt import moments
 
@@ -24,8 +24,13 @@ FULL = os.environ.get("QKV_FULL") == "1"
 
 @pytest.fixture
 def tight(monkeypatch):
-    for name in ("RESTING_ROWS", "BUNDLE_ROWS", "SEGMENT_BYTES", "FEW"):
-        monkeypatch.setattr(sizes, name, getattr(sizes, name))
+    for name in (
+        "MAX_BUFFERED_ROWS",
+        "MIN_BUNDLE_ROWS",
+        "MAX_SEGMENT_BYTES",
+        "SEGMENTS_PER_MERGE",
+    ):
+        monkeypatch.setattr(limits, name, getattr(limits, name))
     crash.tighten()
 
 
@@ -36,8 +41,8 @@ def test_killed_writers():
 KILLED = """
 import os, sys
 from pathlib import Path
-from qkv.database.store import Store, folder
-making = [folder.beside(Path(name)) for name in sys.argv[1:]]
+from qkv.database.storage import Store, folder
+making = [folder.build_store_folder(Path(name)) for name in sys.argv[1:]]
 for one in making:
     Store(one.__enter__()).commit(records=["one"], digests=[b"1"])
 os.kill(os.getpid(), 9)
@@ -55,8 +60,8 @@ def test_what_a_killed_import_left_is_swept(tmp_path):
     assert len({path.parent for path in left}) == 3
     theirs = places[0] / ".new.qkv.abcdefgh"
     theirs.mkdir()
-    with folder.beside(places[0] / "live.qkv") as part, Store(part):
-        with folder.beside(places[0] / "new.qkv") as made, Store(made) as store:
+    with folder.build_store_folder(places[0] / "live.qkv") as part, Store(part):
+        with folder.build_store_folder(places[0] / "new.qkv") as made, Store(made) as store:
             store.commit(records=["one"], digests=[b"1"])
         assert part.parent.is_dir()
     with Store(places[1] / "old.qkv") as store:
@@ -110,7 +115,7 @@ class PowerCut(BaseException):
     """The machine stops here."""
 
 
-class Forgetful(Files):
+class Forgetful(FileSystem):
     """A disk that keeps only what was synced, and by chance some of the rest.
 
     It works on a real folder and remembers what a power cut would leave: the content of each file
@@ -244,12 +249,12 @@ def test_a_sync_that_is_left_out_is_noticed(tmp_path, tight, forgotten):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more
 def test_a_maker_that_is_interrupted_leaves_nothing(tmp_path):
     def make():
-        with folder.beside(tmp_path / "new.qkv") as part:
+        with folder.build_store_folder(tmp_path / "new.qkv") as part:
             part.mkdir()
 
     gc.collect()  # which would close files of tests before
     files = len(os.listdir("/dev/fd"))
-    for _ in moments(make, (folder.__file__, lock.__file__, sweep.__file__)):
+    for _ in moments(make, (folder.__file__, lock.__file__, garbage.__file__)):
         assert set(os.listdir(tmp_path)) <= {"new.qkv"}
     gc.collect()
     assert len(os.listdir("/dev/fd")) == files
@@ -259,8 +264,8 @@ def test_a_maker_that_is_interrupted_leaves_nothing(tmp_path):
 def test_a_repair_that_is_interrupted_leaves_no_lock(tmp_path):
     with Store(tmp_path / "s") as store:
         store.commit(records=["one"], digests=[b"1"])
-    taken = lock.__file__, sweep.__file__
+    taken = lock.__file__, garbage.__file__
     for _ in moments(lambda: check(tmp_path / "s", repair=True), taken):
         other = lock.WriteLock(tmp_path / "s")
-        other.take(patience=0)
-        other.drop()
+        other.acquire(patience=0)
+        other.release()

@@ -7,17 +7,17 @@ import threading
 import numpy as np
 import pytest
 
-from qkv.database.faults import DuplicateKey
-from qkv.database.store import Store, check, draft, sizes
+from qkv.database.errors import DuplicateKeyError
+from qkv.database.storage import Store, check, limits, staged_files
 from tests.database.store.test_store import add, expected, keys, whole
 
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """Limits so low that every commit has its thread and its bundle."""
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 4)
-    monkeypatch.setattr(draft, "LARGE", 1)
-    monkeypatch.setattr(sizes, "BUNDLE_ROWS", 2)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 4)
+    monkeypatch.setattr(staged_files, "MIN_THREAD_BYTES", 1)
+    monkeypatch.setattr(limits, "MIN_BUNDLE_ROWS", 2)
     return tmp_path / "books.qkv"
 
 
@@ -26,22 +26,22 @@ def files(path):
 
 
 def test_what_a_thread_writes_is_there(path, monkeypatch):
-    seen, put = [], draft.Draft.segments
+    seen, put = [], staged_files.StagedFiles.write_segments
 
     def watched(self, layout, rows):
         seen.append(threading.current_thread() is threading.main_thread())
         put(self, layout, rows)
 
-    monkeypatch.setattr(draft.Draft, "segments", watched)
+    monkeypatch.setattr(staged_files.StagedFiles, "write_segments", watched)
     with Store(path) as store:
         add(store, 20)
         add(store, 3)
         add(store, 20)
         assert seen == [False, False]
-        assert whole(store.at()) == expected(range(43))
-        assert store.at().find(b"digest 7") == [7]
+        assert whole(store.open_snapshot()) == expected(range(43))
+        assert store.open_snapshot().find_ids(b"digest 7") == [7]
     with Store(path) as store:
-        assert whole(store.at()) == expected(range(43))
+        assert whole(store.open_snapshot()) == expected(range(43))
     assert not check(path)
 
 
@@ -50,27 +50,27 @@ def test_a_file_that_cannot_be_written_takes_all_back(path, monkeypatch):
         add(store, 6)
         before = files(path)
         with monkeypatch.context() as patched:
-            patched.setattr(store._shelf, "put", full)
+            patched.setattr(store._blob_storage, "write_segment", full)
             with pytest.raises(OSError, match="no room"):
                 add(store, 20)
-        assert whole(store.at()) == expected(range(6)) and files(path) == before
+        assert whole(store.open_snapshot()) == expected(range(6)) and files(path) == before
         add(store, 20)
-        assert whole(store.at()) == expected(range(26))
+        assert whole(store.open_snapshot()) == expected(range(26))
     assert not check(path)
 
 
 def test_a_key_that_is_there_takes_the_thread_s_files_back(path):
     with Store(path) as store:
-        with pytest.raises(DuplicateKey):
+        with pytest.raises(DuplicateKeyError):
             store.commit(
                 records=["a"] * 6,
                 digests=[b"same"] * 6,
                 tensors={"key": keys(range(6)), "value": np.arange(6)},
                 unique=True,
             )
-        assert len(store.at()) == 0
+        assert len(store.open_snapshot()) == 0
         add(store, 6, unique=True)
-        assert whole(store.at()) == expected(range(6))
+        assert whole(store.open_snapshot()) == expected(range(6))
         assert len(files(path)) == 1
     assert not check(path)
 

@@ -11,10 +11,10 @@ import sqlite3
 import numpy as np
 import pytest
 
-from qkv.database.faults import Unwritable
-from qkv.database.store import Store, check, mark, sizes
-from qkv.database.store.catalogue import FILE
-from qkv.database.store.shelf import Files
+from qkv.database.errors import StoreUnwritableError
+from qkv.database.storage import Store, check, commit_marker, limits
+from qkv.database.storage.blob_storage import FileSystem
+from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.errors import QkvError
 from tests.database.store import crash
 
@@ -25,8 +25,13 @@ WRITES = ("BEGIN IMMEDIATE", "COMMIT", "INSERT", "UPDATE", "DELETE", "VACUUM", "
 
 @pytest.fixture(autouse=True)
 def tight(monkeypatch):
-    for name in ("RESTING_ROWS", "BUNDLE_ROWS", "SEGMENT_BYTES", "FEW"):
-        monkeypatch.setattr(sizes, name, getattr(sizes, name))
+    for name in (
+        "MAX_BUFFERED_ROWS",
+        "MIN_BUNDLE_ROWS",
+        "MAX_SEGMENT_BYTES",
+        "SEGMENTS_PER_MERGE",
+    ):
+        monkeypatch.setattr(limits, name, getattr(limits, name))
     crash.tighten()
 
 
@@ -49,7 +54,7 @@ class Faults:
             raise OSError(self.code, os.strerror(self.code))
 
 
-class FaultyFiles(Files):
+class FaultyFiles(FileSystem):
     def __init__(self, faults):
         self.faults = faults
 
@@ -116,9 +121,9 @@ def base(tmp_path):
 
 
 def content(store):
-    with store.at() as snapshot:
-        ids = snapshot.ids().tolist()
-        return ids, snapshot.records(ids)
+    with store.open_snapshot() as snapshot:
+        ids = snapshot.live_ids().tolist()
+        return ids, snapshot.read_records(ids)
 
 
 def versions(store):
@@ -132,15 +137,15 @@ def files(path):
 def opened(path, faults, monkeypatch):
     """A store whose every write goes through the faults."""
     store = Store(path, files=FaultyFiles(faults))
-    with store._writing("look") as (catalogue, _):
+    with store._write_session("look") as (catalogue, _):
         catalogue._connection = FaultyConnection(catalogue._connection, faults)
-    whole = mark.write
+    whole = commit_marker.write_marker
 
     def write(file, left):
         faults.step("mark")
         whole(file, left)
 
-    monkeypatch.setattr(mark, "write", write)
+    monkeypatch.setattr(commit_marker, "write_marker", write)
     faults.steps = 0
     return store
 
@@ -176,7 +181,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
             break
         seen.add(faults.failed)
         if error is not None:
-            assert isinstance(error, Unwritable) and kept == known
+            assert isinstance(error, StoreUnwritableError) and kept == known
             assert "nothing was changed" in str(error) and "try again" in str(error)
             assert left == there or (lasting and set(left) > set(there))
         else:
@@ -203,13 +208,13 @@ def test_a_catalogue_that_alone_would_shrink_and_cannot_is_an_error(base, monkey
         told = "the catalogue could not be shrunk (disk: Input/output error)"
         assert report.dropped_rows and report.unfinished.startswith(told)
         assert told in repr(report)
-        before, there, size = content(store), files(base), os.path.getsize(base / FILE)
-        with pytest.raises(Unwritable, match=r"nothing was changed.*try again"):
+        before, there, size = content(store), files(base), os.path.getsize(base / CATALOG_FILE)
+        with pytest.raises(StoreUnwritableError, match=r"nothing was changed.*try again"):
             store.compact()
         assert content(store) == before and files(base) == there
         monkeypatch.setattr(faults, "fails", lambda what: False)
         assert not store.compact().unfinished
-        assert content(store) == before and os.path.getsize(base / FILE) < size
+        assert content(store) == before and os.path.getsize(base / CATALOG_FILE) < size
     assert check(base) == []
 
 
@@ -221,9 +226,9 @@ def test_a_file_that_cannot_be_removed_does_not_fail_the_commit_that_merged_it(
     with Store(tmp_path / "s", files=FaultyFiles(faults)) as store:
         monkeypatch.setattr(FaultyFiles, "unlink", lambda self, path: self.faults.step("unlink"))
         faults.at, faults.lasting = 1, True
-        monkeypatch.setattr(FaultyFiles, "write", Files.write)
-        monkeypatch.setattr(FaultyFiles, "rename", Files.rename)
-        monkeypatch.setattr(FaultyFiles, "fsync", Files.fsync)
+        monkeypatch.setattr(FaultyFiles, "write", FileSystem.write)
+        monkeypatch.setattr(FaultyFiles, "rename", FileSystem.rename)
+        monkeypatch.setattr(FaultyFiles, "fsync", FileSystem.fsync)
         with caplog.at_level(logging.WARNING, "qkv"):
             for start in range(0, 400, 20):
                 add(store, start, 20)
@@ -243,7 +248,7 @@ def test_a_new_store_whose_folder_cannot_be_synced_is_logged(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Files, "fsync_folder", fails)
+        patch.setattr(FileSystem, "fsync_folder", fails)
         Store(tmp_path / "s").close()
     assert ("cannot be made durable" in caplog.text) == logged
     with Store(tmp_path / "s") as store:

@@ -12,9 +12,9 @@ import threading
 
 import pytest
 
-from qkv import types
-from qkv.database.faults import Unwritable
-from qkv.database.store import Store, fork, lock
+from qkv.database.errors import StoreUnwritableError
+from qkv.database.storage import Store, fork_handlers, lock
+from qkv.util import types
 from tests.interrupt import STORE, moments, stopped
 
 
@@ -39,13 +39,13 @@ class Interrupting:
         return self
 
 
-def interrupted(pins: lock.Pins, nth: int) -> bool:
+def interrupted(pins: lock.VersionPins, nth: int) -> bool:
     """Whether a hold and its release were interrupted at their nth place."""
     old = sys.gettrace()
     sys.settrace(Interrupting(nth))
     try:
-        if pins.hold(3):
-            pins.release(3)
+        if pins.pin_version(3):
+            pins.release_version(3)
     except KeyboardInterrupt:
         return True
     finally:
@@ -55,9 +55,9 @@ def interrupted(pins: lock.Pins, nth: int) -> bool:
 
 def test_an_interrupt_leaves_the_pins_free():
     for nth in itertools.count(1):
-        pins = lock.Pins(None)
+        pins = lock.VersionPins(None)
         came = interrupted(pins, nth)
-        later = threading.Thread(target=pins.hold, args=(4,), daemon=True)
+        later = threading.Thread(target=pins.pin_version, args=(4,), daemon=True)
         later.start()
         later.join(300)
         assert not later.is_alive(), f"place {nth} keeps the lock"
@@ -67,21 +67,21 @@ def test_an_interrupt_leaves_the_pins_free():
 
 
 def test_a_finaliser_inside_of_a_hold_is_settled_after_it(monkeypatch):
-    pins = lock.Pins(None)
-    pins.hold(2)
-    monkeypatch.setattr(pins, "_share", lambda version: pins.release(2) or True)
-    assert pins.hold(3)
-    assert pins.seize(2)
-    assert not pins.seize(3)
+    pins = lock.VersionPins(None)
+    pins.pin_version(2)
+    monkeypatch.setattr(pins, "_lock_shared", lambda version: pins.release_version(2) or True)
+    assert pins.pin_version(3)
+    assert pins.claim_version(2)
+    assert not pins.claim_version(3)
 
 
 def test_a_writer_that_is_stopped_leaves_no_lock(tmp_path):
     def moment(after):
         writer, other = lock.WriteLock(tmp_path), lock.WriteLock(tmp_path)
-        early = stopped(writer.take, after)
-        writer.drop()
-        other.take(patience=0)
-        other.drop()
+        early = stopped(writer.acquire, after)
+        writer.release()
+        other.acquire(patience=0)
+        other.release()
         return early
 
     assert len(list(itertools.takewhile(moment, itertools.count()))) > 5
@@ -90,13 +90,13 @@ def test_a_writer_that_is_stopped_leaves_no_lock(tmp_path):
 @pytest.mark.parametrize("kind", ["writer", "claims", "pins"])
 def test_what_is_closed_is_closed_once(tmp_path, kind):
     def moment(after):
-        writer, pins = lock.WriteLock(tmp_path), lock.Pins(tmp_path)
-        writer.take()
-        assert pins.hold(1) and pins.seize(2)
-        close = {"writer": writer.drop, "claims": pins.unseize, "pins": pins.close}[kind]
+        writer, pins = lock.WriteLock(tmp_path), lock.VersionPins(tmp_path)
+        writer.acquire()
+        assert pins.pin_version(1) and pins.claim_version(2)
+        close = {"writer": writer.release, "claims": pins.release_claims, "pins": pins.close}[kind]
         early = stopped(close, after)
         files = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(4)]
-        writer.drop()
+        writer.release()
         pins.close()
         for file in files:
             os.close(file)  # which fails where somebody has closed it
@@ -107,7 +107,7 @@ def test_what_is_closed_is_closed_once(tmp_path, kind):
 
 def test_a_snapshot_that_is_stopped_holds_no_version(tmp_path):
     with Store(tmp_path / "s") as store:
-        for _ in moments(lambda: store.at().close()):
+        for _ in moments(lambda: store.open_snapshot().close()):
             store.commit(settings={"version": store.version})
             assert store.compact().held == ()
 
@@ -116,17 +116,21 @@ def test_a_fork_that_is_stopped_leaves_no_lock():
     thing = Store()
 
     def free():
-        with thing.quiet():
-            fork.survive(thing)
+        with thing.fork_lock():
+            fork_handlers.register_fork_handler(thing)
 
     for first in (True, False):  # Python runs the second hook whatever became of the first
         for after in itertools.count():
-            early = stopped(fork._before, after if first else 10**6, fork.__file__)
-            early |= stopped(fork._after, 10**6 if first else after, fork.__file__)
+            early = stopped(
+                fork_handlers._before_fork, after if first else 10**6, fork_handlers.__file__
+            )
+            early |= stopped(
+                fork_handlers._after_fork, 10**6 if first else after, fork_handlers.__file__
+            )
             later = threading.Thread(target=free, daemon=True)
             later.start()
             later.join(300)
-            assert not later.is_alive() and fork._held == []
+            assert not later.is_alive() and fork_handlers._held_locks == []
             if not early:
                 break
         assert after > 1
@@ -136,9 +140,9 @@ def test_a_fork_that_is_stopped_leaves_no_lock():
 def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
     store, kept, done = Store(), [], []
     ways = {
-        "alone": store.alone,
+        "alone": store.exclusive_lock,
         "commit": lambda: contextlib.nullcontext(store.commit(settings={"now": len(done)})),
-        "view": store._reader.view,
+        "view": store._reader_catalog.read_transaction,
     }
 
     def change():
@@ -157,7 +161,7 @@ def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
         other = threading.Thread(target=later, daemon=True)
         other.start()
         other.join(300)
-        assert len(done) == count + 1 and store.at().settings == {"later": count}
+        assert len(done) == count + 1 and store.open_snapshot().settings == {"later": count}
     assert kept
 
 
@@ -169,8 +173,8 @@ def test_a_lock_that_cannot_be_opened_says_what_to_do(tmp_path, monkeypatch, num
         raise OSError(number, os.strerror(number))
 
     with Store(tmp_path / "s") as store:
-        monkeypatch.setattr(lock.plain, "opened", opened)
-        with pytest.raises(Unwritable, match=step):
+        monkeypatch.setattr(lock.safe_open, "open_regular_file", opened)
+        with pytest.raises(StoreUnwritableError, match=step):
             store.commit(settings={"a": 1})
         monkeypatch.undo()
         assert store.commit(settings={"a": 1}).version == 1

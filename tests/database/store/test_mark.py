@@ -8,17 +8,17 @@ import shutil
 import numpy as np
 import pytest
 
-from qkv.database.faults import Damaged, Unwritable
-from qkv.database.store import Store, check, mark, shelf, sizes
+from qkv.database.errors import StoreDamagedError, StoreUnwritableError
+from qkv.database.storage import Store, blob_storage, check, commit_marker, limits
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 4)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 4)
 
 
 def add(store, count=5):
-    first = store._reader.newest().last + 1
+    first = store._reader_catalog.newest_version().last + 1
     ids = range(first, first + count)
     return store.commit(
         records=[f"record {i}" for i in ids],
@@ -43,15 +43,23 @@ LOG = ("catalogue.sqlite-wal", "catalogue.sqlite-shm")
 
 
 def test_a_mark_is_read_as_it_was_written(tmp_path):
-    assert mark.of(tmp_path) is None
+    assert commit_marker.read_marker(tmp_path) is None
     file = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    for given in (None, mark.Mark(0, 1), mark.Mark(10**12, 10**9), mark.sealed(3, 4)):
-        mark.write(file, given)
-        assert mark.read(file) == (str(os.getpid()), given) and mark.of(tmp_path) == given
+    for given in (
+        None,
+        commit_marker.CommitMarker(0, 1),
+        commit_marker.CommitMarker(10**12, 10**9),
+        commit_marker.new_marker(3, 4),
+    ):
+        commit_marker.write_marker(file, given)
+        assert (
+            commit_marker.read_lock_file(file) == (str(os.getpid()), given)
+            and commit_marker.read_marker(tmp_path) == given
+        )
     os.close(file)
     for text in (b"", b"12\n", b"12\n3 4 00000000\n", b"\xff" * 90, b"x\n1 2 3\n"):
         (tmp_path / "lock").write_bytes(text)
-        assert mark.of(tmp_path) is None
+        assert commit_marker.read_marker(tmp_path) is None
 
 
 def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
@@ -62,7 +70,9 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
         whole = copied(tmp_path / "s", tmp_path / "whole")
     before = content(copy)
     for _ in range(2):
-        with pytest.raises(Damaged, match=r"version 2 was acknowledged.*catalogue.sqlite-wal"):
+        with pytest.raises(
+            StoreDamagedError, match=r"version 2 was acknowledged.*catalogue.sqlite-wal"
+        ):
             Store(copy)
     [problem] = check(copy)
     assert "version 2 was acknowledged" in problem.what
@@ -72,7 +82,7 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
     for name in LOG[:1]:
         shutil.copyfile(whole / name, copy / name)
     with Store(copy) as store:
-        assert len(store.at()) == 10 and store.version == 2
+        assert len(store.open_snapshot()) == 10 and store.version == 2
     assert check(copy) == []
 
 
@@ -85,9 +95,9 @@ def test_without_a_mark_files_that_nobody_knows_stay_and_keep_their_names(tmp_pa
     assert len(kept) == 2
     assert ["move it elsewhere" in problem.what for problem in check(copy)] == [True, True]
     with Store(copy) as store:
-        assert len(store.at()) == 0
+        assert len(store.open_snapshot()) == 0
         add(store)
-        assert len(store.at()) == 5
+        assert len(store.open_snapshot()) == 5
     assert len(content(copy)) > len(kept)
     assert kept == {name: content(copy)[name] for name in kept}
 
@@ -108,9 +118,9 @@ def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small
     assert any(problem.repaired for problem in check(tmp_path / "s", repair=True))
     assert check(tmp_path / "s") == []
     with Store(tmp_path / "s") as store:
-        snapshot = store.at()
-        assert dict(snapshot.rows()) == {i: f"record {i}" for i in range(10)}
-        np.testing.assert_array_equal(snapshot.tensor("key", range(10))[:, 0], np.arange(10.0))
+        snapshot = store.open_snapshot()
+        assert dict(snapshot.iterate_rows()) == {i: f"record {i}" for i in range(10)}
+        np.testing.assert_array_equal(snapshot.read_tensor("key", range(10))[:, 0], np.arange(10.0))
         add(store)
 
 
@@ -124,7 +134,7 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
     told = check(copy, repair=True)
     assert any("the versions from 2 to 3 are lost" in problem.what for problem in told)
     with Store(copy) as store:
-        assert store.version == 4 and len(store.at()) == 5
+        assert store.version == 4 and len(store.open_snapshot()) == 5
         add(store)
     assert check(copy) == []
 
@@ -148,21 +158,24 @@ def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, how, written):
             with Store(path) as other:
                 add(other, 1)
         for write in (add, Store.compact):
-            with pytest.raises(Unwritable, match=r"removed or replaced|cannot be opened"):
+            with pytest.raises(StoreUnwritableError, match=r"removed or replaced|cannot be opened"):
                 write(store)
     if how == "replaced":
         with Store(path) as store:
-            assert len(store.at()) == 1
+            assert len(store.open_snapshot()) == 1
     elif how != "catalogue":
         assert not path.exists()
 
 
 def test_a_folder_that_goes_in_the_middle_of_a_commit(tmp_path, small):
-    class Gone(shelf.Files):
+    class Gone(blob_storage.FileSystem):
         def fsync_folder(self, folder):
             (folder / "lock").unlink()
 
-    with Store(tmp_path / "s", files=Gone()) as store, pytest.raises(Unwritable, match="removed"):
+    with (
+        Store(tmp_path / "s", files=Gone()) as store,
+        pytest.raises(StoreUnwritableError, match="removed"),
+    ):
         add(store)
 
 
@@ -176,11 +189,11 @@ def test_a_mark_that_cannot_be_written_is_none(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "pwrite", full)
         add(store)
         monkeypatch.undo()
-    assert mark.of(tmp_path) is None
+    assert commit_marker.read_marker(tmp_path) is None
     with Store(tmp_path) as store:
-        assert len(store.at()) == 10
+        assert len(store.open_snapshot()) == 10
         add(store)
-    assert mark.of(tmp_path)[:2] == (3, 1)
+    assert commit_marker.read_marker(tmp_path)[:2] == (3, 1)
 
 
 @pytest.fixture
@@ -188,52 +201,61 @@ def pair(tmp_path):
     """A writer and a reader of one store, and what the reader finds without the catalogue."""
     with Store(tmp_path / "s") as writer, Store(tmp_path / "s") as reader:
         add(writer)
-        reader.at()
-        yield writer, reader, lambda: reader._reader._watch.same(*reader._reader._seen[1:])
+        reader.open_snapshot()
+        yield (
+            writer,
+            reader,
+            lambda: reader._reader_catalog._marker_watch.is_unchanged(
+                *reader._reader_catalog._seen_entry[1:]
+            ),
+        )
 
 
 def test_a_reader_trusts_a_seal_and_sees_every_commit(pair, monkeypatch):
-    monkeypatch.setattr(mark, "TRUSTED", 60.0)
+    monkeypatch.setattr(commit_marker, "TRUST_SECONDS", 60.0)
     writer, reader, trusts = pair
-    snap = reader.at()
+    snap = reader.open_snapshot()
     for i in range(5, 30):
-        assert reader.version and trusts() and snap.latest(b"%d" % i) is None
+        assert reader.version and trusts() and snap.find_latest_record(b"%d" % i) is None
         writer.commit(records=["new"], digests=[b"%d" % i], tensors={"key": np.zeros((1, 1))})
-        assert not trusts() and snap.latest(b"%d" % i) == (i, "new")
+        assert not trusts() and snap.find_latest_record(b"%d" % i) == (i, "new")
     writer.commit(remove=[7])
-    assert snap.latest(b"7") is None
+    assert snap.find_latest_record(b"7") is None
     writer.compact()  # which makes no version
-    assert snap.latest(b"7") is None and trusts()
+    assert snap.find_latest_record(b"7") is None and trusts()
     writer.commit()  # nor does this
-    assert snap.latest(b"8") == (8, "new") and trusts()
+    assert snap.find_latest_record(b"8") == (8, "new") and trusts()
 
 
 def test_a_writer_that_dies_between_a_commit_and_its_mark_leaves_no_seal(pair, monkeypatch):
     writer, reader, trusts = pair
-    monkeypatch.setattr(type(writer._write_lock), "acknowledge", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(writer._write_lock), "acknowledge_commit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         add(writer)
-    assert reader.at().latest(b"9") == (9, "record 9") and not trusts()
+    assert reader.open_snapshot().find_latest_record(b"9") == (9, "record 9") and not trusts()
 
 
 def test_a_seal_is_not_trusted_when_its_file_was_removed(pair, monkeypatch):
-    monkeypatch.setattr(mark, "TRUSTED", 0.0)
+    monkeypatch.setattr(commit_marker, "TRUST_SECONDS", 0.0)
     writer, reader, _ = pair
-    reader._reader._seen = None
+    reader._reader_catalog._seen_entry = None
     assert reader.version == 1
     writer.close()
     (reader.path / "lock").unlink()
     with Store(reader.path) as other:
         add(other)
-        assert reader.at().latest(b"9") == (9, "record 9") and reader.version == 2
+        assert (
+            reader.open_snapshot().find_latest_record(b"9") == (9, "record 9")
+            and reader.version == 2
+        )
 
 
 def test_what_is_read_inside_a_transaction_is_not_taken_for_the_newest(pair, monkeypatch):
-    monkeypatch.setattr(mark, "TRUSTED", 60.0)
+    monkeypatch.setattr(commit_marker, "TRUST_SECONDS", 60.0)
     writer, reader, _ = pair
     assert reader.version == 1
-    with reader._reader.view():
+    with reader._reader_catalog.read_transaction():
         assert reader.version == 1
         add(writer)
-        assert reader.version == 1 and reader._reader._seen is None
+        assert reader.version == 1 and reader._reader_catalog._seen_entry is None
     assert reader.version == 2

@@ -20,8 +20,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from qkv.database.faults import DuplicateKey, UnknownVersion
-from qkv.database.store import Store, check, sizes
+from qkv.database.errors import DuplicateKeyError, VersionNotFoundError
+from qkv.database.storage import Store, check
+from qkv.database.storage import limits as sizes
 
 KEYS = st.integers(0, 9)
 
@@ -31,9 +32,14 @@ class Model(RuleBasedStateMachine):
 
     @initialize(memory=st.booleans())
     def start(self, memory):
-        limits = {"RESTING_ROWS": 5, "BUNDLE_ROWS": 3, "SEGMENT_BYTES": 600, "FEW": 3}
+        limits = {
+            "MAX_BUFFERED_ROWS": 5,
+            "MIN_BUNDLE_ROWS": 3,
+            "MAX_SEGMENT_BYTES": 600,
+            "SEGMENTS_PER_MERGE": 3,
+        }
         self.patches = [mock.patch.object(sizes, name, limit) for name, limit in limits.items()]
-        self.patches.append(mock.patch.object(sizes, "PAGE", 4))
+        self.patches.append(mock.patch.object(sizes, "ROWS_PER_PAGE", 4))
         for patch in self.patches:
             patch.start()
         self.folder = Path(tempfile.mkdtemp())
@@ -93,7 +99,7 @@ class Model(RuleBasedStateMachine):
     @rule(key=KEYS)
     def add_unique(self, key):
         if any(key == other for other, _ in self.rows.values()):
-            with pytest.raises(DuplicateKey):
+            with pytest.raises(DuplicateKeyError):
                 self.add_rows([key], unique=True)
         else:
             self.add_rows([key], unique=True)
@@ -110,7 +116,9 @@ class Model(RuleBasedStateMachine):
         ids = sorted(self.rows)
         blocks = [ids[start : start + size] for start in range(0, len(ids), size)]
         new = {row: np.full(shape, -float(row)) for row in ids}
-        self.store.recode((some, {"key": np.array([new[row] for row in some])}) for some in blocks)
+        self.store.rewrite_tensors(
+            (some, {"key": np.array([new[row] for row in some])}) for some in blocks
+        )
         self.rows = {row: (key, new[row]) for row, (key, _) in self.rows.items()}
         self.width = shape
         self.remember()
@@ -118,7 +126,7 @@ class Model(RuleBasedStateMachine):
     @rule(keep=st.booleans())
     def hold(self, keep):
         """Some snapshots are held on to."""
-        snap = self.store.at()
+        snap = self.store.open_snapshot()
         if keep:
             self.snapshots = [*self.snapshots, snap][-3:]
 
@@ -130,8 +138,8 @@ class Model(RuleBasedStateMachine):
         kept = held | {self.store.version}
         for version in set(self.past) - kept:
             del self.past[version]
-            with pytest.raises(UnknownVersion):
-                self.store.at(version)
+            with pytest.raises(VersionNotFoundError):
+                self.store.open_snapshot(version)
 
     @precondition(lambda self: self.path is not None)
     @rule()
@@ -144,26 +152,26 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def look_back(self, data):
         version = data.draw(st.sampled_from(sorted(self.past)))
-        with self.store.at(version) as snap:
+        with self.store.open_snapshot(version) as snap:
             self.same(snap, *self.past[version])
 
     @invariant()
     def newest_is_the_same(self):
         if hasattr(self, "store"):
-            with self.store.at() as snap:
+            with self.store.open_snapshot() as snap:
                 self.same(snap, self.rows, self.settings)
             for snap in self.snapshots:
                 self.same(snap, *self.past[snap.version])
 
     def same(self, snap, rows, settings_):
         ids = sorted(rows)
-        assert len(snap) == len(ids) and snap.ids().tolist() == ids
+        assert len(snap) == len(ids) and snap.live_ids().tolist() == ids
         assert snap.settings == settings_
-        assert list(snap.rows()) == [(row, str(rows[row][0])) for row in ids]
+        assert list(snap.iterate_rows()) == [(row, str(rows[row][0])) for row in ids]
         for key in range(10):
-            assert snap.find(b"%d" % key) == [row for row in ids if rows[row][0] == key]
+            assert snap.find_ids(b"%d" % key) == [row for row in ids if rows[row][0] == key]
         found = {}
-        for part in snap.parts(window=3):
+        for part in snap.iterate_segments(window=3):
             for at, row in enumerate(part.ids.tolist()):
                 if part.live is None or part.live[at]:
                     found[row] = part.tensors["key"][at]
@@ -173,7 +181,7 @@ class Model(RuleBasedStateMachine):
         if ids:
             some = ids[::-2]
             expected = np.array([rows[row][1] for row in some])
-            np.testing.assert_array_equal(snap.tensor("key", some), expected)
+            np.testing.assert_array_equal(snap.read_tensor("key", some), expected)
 
 
 TestModel = Model.TestCase

@@ -10,14 +10,14 @@ import sqlite3
 import numpy as np
 import pytest
 
-from qkv.database.faults import Damaged, Unreadable
-from qkv.database.store import Store, check, plain, sizes
+from qkv.database.errors import StoreDamagedError, StoreUnreadableError
+from qkv.database.storage import Store, check, limits, safe_open
 from tests.interrupt import stopped
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 2)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 2)
     with Store(tmp_path / "s") as made:
         made.commit(
             records=["one", "two"],
@@ -42,9 +42,9 @@ NAMES = (
 
 def use(path):
     with Store(path) as found:
-        snapshot = found.at()
-        list(snapshot.parts())
-        snapshot.arrays()
+        snapshot = found.open_snapshot()
+        list(snapshot.iterate_segments())
+        snapshot.read_arrays()
         found.commit(remove=[0])
 
 
@@ -64,7 +64,7 @@ def test_no_link_is_followed(store, tmp_path, name, how):
         file.mkdir()
     before = victim.read_bytes() if victim.exists() else None
     for look in (use, check, lambda path: check(path, repair=True)):
-        with pytest.raises(Damaged, match=rf"{name} is (a link|no plain file)"):
+        with pytest.raises(StoreDamagedError, match=rf"{name} is (a link|no plain file)"):
             look(store)
     assert (victim.read_bytes() if victim.exists() else None) == before
 
@@ -76,8 +76,8 @@ def test_a_link_that_comes_after_opening(store, tmp_path, name):
     with Store(store) as found:
         (store / name).unlink()
         (store / name).symlink_to(victim)
-        with pytest.raises(Damaged, match=f"{name} is a link"):
-            list(found.at().parts())
+        with pytest.raises(StoreDamagedError, match=f"{name} is a link"):
+            list(found.open_snapshot().iterate_segments())
             found.commit(remove=[0])
     assert victim.read_bytes() == b"precious"
 
@@ -90,7 +90,7 @@ def test_the_folder_itself_may_be_a_link(store, tmp_path):
 
 def test_what_is_not_there_is_not_made(tmp_path):
     with pytest.raises(FileNotFoundError):
-        plain.opened(tmp_path / "nothing", os.O_RDONLY)
+        safe_open.open_regular_file(tmp_path / "nothing", os.O_RDONLY)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,10 +109,12 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(store, monkeypatch, nam
 
     def read(**how):
         with Store(store, **how) as found:
-            list(found.at().parts())
+            list(found.open_snapshot().iterate_segments())
 
     for skip in (False, True):
-        with pytest.raises(Unreadable, match=rf"{name} cannot be read now \(Too many open files"):
+        with pytest.raises(
+            StoreUnreadableError, match=rf"{name} cannot be read now \(Too many open files"
+        ):
             read(skip_damaged=skip)
     if name.startswith("segment"):
         [problem] = check(store)
@@ -132,17 +134,17 @@ def test_a_catalogue_with_statements_of_its_own(store, statement):
     connection = sqlite3.connect(store / "catalogue.sqlite")
     connection.execute(statement)
     connection.close()
-    with pytest.raises(Damaged, match="statements of its own"):
+    with pytest.raises(StoreDamagedError, match="statements of its own"):
         use(store)
     assert "statements of its own" in check(store)[0].what
 
 
 def test_an_interrupt_while_a_file_is_looked_at_closes_it(tmp_path):
     def look():
-        plain.opened(tmp_path / "lock", os.O_CREAT)
+        safe_open.open_regular_file(tmp_path / "lock", os.O_CREAT)
 
     gc.collect()  # which would close files of tests before
     files = len(os.listdir("/dev/fd"))
     for after in (2, 3):  # fstat and S_ISREG
-        assert stopped(look, after, plain.__file__)
+        assert stopped(look, after, safe_open.__file__)
     assert len(os.listdir("/dev/fd")) == files

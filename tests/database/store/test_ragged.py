@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from qkv.arrays.ragged import Ragged
-from qkv.database.faults import Damaged
-from qkv.database.store import Store, check, sizes
-from qkv.database.store.catalogue import FORMAT
+from qkv.database.errors import StoreDamagedError
+from qkv.database.storage import Store, check
+from qkv.database.storage import limits as sizes
+from qkv.database.storage.catalog import FORMAT_VERSION
 from qkv.errors import ArgumentError, ShapeError
+from qkv.frameworks.ragged import Ragged
 
 
 @pytest.fixture(params=["resting", "segments"])
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "segments":
-        monkeypatch.setattr(sizes, "RESTING_ROWS", 4)
-        monkeypatch.setattr(sizes, "SEGMENT_BYTES", 20 * 24)
-        monkeypatch.setattr(sizes, "FEW", 4)
+        monkeypatch.setattr(sizes, "MAX_BUFFERED_ROWS", 4)
+        monkeypatch.setattr(sizes, "MAX_SEGMENT_BYTES", 20 * 24)
+        monkeypatch.setattr(sizes, "SEGMENTS_PER_MERGE", 4)
 
 
 def row(i: int) -> list[int]:
@@ -35,7 +36,7 @@ def ragged(ids: range | list[int]) -> Ragged:
 
 
 def add(store: Store, count: int) -> None:
-    start = len(store.at().ids()) and int(store.at().ids()[-1]) + 1
+    start = len(store.open_snapshot().live_ids()) and int(store.open_snapshot().live_ids()[-1]) + 1
     ids = range(start, start + count)
     store.commit(
         records=[f"{i}" for i in ids],
@@ -46,10 +47,10 @@ def add(store: Store, count: int) -> None:
 
 def told(store: Store, version: int | None = None) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for part in store.at(version).parts():
+    for part in store.open_snapshot(version).iterate_segments():
         words = part.tensors["words"]
         live = np.ones(len(part.ids), bool) if part.live is None else part.live
-        rows = [one.tolist() for one in words[live].split()]
+        rows = [one.tolist() for one in words[live].split_rows()]
         found |= dict(zip(part.ids[live].tolist(), rows, strict=True))
     return found
 
@@ -72,11 +73,11 @@ def test_rows_come_and_go(tmp_path: Path, place: str) -> None:
         assert told(store) == expected(left) and told(store, before) == expected(range(43))
         store.compact()
         assert told(store) == expected(left)
-        ids = store.at().ids()
+        ids = store.open_snapshot().live_ids()
         halves = [(part, {"words": ragged(part.tolist())}) for part in (ids[:5], ids[5:])]
-        store.recode(halves)
+        store.rewrite_tensors(halves)
         assert told(store) == expected(left)
-        assert store.at().names == ("words",)
+        assert store.open_snapshot().tensor_names == ("words",)
     if path is not None:
         assert check(path) == []
         with Store(path) as store:
@@ -95,13 +96,13 @@ def test_a_lost_catalogue_is_made_again(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         assert told(store).items() <= expected(range(9)).items()
     connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
     connection.close()
 
 
 @pytest.fixture
 def segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 4)
+    monkeypatch.setattr(sizes, "MAX_BUFFERED_ROWS", 4)
     with Store(tmp_path) as store:
         add(store, 9)
     (file,) = tmp_path.glob("segment-*")
@@ -125,7 +126,7 @@ def test_rows_that_begin_elsewhere_are_damage(segment: Path, bad: list[int]) -> 
         if bad == [0, 0, 1, 7]:
             assert check(segment.parent)
             return
-        with pytest.raises(Damaged, match="do not begin where"):
+        with pytest.raises(StoreDamagedError, match="do not begin where"):
             told(store)
 
 
@@ -147,6 +148,6 @@ def test_some_rows_in_any_order() -> None:
     for count in (5, 6, 2):
         add(store, count)
     wanted = [12, 3, 0, 7, 3]
-    found = store.at().tensor("words", wanted)
-    assert [one.tolist() for one in found.split()] == [row(i) for i in wanted]
-    assert len(store.at().tensor("words", [])) == 0
+    found = store.open_snapshot().read_tensor("words", wanted)
+    assert [one.tolist() for one in found.split_rows()] == [row(i) for i in wanted]
+    assert len(store.open_snapshot().read_tensor("words", [])) == 0

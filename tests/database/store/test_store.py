@@ -21,21 +21,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from qkv.database.faults import (
-    Closed,
-    Damaged,
-    DuplicateKey,
-    Locked,
-    NoStore,
-    NotAStore,
-    SkippedRows,
-    UnknownRow,
-    UnknownVersion,
-    Unwritable,
+from qkv.database.errors import (
+    DuplicateKeyError,
+    NotAStoreError,
+    RowNotFoundError,
+    SkippedRowsWarning,
+    StoreClosedError,
+    StoreDamagedError,
+    StoreLockedError,
+    StoreNotFoundError,
+    StoreUnwritableError,
+    VersionNotFoundError,
 )
-from qkv.database.store import Commit, Store, check, fork, lock, segments, shelf, sizes
-from qkv.database.store import store as store_module
-from qkv.database.store.snapshot import rested
+from qkv.database.storage import Commit, Store, blob_storage, check, fork_handlers, lock, segments
+from qkv.database.storage import limits as sizes
+from qkv.database.storage import store as store_module
+from qkv.database.storage.snapshot import build_buffered_segment
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 
 
@@ -62,10 +63,10 @@ def make(request, tmp_path):
 @pytest.fixture
 def small(monkeypatch):
     """Limits so low that a few rows reach them."""
-    monkeypatch.setattr(sizes, "RESTING_ROWS", 8)
-    monkeypatch.setattr(sizes, "SEGMENT_BYTES", 20 * 24)
-    monkeypatch.setattr(sizes, "FEW", 4)
-    monkeypatch.setattr(sizes, "PAGE", 7)
+    monkeypatch.setattr(sizes, "MAX_BUFFERED_ROWS", 8)
+    monkeypatch.setattr(sizes, "MAX_SEGMENT_BYTES", 20 * 24)
+    monkeypatch.setattr(sizes, "SEGMENTS_PER_MERGE", 4)
+    monkeypatch.setattr(sizes, "ROWS_PER_PAGE", 7)
 
 
 def keys(ids):
@@ -75,7 +76,7 @@ def keys(ids):
 
 
 def add(target, count, **options):
-    start = target.at().version and target._reader.newest().last + 1
+    start = target.open_snapshot().version and target._reader_catalog.newest_version().last + 1
     ids = range(start, start + count)
     made = target.commit(
         records=[f"record {i}" for i in ids],
@@ -89,13 +90,13 @@ def add(target, count, **options):
 
 def whole(snap):
     """Everything that a snapshot holds, read in every way there is: {id: (record, key)}."""
-    ids = snap.ids()
+    ids = snap.live_ids()
     assert len(ids) == len(snap) and (np.diff(ids) > 0).all()
-    rows = dict(snap.rows())
+    rows = dict(snap.iterate_rows())
     assert list(rows) == ids.tolist()
-    assert snap.records(ids) == list(rows.values())
+    assert snap.read_records(ids) == list(rows.values())
     seen, tensors = [], []
-    for part in snap.parts():
+    for part in snap.iterate_segments():
         live = slice(None) if part.live is None else part.live
         assert part.live is None or not part.live.all()
         seen.append(part.ids[live])
@@ -105,7 +106,7 @@ def whole(snap):
     assert np.concatenate(seen).tolist() == ids.tolist() if seen else not len(ids)
     key = np.concatenate(tensors) if tensors else np.zeros((0, 2))
     if len(ids):
-        np.testing.assert_array_equal(snap.tensor("key", ids[::-1]), key[::-1])
+        np.testing.assert_array_equal(snap.read_tensor("key", ids[::-1]), key[::-1])
     return {int(i): (rows[int(i)], tuple(k)) for i, k in zip(ids, key.tolist(), strict=True)}
 
 
@@ -115,15 +116,22 @@ def expected(ids):
 
 def test_what_goes_in_comes_out(make):
     with make() as s:
-        assert s.version == 0 and len(s.at()) == 0 and s.at().settings == {} and s.versions() == []
+        assert (
+            s.version == 0
+            and len(s.open_snapshot()) == 0
+            and s.open_snapshot().settings == {}
+            and s.versions() == []
+        )
         add(s, 3, settings={"key": "title"})
-        snap = s.at()
+        snap = s.open_snapshot()
         assert whole(snap) == expected(range(3))
-        assert snap.find(b"digest 1") == [1] and snap.find(b"none") == []
-        assert snap.newest(b"digest 2") == (2, "record 2") and snap.newest(b"none") is None
-        assert snap.settings == s.at().settings == {"key": "title"}
-        assert snap.names == ("value", "key")
-        np.testing.assert_array_equal(snap.tensor("value", [2, 0, 2]), [2, 0, 2])
+        assert snap.find_ids(b"digest 1") == [1] and snap.find_ids(b"none") == []
+        assert (
+            snap.find_newest(b"digest 2") == (2, "record 2") and snap.find_newest(b"none") is None
+        )
+        assert snap.settings == s.open_snapshot().settings == {"key": "title"}
+        assert snap.tensor_names == ("value", "key")
+        np.testing.assert_array_equal(snap.read_tensor("value", [2, 0, 2]), [2, 0, 2])
         [version] = s.versions()
         assert (version.number, version.what, version.added, version.rows) == (1, "add", 3, 3)
         assert version.time.endswith("+00:00")
@@ -132,8 +140,8 @@ def test_what_goes_in_comes_out(make):
 def test_it_is_there_after_reopening(make):
     add(make(), 5)
     make().commit(remove=[1, 3])
-    assert whole(make().at()) == expected([0, 2, 4])
-    assert whole(make().at(1)) == expected(range(5))
+    assert whole(make().open_snapshot()) == expected([0, 2, 4])
+    assert whole(make().open_snapshot(1)) == expected(range(5))
 
 
 def test_a_repeated_digest_is_found_oldest_first(make):
@@ -141,34 +149,38 @@ def test_a_repeated_digest_is_found_oldest_first(make):
     one = {"key": keys([0]), "value": np.zeros(1, np.int64)}
     for _ in range(3):
         s.commit(records=["same"], digests=[b"d"], tensors=one)
-    assert s.at().find(b"d") == [0, 1, 2]
+    assert s.open_snapshot().find_ids(b"d") == [0, 1, 2]
     s.commit(remove=[1])
-    assert s.at().find(b"d") == [0, 2] and s.at(3).find(b"d") == [0, 1, 2]
+    assert s.open_snapshot().find_ids(b"d") == [0, 2] and s.open_snapshot(3).find_ids(b"d") == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_many_single_rows_make_few_files(tmp_path):
     with Store(tmp_path / "s") as s:
         for i in range(5000):
             s.commit(records=[str(i)], digests=[b"%d" % i], tensors={"key": keys([i])})
-        snap = s.at()
-        assert len(snap) == 5000 and snap.find(b"4999") == [4999]
-        np.testing.assert_array_equal(snap.tensor("key", range(5000)), keys(range(5000)))
-        sizes = [len(part.ids) for part in snap.parts()]
+        snap = s.open_snapshot()
+        assert len(snap) == 5000 and snap.find_ids(b"4999") == [4999]
+        np.testing.assert_array_equal(snap.read_tensor("key", range(5000)), keys(range(5000)))
+        sizes = [len(part.ids) for part in snap.iterate_segments()]
         assert sizes == [4096, 904]
         assert len(list((tmp_path / "s").glob("*.safetensors"))) == 1
     assert check(tmp_path / "s") == []
 
 
 def test_small_segments_become_one(make, small, monkeypatch):
-    monkeypatch.setattr(sizes, "SEGMENT_BYTES", 4 * 1024)
+    monkeypatch.setattr(sizes, "MAX_SEGMENT_BYTES", 4 * 1024)
     s = make()
     for _ in range(60):
         add(s, 3)
-    assert whole(s.at()) == expected(range(180))
+    assert whole(s.open_snapshot()) == expected(range(180))
     for version in (1, 7, 31, 60):
-        assert whole(s.at(version)) == expected(range(3 * version))
-    assert len(s._shelf.files()) < 180 / 9
-    assert whole(make().at()) == expected(range(180))
+        assert whole(s.open_snapshot(version)) == expected(range(3 * version))
+    assert len(s._blob_storage.list_files()) < 180 / 9
+    assert whole(make().open_snapshot()) == expected(range(180))
 
 
 def test_a_large_commit_is_cut(make, small):
@@ -176,23 +188,23 @@ def test_a_large_commit_is_cut(make, small):
     add(s, 2)
     add(s, 100)
     add(s, 1)
-    assert [len(part.ids) for part in s.at().parts()] == [20] * 5 + [2, 1]
-    assert whole(s.at()) == expected(range(103))
-    assert whole(s.at(1)) == expected(range(2))
+    assert [len(part.ids) for part in s.open_snapshot().iterate_segments()] == [20] * 5 + [2, 1]
+    assert whole(s.open_snapshot()) == expected(range(103))
+    assert whole(s.open_snapshot(1)) == expected(range(2))
 
 
 def test_windows(make, small):
     s = make()
     add(s, 50)
     s.commit(remove=[4, 5, 49])
-    parts = list(s.at().parts(window=6, resident=0))
+    parts = list(s.open_snapshot().iterate_segments(window=6, resident=0))
     assert max(len(part.ids) for part in parts) == 6
     assert np.concatenate([part.ids for part in parts]).tolist() == list(range(50))
     dead = [int(i) for p in parts if p.live is not None for i in p.ids[~p.live]]
     assert dead == [4, 5, 49]
     # Pages that were given back are read again.
     for part in parts:
-        part.release()
+        part.release_pages()
         np.testing.assert_array_equal(part.tensors["key"], keys(part.ids))
 
 
@@ -207,7 +219,7 @@ def test_one_commit_removes_and_adds(make):
         unique=True,
         what="update",
     )
-    assert s.at().find(b"digest 1") == [2] == list(made.ids)
+    assert s.open_snapshot().find_ids(b"digest 1") == [2] == list(made.ids)
     last = s.versions()[-1]
     assert (last.what, last.added, last.removed, last.rows) == ("update", 1, 1, 2)
 
@@ -218,32 +230,32 @@ def test_nothing_changed_makes_no_version(make):
     add(s, 1, settings={"a": 1})
     assert s.commit(settings={"a": 1}).version == 1 == s.version
     assert s.commit(settings={"a": 2}).version == 2
-    assert (s.at(1).settings, s.at(2).settings) == ({"a": 1}, {"a": 2})
+    assert (s.open_snapshot(1).settings, s.open_snapshot(2).settings) == ({"a": 1}, {"a": 2})
 
 
 def test_unique_names_the_position(make):
     s = make()
     add(s, 2)
     tensors = {"key": keys([2, 3]), "value": np.array([2, 3])}
-    with pytest.raises(DuplicateKey, match="position 1 is there already, as row 1") as caught:
+    with pytest.raises(DuplicateKeyError, match="position 1 is there already, as row 1") as caught:
         s.commit(records=["a", "b"], digests=[b"x", b"digest 1"], tensors=tensors, unique=True)
     assert caught.value.position == 1
-    with pytest.raises(DuplicateKey, match="position 1 is the one at position 0 again"):
+    with pytest.raises(DuplicateKeyError, match="position 1 is the one at position 0 again"):
         s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
-    assert s.version == 1 and whole(s.at()) == expected(range(2))
+    assert s.version == 1 and whole(s.open_snapshot()) == expected(range(2))
 
 
 def test_files_of_rows_that_are_refused_go(tmp_path):
-    digests = [b"%d" % i for i in range(sizes.RESTING_ROWS)] + [b"7"]
+    digests = [b"%d" % i for i in range(sizes.MAX_BUFFERED_ROWS)] + [b"7"]
     tensors = {"key": np.zeros((len(digests), 2))}
     with Store(tmp_path) as s:
-        with pytest.raises(DuplicateKey):
+        with pytest.raises(DuplicateKeyError):
             s.commit(records=["r"] * len(digests), digests=digests, tensors=tensors, unique=True)
         assert not list(tmp_path.glob("*.safetensors*"))
-        assert s.version == 0 and len(s.at()) == 0
+        assert s.version == 0 and len(s.open_snapshot()) == 0
         digests[-1] = b"new"
         s.commit(records=["r"] * len(digests), digests=digests, tensors=tensors, unique=True)
-        assert len(s.at()) == len(digests)
+        assert len(s.open_snapshot()) == len(digests)
 
 
 def test_bad_input_changes_nothing(make):
@@ -264,20 +276,20 @@ def test_bad_input_changes_nothing(make):
     bad(DtypeError, r"records\[0\] must be text", records=[3])
     bad(DtypeError, r"digest bytes", digests=["d"])
     bad(ArgumentError, "not valid Unicode", records=["\ud800"])
-    bad(UnknownRow, "row 7 cannot be removed", remove=[0, 7])
+    bad(RowNotFoundError, "row 7 cannot be removed", remove=[0, 7])
     bad(DtypeError, "integers, not 'x'", remove=["x"])
     bad(ArgumentError, "settings must be JSON", settings={"a": object()})
     s.commit(remove=[0])
-    bad(UnknownRow, "row 0 cannot be removed", remove=[0])
-    assert s.version == 2 and whole(s.at()) == expected([1])
-    with pytest.raises(UnknownRow, match="row 0 is not in version 2"):
-        s.at().records([1, 0])
-    with pytest.raises(UnknownRow, match="row 0 is not in version 2"):
-        s.at().tensor("key", [0])
-    with pytest.raises(UnknownRow, match="row 5 is not in version 2"):
-        s.at().tensor("key", [5, 1])
+    bad(RowNotFoundError, "row 0 cannot be removed", remove=[0])
+    assert s.version == 2 and whole(s.open_snapshot()) == expected([1])
+    with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
+        s.open_snapshot().read_records([1, 0])
+    with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
+        s.open_snapshot().read_tensor("key", [0])
+    with pytest.raises(RowNotFoundError, match="row 5 is not in version 2"):
+        s.open_snapshot().read_tensor("key", [5, 1])
     with pytest.raises(ArgumentError, match="no tensor 'keys'"):
-        s.at().tensor("keys", [1])
+        s.open_snapshot().read_tensor("keys", [1])
 
 
 def test_names_and_types_that_cannot_be_stored():
@@ -303,7 +315,7 @@ def test_every_type_and_shape(make, small, dtype, dims):
         some = tensor[start:stop]
         texts = [str(i) for i in range(start, stop)]
         s.commit(records=texts, digests=[t.encode() for t in texts], tensors={"t": some, "u": some})
-    found = make().at().tensor("t", range(30))
+    found = make().open_snapshot().read_tensor("t", range(30))
     np.testing.assert_array_equal(found, tensor)
     assert found.dtype == np.dtype(dtype).newbyteorder("<")
 
@@ -313,14 +325,20 @@ def test_rows_without_tensors(make, small):
     for count in (3, 30):
         s.commit(records=["r"] * count, digests=[b"d"] * count)
     s.commit(remove=[5])
-    assert s.at().ids().tolist() == [i for i in range(33) if i != 5] and s.at().names == ()
+    assert (
+        s.open_snapshot().live_ids().tolist() == [i for i in range(33) if i != 5]
+        and s.open_snapshot().tensor_names == ()
+    )
 
 
 @pytest.mark.parametrize("text", ["", "a\0b", "ünï", "𝕏" * 5000, '{"a": 1}'])
 def test_any_text_is_kept(make, text):
     s = make()
     s.commit(records=[text, text], digests=[b"", b"\0\xff"])
-    assert make().at().records([1, 0]) == [text, text] and make().at().find(b"\0\xff") == [1]
+    assert make().open_snapshot().read_records([1, 0]) == [
+        text,
+        text,
+    ] and make().open_snapshot().find_ids(b"\0\xff") == [1]
 
 
 def test_a_segment_is_a_plain_safetensors_file(tmp_path, small):
@@ -337,27 +355,36 @@ def test_recode_is_a_new_generation(make, small):
     s = make()
     add(s, 30, settings={"encoder": "first"}, arrays={"w": np.eye(2)})
     s.commit(remove=[3, 29])
-    ids = s.at().ids()
-    before = s.at()
+    ids = s.open_snapshot().live_ids()
+    before = s.open_snapshot()
 
     def blocks():
         for some in np.array_split(ids, 5):
             yield some, {"key": keys(some) * 10}
 
-    made = s.recode(
+    made = s.rewrite_tensors(
         blocks(), settings={"encoder": "second"}, arrays={"w": np.zeros((0, 3)), "b": np.array(3.0)}
     )
     assert made.version == 3 and s.versions()[-1].what == "learn"
     s = make()
-    np.testing.assert_array_equal(s.at().tensor("key", ids), keys(ids) * 10)
-    assert s.at().names == ("key",) and s.at().settings == {"encoder": "second"}
-    assert s.at().arrays()["w"].shape == (0, 3) and s.at().arrays()["b"] == 3.0
-    np.testing.assert_array_equal(s.at(2).arrays()["w"], np.eye(2))
-    assert whole(s.at(2)) == expected(ids) and whole(s.at(1)) == expected(range(30))
+    np.testing.assert_array_equal(s.open_snapshot().read_tensor("key", ids), keys(ids) * 10)
+    assert s.open_snapshot().tensor_names == ("key",) and s.open_snapshot().settings == {
+        "encoder": "second"
+    }
+    assert (
+        s.open_snapshot().read_arrays()["w"].shape == (0, 3)
+        and s.open_snapshot().read_arrays()["b"] == 3.0
+    )
+    np.testing.assert_array_equal(s.open_snapshot(2).read_arrays()["w"], np.eye(2))
+    assert whole(s.open_snapshot(2)) == expected(ids) and whole(s.open_snapshot(1)) == expected(
+        range(30)
+    )
     assert before.version == 2
     s.commit(records=["r"], digests=[b"d"], tensors={"key": keys([30])})
-    np.testing.assert_array_equal(s.at().tensor("key", [30, 0]), [[30, -30], [0, 0]])
-    with pytest.raises(CombinationError, match="use recode"):
+    np.testing.assert_array_equal(
+        s.open_snapshot().read_tensor("key", [30, 0]), [[30, -30], [0, 0]]
+    )
+    with pytest.raises(CombinationError, match="use rewrite_tensors"):
         s.commit(arrays={"w": np.eye(2)})
 
 
@@ -368,23 +395,23 @@ def test_recode_wants_every_row_in_order(make):
 
     def bad(*blocks, match):
         with pytest.raises(ArgumentError, match=match):
-            s.recode([(ids, {"key": keys(ids)}) for ids in blocks])
+            s.rewrite_tensors([(ids, {"key": keys(ids)}) for ids in blocks])
         assert s.version == 2
 
     bad([0, 1, 3], match="2 live rows got no tensors, the first is row 4")
     bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
     bad([0, 1, 2], match="expected row 3, not row 2")
     bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
-    with pytest.raises(CombinationError, match="commit cannot run inside recode"):
-        s.recode((s.commit(remove=[0]), {}) for _ in range(1))
-    assert s.version == 2 and whole(s.at()) == expected([0, 1, 3, 4, 5])
+    with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
+        s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
+    assert s.version == 2 and whole(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
 
 
 def test_recode_of_nothing(make):
     s = make()
-    assert s.recode([], settings={"a": 1}).version == 1
+    assert s.rewrite_tensors([], settings={"a": 1}).version == 1
     add(s, 2)
-    assert whole(make().at()) == expected(range(2))
+    assert whole(make().open_snapshot()) == expected(range(2))
 
 
 def test_compaction_drops_the_dead_and_the_past(make, small):
@@ -400,12 +427,12 @@ def test_compaction_drops_the_dead_and_the_past(make, small):
     assert (report.rows, report.dropped_rows, report.dropped_versions) == (65, 85, 5)
     assert report.held == () and report.files_after < report.files_before
     assert "dropped 85 dead rows" in str(report)
-    assert whole(s.at()) == expected(left) and s.version == 6
-    with pytest.raises(UnknownVersion, match=r"version 3 was dropped.*oldest kept is 6"):
-        s.at(3)
-    with pytest.raises(UnknownVersion, match="version 9 does not exist: the newest is 6"):
-        s.at(9)
-    assert len(s._shelf.files()) == report.files_after
+    assert whole(s.open_snapshot()) == expected(left) and s.version == 6
+    with pytest.raises(VersionNotFoundError, match=r"version 3 was dropped.*oldest kept is 6"):
+        s.open_snapshot(3)
+    with pytest.raises(VersionNotFoundError, match="version 9 does not exist: the newest is 6"):
+        s.open_snapshot(9)
+    assert len(s._blob_storage.list_files()) == report.files_after
     # Ids go on where they were, even if the last rows are gone.
     assert add(s, 1).ids == range(150, 151)
     s.commit(remove=[150])
@@ -424,15 +451,15 @@ def test_compaction_leaves_alone_what_is_good(tmp_path, small):
         s.commit(remove=range(20, 40))
         s.compact()
         assert sorted(tmp_path.glob("*.safetensors")) == [before[0], before[2]]
-        assert whole(s.at()) == expected([*range(20), *range(40, 60)])
+        assert whole(s.open_snapshot()) == expected([*range(20), *range(40, 60)])
 
 
 def test_compaction_keeps_what_is_read_here(make, small):
     s = make()
     add(s, 40)
-    old = s.at()
-    unread = s.at()
-    half = old.parts()
+    old = s.open_snapshot()
+    unread = s.open_snapshot()
+    half = old.iterate_segments()
     first = next(half)
     s.commit(remove=range(0, 40, 2))
     add(s, 30)
@@ -440,38 +467,39 @@ def test_compaction_keeps_what_is_read_here(make, small):
     assert report.held == (1,) and "kept version 1 for its readers" in str(report)
     rest = np.concatenate([first.ids, *(part.ids for part in half)])
     assert rest.tolist() == list(range(40))
-    assert whole(old) == whole(unread) == whole(s.at(1)) == expected(range(40))
-    ids = s.at().ids()
-    s.recode([(ids, {"key": keys(ids) + 1})])
+    assert whole(old) == whole(unread) == whole(s.open_snapshot(1)) == expected(range(40))
+    ids = s.open_snapshot().live_ids()
+    s.rewrite_tensors([(ids, {"key": keys(ids) + 1})])
     s.compact()
     assert whole(old) == expected(range(40))
     old.close()
     del unread
     assert s.compact().held == ()
-    np.testing.assert_array_equal(s.at().tensor("key", ids), keys(ids) + 1)
-    with pytest.raises(UnknownVersion):
-        s.at(1)
+    np.testing.assert_array_equal(s.open_snapshot().read_tensor("key", ids), keys(ids) + 1)
+    with pytest.raises(VersionNotFoundError):
+        s.open_snapshot(1)
 
 
 def test_compaction_drops_a_generation(make, small):
     s = make()
     add(s, 30, arrays={"w": np.eye(2)})
-    ids = s.at().ids()
-    s.recode([(ids, {"key": keys(ids) + 1})], arrays={"w": np.ones(1)})
+    ids = s.open_snapshot().live_ids()
+    s.rewrite_tensors([(ids, {"key": keys(ids) + 1})], arrays={"w": np.ones(1)})
     s.compact()
-    assert s.at().arrays()["w"].tolist() == [1.0]
-    assert len(s._shelf.files()) == 2
-    np.testing.assert_array_equal(make().at().tensor("key", ids), keys(ids) + 1)
+    assert s.open_snapshot().read_arrays()["w"].tolist() == [1.0]
+    assert len(s._blob_storage.list_files()) == 2
+    np.testing.assert_array_equal(make().open_snapshot().read_tensor("key", ids), keys(ids) + 1)
 
 
 READER = """
 import sys
-from qkv.database.store import Store
+from qkv.database.storage import Store
 with Store(sys.argv[1], create=False) as s:
-    old = s.at(1)
+    old = s.open_snapshot(1)
     print("ready", flush=True)
     sys.stdin.readline()
-    print(old.ids().tolist(), old.tensor("key", [0, 39]).tolist(), old.records([0])[0], flush=True)
+    key, record = old.read_tensor("key", [0, 39]).tolist(), old.read_records([0])[0]
+    print(old.live_ids().tolist(), key, record, flush=True)
     old.close()
     print("closed", flush=True)
     sys.stdin.readline()
@@ -512,18 +540,18 @@ def test_one_writer(tmp_path):
     with one, two:
         add(one, 1)
         with pytest.raises(
-            Locked, match=r"books.qkv is locked by this process \(\d+\).*twice.*close"
+            StoreLockedError, match=r"books.qkv is locked by this process \(\d+\).*twice.*close"
         ):
             add(two, 1)
-        assert whole(two.at()) == expected([0])  # reading needs no lock
+        assert whole(two.open_snapshot()) == expected([0])  # reading needs no lock
         one.close()
         add(two, 1)
-        assert whole(two.at()) == expected([0, 1])
+        assert whole(two.open_snapshot()) == expected([0, 1])
 
 
 HOLDER = """
 import sys
-from qkv.database.store import Store
+from qkv.database.storage import Store
 s = Store(sys.argv[1])
 s.commit(records=["held"], digests=[b"d"])
 print("held", flush=True)
@@ -537,24 +565,26 @@ def test_a_dead_writer_holds_nothing(tmp_path):
     ) as child:
         assert child.stdout.readline() == b"held\n"
         with Store(tmp_path) as s:
-            with pytest.raises(Locked, match=f"is locked by process {child.pid}: close it there"):
+            with pytest.raises(
+                StoreLockedError, match=f"is locked by process {child.pid}: close it there"
+            ):
                 s.commit(remove=[0])
-            with pytest.raises(Locked):
+            with pytest.raises(StoreLockedError):
                 check(tmp_path, repair=True)
             assert check(tmp_path) == []
-            assert s.at().records([0]) == ["held"]
+            assert s.open_snapshot().read_records([0]) == ["held"]
             child.kill()
             child.wait()
             s.commit(remove=[0])
-            assert len(s.at()) == 0
+            assert len(s.open_snapshot()) == 0
 
 
 def test_readers_see_what_another_process_commits(tmp_path):
     with Store(tmp_path) as reader, Store(tmp_path) as writer:
         for count in range(1, 4):
             add(writer, 1, settings={"count": count})
-            assert reader.version == count and len(reader.at()) == count
-            assert reader.at().settings == {"count": count}
+            assert reader.version == count and len(reader.open_snapshot()) == count
+            assert reader.open_snapshot().settings == {"count": count}
 
 
 def test_threads(tmp_path, small):
@@ -568,7 +598,7 @@ def test_threads(tmp_path, small):
                 for count in range(1, 60):
                     add(s, 3)
                     if count % 7 == 0:
-                        s.commit(remove=s.at().ids()[-1:])
+                        s.commit(remove=s.open_snapshot().live_ids()[-1:])
                     if count % 20 == 0:
                         s.compact()
             except BaseException as error:
@@ -579,8 +609,8 @@ def test_threads(tmp_path, small):
         def read():
             try:
                 while not done.is_set():
-                    snap = s.at()
-                    assert whole(snap) == expected(snap.ids())
+                    snap = s.open_snapshot()
+                    assert whole(snap) == expected(snap.live_ids())
             except BaseException as error:
                 failures.append(error)
 
@@ -594,7 +624,7 @@ def test_threads(tmp_path, small):
 
 def test_a_store_is_not_closed_between_its_lock_and_a_commit(tmp_path, monkeypatch):
     s = Store(tmp_path)
-    alone, closing = s.alone, threading.Thread(target=s.close)
+    alone, closing = s.exclusive_lock, threading.Thread(target=s.close)
 
     def looked():
         lock = alone()
@@ -602,25 +632,25 @@ def test_a_store_is_not_closed_between_its_lock_and_a_commit(tmp_path, monkeypat
         closing.join(0.2)
         return lock
 
-    monkeypatch.setattr(s, "alone", looked)
+    monkeypatch.setattr(s, "exclusive_lock", looked)
     add(s, 3)
     closing.join()
     with Store(tmp_path) as s:
-        assert len(s.at()) == 3
+        assert len(s.open_snapshot()) == 3
 
 
 def test_closed_and_forked(tmp_path):
     s = Store(tmp_path)
     add(s, 1)
-    snap = s.at()
+    snap = s.open_snapshot()
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
 
     def child():
         try:
-            s.at()
+            s.open_snapshot()
             there.send("read")
-        except Closed as error:
+        except StoreClosedError as error:
             there.send(str(error))
         os._exit(0)
 
@@ -633,8 +663,8 @@ def test_closed_and_forked(tmp_path):
     add(s, 1)
     s.close()
     s.close()
-    for use in (lambda: add(s, 1), s.at, s.versions, lambda: snap.find(b"d")):
-        with pytest.raises(Closed, match="closed: open it again"):
+    for use in (lambda: add(s, 1), s.open_snapshot, s.versions, lambda: snap.find_ids(b"d")):
+        with pytest.raises(StoreClosedError, match="closed: open it again"):
             use()
 
 
@@ -649,7 +679,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
 
     def slow():
         """Holds the lock for writing for as long as the children live."""
-        rows = s.at().ids()
+        rows = s.open_snapshot().live_ids()
         yield rows, {"key": keys(rows)}
         done.wait(600)
 
@@ -657,9 +687,15 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     here, there = context.Pipe()
 
     def child():
-        before = len(s.at())
+        before = len(s.open_snapshot())
         add(s, 5)
-        there.send((before, len(s.at()) - before, len(list(s.at().rows())) == len(s.at())))
+        there.send(
+            (
+                before,
+                len(s.open_snapshot()) - before,
+                len(list(s.open_snapshot().iterate_rows())) == len(s.open_snapshot()),
+            )
+        )
         os._exit(0)
 
     writer = threading.Thread(target=write)
@@ -674,9 +710,9 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     done.set()
     writer.join()
     done.clear()
-    recoder = threading.Thread(target=lambda: s.recode(slow()))
+    recoder = threading.Thread(target=lambda: s.rewrite_tensors(slow()))
     recoder.start()
-    while s._busy != "recode":
+    while s._running_operation != "rewrite_tensors":
         time.sleep(0.001)
     process = context.Process(target=child)
     process.start()
@@ -684,7 +720,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     process.join()
     done.set()
     recoder.join()
-    assert whole(s.at())
+    assert whole(s.open_snapshot())
     s.close()
     here.close()
     there.close()
@@ -693,34 +729,34 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
 def test_a_store_that_is_made_while_another_thread_forks_waits_for_it():
     made = []
     maker = threading.Thread(target=lambda: made.append(Store()))
-    fork._before()
+    fork_handlers._before_fork()
     try:
         maker.start()
         maker.join(0.05)
         assert not made
     finally:
-        fork._after()
+        fork_handlers._after_fork()
     maker.join()
-    assert made[0] in fork._KNOWN
+    assert made[0] in fork_handlers._REGISTERED
     made[0].close()
 
 
 def test_what_is_not_a_store(tmp_path):
-    with pytest.raises(NoStore, match="does not exist"):
+    with pytest.raises(StoreNotFoundError, match="does not exist"):
         Store(tmp_path / "none", create=False)
     assert not (tmp_path / "none").exists()
-    with pytest.raises(NoStore):
+    with pytest.raises(StoreNotFoundError):
         check(tmp_path / "none")
     file = tmp_path / "file.csv"
     file.write_text("a,b\n")
-    with pytest.raises(NotAStore, match=r"file.csv is a file"):
+    with pytest.raises(NotAStoreError, match=r"file.csv is a file"):
         Store(file)
-    with pytest.raises(NotAStore, match="folder with other files"):
+    with pytest.raises(NotAStoreError, match="folder with other files"):
         Store(tmp_path)
-    with pytest.raises(NotAStore):
+    with pytest.raises(NotAStoreError):
         check(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoStore, match="empty"):
+    with pytest.raises(StoreNotFoundError, match="empty"):
         Store(tmp_path / "empty", create=False)
     Store(tmp_path / "empty").close()
     Store(tmp_path / "empty", create=False).close()
@@ -729,7 +765,7 @@ def test_what_is_not_a_store(tmp_path):
     with sqlite3.connect(other / "catalogue.sqlite") as connection:
         connection.execute("CREATE TABLE t (a)")
     connection.close()
-    with pytest.raises(NotAStore, match="not a qkv catalogue"):
+    with pytest.raises(NotAStoreError, match="not a qkv catalogue"):
         Store(other)
 
 
@@ -741,13 +777,13 @@ def test_another_format(tmp_path, number, mend):
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite")
     connection.execute(f"PRAGMA user_version = {number}")
     connection.close()
-    with pytest.raises(NotAStore, match=f"format {number}, and this qkv reads 5: {mend}"):
+    with pytest.raises(NotAStoreError, match=f"format {number}, and this qkv reads 5: {mend}"):
         Store(tmp_path)
 
 
 def test_creation_that_was_cut_short_goes_on(tmp_path):
     (tmp_path / "catalogue.sqlite").touch()
-    with pytest.raises(NoStore):
+    with pytest.raises(StoreNotFoundError):
         Store(tmp_path, create=False)
     with Store(tmp_path) as s:
         add(s, 1)
@@ -781,8 +817,12 @@ def test_a_scale_that_is_not_finite_is_damage(tmp_path, small, bad):
     content = path.read_bytes()
     at = content.index(scale[7:9].tobytes())
     path.write_bytes(content[:at] + np.array(bad, "<f4").tobytes() + content[at + 4 :])
-    with Store(tmp_path) as s, s.at() as snapshot, pytest.raises(Damaged, match="not finite"):
-        list(snapshot.parts())
+    with (
+        Store(tmp_path) as s,
+        s.open_snapshot() as snapshot,
+        pytest.raises(StoreDamagedError, match="not finite"),
+    ):
+        list(snapshot.iterate_segments())
 
 
 LEFT = sorted(set(range(63)) - {5, 61})
@@ -811,30 +851,32 @@ def test_a_damaged_segment(tmp_path, small, harm):
     [problem] = check(tmp_path, repair=True)
     assert not problem.repaired
     with Store(tmp_path) as s:
-        snap = s.at()
-        with pytest.raises(Damaged, match=rf"{path.name} is damaged.*skip_damaged") as caught:
-            list(snap.parts())
+        snap = s.open_snapshot()
+        with pytest.raises(
+            StoreDamagedError, match=rf"{path.name} is damaged.*skip_damaged"
+        ) as caught:
+            list(snap.iterate_segments())
         assert isinstance(caught.value, OSError) and isinstance(caught.value, QkvError)
         # What does not need the segment is there.
-        assert snap.find(b"digest 25") == [25] and snap.records([25]) == ["record 25"]
-        assert snap.ids().tolist() == LEFT and len(dict(snap.rows())) == 61
-        np.testing.assert_array_equal(snap.tensor("key", [1, 45, 62]), keys([1, 45, 62]))
-        with pytest.raises(Damaged, match=path.name):
-            snap.tensor("key", [1, 25])
+        assert snap.find_ids(b"digest 25") == [25] and snap.read_records([25]) == ["record 25"]
+        assert snap.live_ids().tolist() == LEFT and len(dict(snap.iterate_rows())) == 61
+        np.testing.assert_array_equal(snap.read_tensor("key", [1, 45, 62]), keys([1, 45, 62]))
+        with pytest.raises(StoreDamagedError, match=path.name):
+            snap.read_tensor("key", [1, 25])
         snap.close()
         s.commit(remove=[21])
-        with pytest.raises(Damaged, match=path.name):
+        with pytest.raises(StoreDamagedError, match=path.name):
             s.compact()
     with Store(tmp_path, skip_damaged=True) as s:
-        snap = s.at()
-        with pytest.warns(SkippedRows, match=f"20 rows were left out.*{path.name}"):
-            seen = np.concatenate([part.ids for part in snap.parts()])
+        snap = s.open_snapshot()
+        with pytest.warns(SkippedRowsWarning, match=f"20 rows were left out.*{path.name}"):
+            seen = np.concatenate([part.ids for part in snap.iterate_segments()])
         assert seen.tolist() == [*range(20), *range(40, 63)]
         add(s, 10)
-        ids = s.at().ids()
+        ids = s.open_snapshot().live_ids()
         # Other tensors for every row: the damaged file is not needed any more.
-        s.recode([(ids, {"key": keys(ids)})])
-        assert whole(s.at()) == expected(ids)
+        s.rewrite_tensors([(ids, {"key": keys(ids)})])
+        assert whole(s.open_snapshot()) == expected(ids)
     assert set(before) <= set(os.listdir(tmp_path))  # nothing was deleted
 
 
@@ -843,10 +885,10 @@ def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
     flip(path, path.stat().st_size - 3)
     [problem] = check(tmp_path)
     assert problem.file == path.name and "checksum" in problem.what
-    with Store(tmp_path) as s, pytest.raises(Damaged, match="checksum"):
+    with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="checksum"):
         s.compact()
     with Store(tmp_path) as s:
-        assert s.version == 3 and len(s.at()) == 61
+        assert s.version == 3 and len(s.open_snapshot()) == 61
         for _ in range(30):
             add(s, 3)  # small segments are joined, but not with this one
     [problem] = check(tmp_path)
@@ -856,11 +898,11 @@ def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
 def test_arrays_that_are_cut_while_they_are_used(tmp_path):
     with Store(tmp_path) as s:
         s.commit(arrays={"w": np.arange(9000.0)})
-        found = s.at().arrays()["w"]
+        found = s.open_snapshot().read_arrays()["w"]
         os.truncate(next(tmp_path.glob("arrays-*")), 10)
         np.testing.assert_array_equal(found, np.arange(9000.0))
-        with pytest.raises(Damaged, match="10 bytes"):
-            s.at().arrays()
+        with pytest.raises(StoreDamagedError, match="10 bytes"):
+            s.open_snapshot().read_arrays()
 
 
 def test_damaged_arrays(tmp_path):
@@ -870,8 +912,8 @@ def test_damaged_arrays(tmp_path):
     [problem] = check(tmp_path)
     assert problem.file == path.name
     path.unlink()
-    with Store(tmp_path) as s, pytest.raises(Damaged, match=r"arrays.*missing"):
-        s.at().arrays()
+    with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match=r"arrays.*missing"):
+        s.open_snapshot().read_arrays()
 
 
 @pytest.mark.parametrize("tensors", ["no bytes", 7])
@@ -882,17 +924,17 @@ def test_a_resting_row_of_another_type(tmp_path, small, tensors):
         db.execute("UPDATE resting SET tensors = ? WHERE id = 62", (tensors,))
     [problem] = check(tmp_path)
     assert problem.what == "the tensors of row 62 are not what was written"
-    with Store(tmp_path) as s, pytest.raises(Damaged, match="tensors of row 62"):
-        list(s.at().parts())
+    with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
+        list(s.open_snapshot().iterate_segments())
 
 
 def test_a_resting_row_that_stands_twice(tmp_path, small):
     filled(tmp_path)
     with Store(tmp_path) as s:
-        shot, good = s.at(), keys([1]).tobytes()
+        shot, good = s.open_snapshot(), keys([1]).tobytes()
         lines = [(1, good, crc32(good)), (1, good, 0)]
-        with pytest.raises(Damaged, match="tensors of row 1 "):
-            rested(shot._catalogue, shot._layout(), lines)
+        with pytest.raises(StoreDamagedError, match="tensors of row 1 "):
+            build_buffered_segment(shot._catalog, shot._read_layout(), lines)
 
 
 def test_a_damaged_resting_row(tmp_path, small):
@@ -901,27 +943,29 @@ def test_a_damaged_resting_row(tmp_path, small):
     flip(path, path.read_bytes().index(np.array([62.0, -62.0], np.float32).tobytes()))
     [problem] = check(tmp_path)
     assert problem.what == "the tensors of row 62 are not what was written"
-    with Store(tmp_path) as s, pytest.raises(Damaged, match="tensors of row 62"):
-        list(s.at().parts())
-    skipped = pytest.warns(SkippedRows, match=r"1 rows were left out.*row 62")
+    with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
+        list(s.open_snapshot().iterate_segments())
+    skipped = pytest.warns(SkippedRowsWarning, match=r"1 rows were left out.*row 62")
     with Store(tmp_path, skip_damaged=True) as s, skipped:
-        assert s.at().tensor("key", [60]).tolist() == keys([60]).tolist()
+        assert s.open_snapshot().read_tensor("key", [60]).tolist() == keys([60]).tolist()
     told = check(tmp_path, repair=True)
     assert told[0].repaired and "1 rows have lost their tensors" in told[-1].what
     with Store(tmp_path) as s:
-        assert s.at().ids().tolist() == LEFT and s.at().records([62]) == ["record 62"]
-        with pytest.raises(Damaged, match="the vectors of row 62 are lost"):
-            s.at().tensor("key", [62])
-        ids = s.at().ids()
-        s.recode([(ids, {"key": keys(ids)})])
-        assert whole(s.at()) == expected(LEFT)
+        assert s.open_snapshot().live_ids().tolist() == LEFT and s.open_snapshot().read_records(
+            [62]
+        ) == ["record 62"]
+        with pytest.raises(StoreDamagedError, match="the vectors of row 62 are lost"):
+            s.open_snapshot().read_tensor("key", [62])
+        ids = s.open_snapshot().live_ids()
+        s.rewrite_tensors([(ids, {"key": keys(ids)})])
+        assert whole(s.open_snapshot()) == expected(LEFT)
     assert check(tmp_path) == []
 
 
 def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
     filled(tmp_path)
     with Store(tmp_path) as s:
-        following = s._reader.value("SELECT files FROM counters")
+        following = s._reader_catalog.fetch_value("SELECT files FROM counters")
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
     (tmp_path / f"segment-{following + 1:08d}.safetensors.tmp").write_bytes(b"")
     mine = tmp_path / "mine.safetensors"
@@ -937,26 +981,28 @@ def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
     left = tmp_path / f"segment-{following:08d}.safetensors"
     with Store(tmp_path) as s:
-        assert whole(s.at()) == expected(LEFT) and left.exists()  # a reader removes nothing
+        assert (
+            whole(s.open_snapshot()) == expected(LEFT) and left.exists()
+        )  # a reader removes nothing
         add(s, 1)
     assert mine.exists() and unknown.exists() and not left.exists()
 
 
 def test_a_full_disk_changes_nothing(tmp_path, small):
-    class Full(shelf.Files):
+    class Full(blob_storage.FileSystem):
         def fsync(self, file, path):
             raise OSError(28, "No space left on device")
 
     filled(tmp_path)
     before = sorted(os.listdir(tmp_path))
     with Store(tmp_path, files=Full()) as s:
-        with pytest.raises(Unwritable, match=r"No space left.*nothing was changed"):
+        with pytest.raises(StoreUnwritableError, match=r"No space left.*nothing was changed"):
             add(s, 30)
         assert s.version == 3
         add(s, 1)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "lock"]) or "lock" in before
     with Store(tmp_path) as s:
-        assert whole(s.at()) == expected([*LEFT, 63])
+        assert whole(s.open_snapshot()) == expected([*LEFT, 63])
     assert check(tmp_path) == []
 
 
@@ -999,18 +1045,24 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     problems = check(tmp_path)
     assert problems and {problem.file for problem in problems} == {"catalogue.sqlite"}
     if harm not in ("record", "settings", "short", "half"):
-        with pytest.raises(Damaged, match=r"catalogue.sqlite.*qkv check --repair"):
+        with pytest.raises(StoreDamagedError, match=r"catalogue.sqlite.*qkv check --repair"):
             Store(tmp_path)
     if harm == "record":
         with Store(tmp_path) as s:
-            with pytest.raises(Damaged, match="row 17 is not what was written"):
-                s.at().records([17])
-            assert s.at().records([16]) == ["record 16"]
-        with Store(tmp_path, skip_damaged=True) as s, pytest.warns(SkippedRows, match="row 17"):
-            assert len(dict(s.at().rows())) == 60
+            with pytest.raises(StoreDamagedError, match="row 17 is not what was written"):
+                s.open_snapshot().read_records([17])
+            assert s.open_snapshot().read_records([16]) == ["record 16"]
+        with (
+            Store(tmp_path, skip_damaged=True) as s,
+            pytest.warns(SkippedRowsWarning, match="row 17"),
+        ):
+            assert len(dict(s.open_snapshot().iterate_rows())) == 60
     if harm == "settings":
-        with Store(tmp_path) as s, pytest.raises(Damaged, match="settings are not what was"):
-            _ = s.at().settings
+        with (
+            Store(tmp_path) as s,
+            pytest.raises(StoreDamagedError, match="settings are not what was"),
+        ):
+            _ = s.open_snapshot().settings
     assert path.exists() == (broken is not None)
     told = check(tmp_path, repair=True)
     if harm in ("missing", "empty", "noise"):
@@ -1021,14 +1073,14 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     assert (tmp_path / "damaged-1" / "catalogue.sqlite").read_bytes() == broken
     again = check(tmp_path)
     with Store(tmp_path) as s:
-        snap = s.at()
-        found = dict(snap.rows())
+        snap = s.open_snapshot()
+        found = dict(snap.iterate_rows())
         assert found == {i: f"record {i}" for i in found}
         assert s.version == 4 or harm == "half"
         if harm in ("magic", "header", "first page", "settings") or "schema" in harm:
             assert whole(snap) == expected(LEFT) and again == []
             assert snap.settings == {"key": "title"}
-            np.testing.assert_array_equal(snap.arrays()["w"], np.eye(2))
+            np.testing.assert_array_equal(snap.read_arrays()["w"], np.eye(2))
         if harm == "record":
             assert whole(snap) == expected(set(LEFT) - {17}) and again == []
             assert any("of 61 rows 60 could be read" in problem.what for problem in told)
@@ -1047,16 +1099,18 @@ def test_a_damaged_page_loses_only_its_rows(tmp_path):
     path.write_bytes(content)
     assert check(tmp_path)
     with Store(tmp_path) as s:
-        assert s.at().records([0]) == texts[:1]
-        with pytest.raises(Damaged, match="malformed"):
-            list(s.at().rows())
+        assert s.open_snapshot().read_records([0]) == texts[:1]
+        with pytest.raises(StoreDamagedError, match="malformed"):
+            list(s.open_snapshot().iterate_rows())
     assert any(problem.repaired for problem in check(tmp_path, repair=True))
     assert check(tmp_path) == []
     with Store(tmp_path) as s:
-        found = dict(s.at().rows())
+        found = dict(s.open_snapshot().iterate_rows())
         assert 1940 < len(found) < 1999 and 3 not in found
         assert all(texts[i] == text for i, text in found.items())
-        assert s.at().find(b"01999") == [1999] and s.at().settings == {"a": 1}
+        assert s.open_snapshot().find_ids(b"01999") == [1999] and s.open_snapshot().settings == {
+            "a": 1
+        }
 
 
 def harm_somewhere(path, rng):
@@ -1079,14 +1133,14 @@ def harm_somewhere(path, rng):
     file.write_bytes(content)
 
 
-@pytest.mark.filterwarnings("ignore::qkv.database.faults.SkippedRows")
+@pytest.mark.filterwarnings("ignore::qkv.database.errors.SkippedRowsWarning")
 @pytest.mark.parametrize("seed", range(1000 if os.environ.get("QKV_FULL") == "1" else 40))
 def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, seed):
     filled(tmp_path)
     harm_somewhere(tmp_path, random.Random(seed))
     problems = check(tmp_path)
     try:
-        with Store(tmp_path) as s, s.at() as snap:
+        with Store(tmp_path) as s, s.open_snapshot() as snap:
             same = snap.settings == {"key": "title"} and whole(snap) == expected(LEFT)
     except QkvError:
         same = False
@@ -1095,10 +1149,10 @@ def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, see
     assert problems or same
     check(tmp_path, repair=True)
     try:
-        with Store(tmp_path, skip_damaged=True) as s, s.at() as snap:
-            found = dict(snap.rows())
+        with Store(tmp_path, skip_damaged=True) as s, s.open_snapshot() as snap:
+            found = dict(snap.iterate_rows())
             assert set(found) <= set(LEFT) and all(found[i] == f"record {i}" for i in found)
-            seen = [p.ids[... if p.live is None else p.live] for p in snap.parts()]
+            seen = [p.ids[... if p.live is None else p.live] for p in snap.iterate_segments()]
             assert set(np.concatenate(seen).tolist()) <= set(range(63)) or problems
     except QkvError:
         assert problems
@@ -1111,11 +1165,11 @@ def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
         if os.access(tmp_path, os.W_OK):
             pytest.skip("this user may write everywhere")
         with Store(tmp_path) as s:
-            assert whole(s.at()) == expected(LEFT)
-            with pytest.raises(Unwritable, match="permissions"):
+            assert whole(s.open_snapshot()) == expected(LEFT)
+            with pytest.raises(StoreUnwritableError, match="permissions"):
                 add(s, 1)
         assert check(tmp_path) == []
-        with pytest.raises(Unwritable):
+        with pytest.raises(StoreUnwritableError):
             Store(tmp_path / "new")
     finally:
         tmp_path.chmod(0o755)
@@ -1143,7 +1197,7 @@ def test_reading_on_a_full_disk(tmp_path, small):
 
         first = told()
         with Store(tmp_path) as s:
-            assert first == [s.version, len(s.at()), 0]
+            assert first == [s.version, len(s.open_snapshot()), 0]
         for more in (1, 2):  # a writer that has left again each time
             with Store(tmp_path) as s:
                 add(s, 5)
@@ -1177,8 +1231,8 @@ def test_a_store_that_cannot_be_made_without_descriptors_leaves_nothing(tmp_path
 _WITHOUT_DESCRIPTORS = """
 import os, resource, sys
 from pathlib import Path
-from qkv.database.store import Store
-from qkv.database.store.folder import beside
+from qkv.database.storage import Store
+from qkv.database.storage.folder import build_store_folder
 from qkv.errors import QkvError
 
 path, held = Path(sys.argv[1]), []
@@ -1191,7 +1245,7 @@ while True:
 for _ in range(int(sys.argv[2])):
     os.close(held.pop())
 try:
-    with beside(path) as place, Store(place) as store:
+    with build_store_folder(path) as place, Store(place) as store:
         store.commit(records=["a"], digests=[b"a"])
         while True:
             held.append(os.open(os.devnull, os.O_RDONLY))
@@ -1203,21 +1257,21 @@ except OSError:
 
 _ON_A_FULL_DISK = """
 import json, resource, sys
-from qkv.database.faults import Unwritable
-from qkv.database.store import Store, check
+from qkv.database.errors import StoreUnwritableError
+from qkv.database.storage import Store, check
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 store = Store(sys.argv[1])
-first = len(store.at())
+first = len(store.open_snapshot())
 for _ in sys.stdin:
-    found = store.at()
-    ids = [row for row, _ in found.rows()]
-    assert len(ids) == len(found) and (found.tensor("value", ids) == ids).all()
+    found = store.open_snapshot()
+    ids = [row for row, _ in found.iterate_rows()]
+    assert len(ids) == len(found) and (found.read_tensor("value", ids) == ids).all()
     print(json.dumps([store.version, len(found), len(found) - first]), flush=True)
 assert check(sys.argv[1]) == []
 try:
     store.commit(remove=[ids[0]])
-except Unwritable:
+except StoreUnwritableError:
     store.close()
 else:
     raise AssertionError
@@ -1232,9 +1286,11 @@ def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
     connection.execute("UPDATE segments SET file = '../' || file WHERE first = 0")
     connection.close()
     with Store(inside) as s:
-        with pytest.raises(Damaged, match=r"names the file '../segment-00000001.safetensors'"):
-            list(s.at().parts())
-        with pytest.raises(Damaged):
+        with pytest.raises(
+            StoreDamagedError, match=r"names the file '../segment-00000001.safetensors'"
+        ):
+            list(s.open_snapshot().iterate_segments())
+        with pytest.raises(StoreDamagedError):
             s.compact()
     assert outside.exists()
 
@@ -1245,20 +1301,20 @@ def test_a_layout_that_cannot_be_read(tmp_path, small):
     connection.execute("UPDATE generations SET layout = '[[1]]'")
     connection.close()
     with Store(tmp_path) as s:
-        with pytest.raises(Damaged, match="layout in it cannot be read"):
-            list(s.at().parts())
-        assert s.at().records([0]) == ["record 0"]
+        with pytest.raises(StoreDamagedError, match="layout in it cannot be read"):
+            list(s.open_snapshot().iterate_segments())
+        assert s.open_snapshot().read_records([0]) == ["record 0"]
     [problem] = check(tmp_path)
     assert problem.what == "a layout in it cannot be read"
     check(tmp_path, repair=True)
     with Store(tmp_path) as s:
-        assert whole(s.at()) == expected(LEFT)
+        assert whole(s.open_snapshot()) == expected(LEFT)
 
 
 def test_a_store_that_nobody_holds_gives_its_lock_back(tmp_path):
     add(Store(tmp_path), 1)
-    snap = Store(tmp_path).at()
-    assert snap.records([0]) == ["record 0"]  # a snapshot holds its store
+    snap = Store(tmp_path).open_snapshot()
+    assert snap.read_records([0]) == ["record 0"]  # a snapshot holds its store
     del snap
     with Store(tmp_path) as s:
         add(s, 1)
@@ -1271,10 +1327,10 @@ def test_many_dead_rows_over_many_versions(make, small):
     left = [list(range(40))]
     for _ in range(12):
         s.commit(remove=rng.choice(left[-1], 3, replace=False))
-        left.append(s.at().ids().tolist())
-        assert whole(s.at()) == expected(left[-1])
+        left.append(s.open_snapshot().live_ids().tolist())
+        assert whole(s.open_snapshot()) == expected(left[-1])
     for version in rng.permutation(13):
-        assert whole(s.at(int(version) + 1)) == expected(left[version])
+        assert whole(s.open_snapshot(int(version) + 1)) == expected(left[version])
 
 
 def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
@@ -1286,7 +1342,9 @@ def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
     with Store(tmp_path) as s:
         with pytest.raises(KeyboardInterrupt):
             s.compact(stop)
-        assert whole(s.at()) == expected(LEFT) and whole(s.at(1)) == expected(range(60))
+        assert whole(s.open_snapshot()) == expected(LEFT) and whole(s.open_snapshot(1)) == expected(
+            range(60)
+        )
     assert check(tmp_path) == []
 
 
@@ -1300,7 +1358,7 @@ def test_opening_is_cheap(tmp_path):
 
 def test_notes_are_json(tmp_path, small):
     path = filled(tmp_path)[0]
-    notes, entry = segments.read_notes(path)
+    notes, entry = segments.read_file_metadata(path)
     assert json.loads(notes["settings"]) == {"key": "title"} and entry.rows == 20
     assert Path(entry.file) == Path(path.name)
 

@@ -26,10 +26,10 @@ def same_draws():
 @pytest.fixture(autouse=True)
 def own_facts():
     """What a test that stands in for a device had kernels compiled for is not the next one's."""
-    from qkv.engines.triton import arguments
+    from qkv.engines.triton import kernel_call
 
     yield
-    arguments._facts.cache_clear()
+    kernel_call._base_constexprs.cache_clear()
 
 
 @pytest.fixture(autouse=True)

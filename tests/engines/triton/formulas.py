@@ -146,13 +146,13 @@ def thresholds(arrays, scale, weighting, alpha, k, mask):
 
 def attend(query, key, value, *, scale, **named):
     """The output and the log-sum-exp of `ops.pooled`, by names."""
-    from qkv.engines.triton import ops
-    from qkv.engines.triton.arguments import Numbers
+    from qkv.engines.triton import attend_operator
+    from qkv.engines.triton.kernel_call import Numbers
     from qkv.engines.triton.records import Arrays
 
     rest = {name: named.pop(name) for name in Arrays._fields if name in named}
     numbers = Numbers(scale, **named)._replace(hashed=query.shape[1])
-    return ops.pooled(*Arrays(query, key, value, **rest), *numbers)[:2]
+    return attend_operator.attend(*Arrays(query, key, value, **rest), *numbers)[:2]
 
 
 def compare(attend, arrays, *, scale=0.3, weighting="softmax", alpha=0.0, k=5, **mask):

@@ -16,24 +16,24 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import qkv
 from qkv import scores, weightings
-from qkv.arrays import threads
-from qkv.engines import plan, triton
-from qkv.engines.triton import (  # fmt: skip
-    ahead,
-    arguments,
+from qkv.engines import plan_cache, triton
+from qkv.engines.triton import (
+    backward_keys,
+    backward_queries,
     forward,
-    kept,
+    kernel_call,
     launch,
+    launch_replay,
     norms,
+    score_tile,
     thresholds,
-    to_keys,
-    to_queries,
-    weigh,
 )
+from qkv.engines.triton import precompile as ahead
+from qkv.frameworks import threads
 from tests.engines.triton.test_repeat import Kernel
 from tests.interrupt import cores, moments
 
-pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
+pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for")
 
 
 class Ready(Kernel):
@@ -55,23 +55,26 @@ def met(monkeypatch):
     """The kernels that were compiled ahead, and those when they were launched."""
     early, late = [], []
     for module, names in (
-        (forward, ("pool", "merge")), (weigh, ("inner",)),
-        (to_keys, ("to_keys",)), (to_queries, ("to_queries",)),
-        (norms, ("_square_kernel", "_square_slope_kernel")),
+        (forward, ("pool_kernel", "merge_kernel")), (score_tile, ("centre_kernel",)),
+        (backward_keys, ("backward_keys_kernel",)),
+        (backward_queries, ("backward_queries_kernel",)),
+        (norms, ("_square_kernel", "_square_backward_kernel")),
         (thresholds, ("entmax_kernel", "topk_kernel")),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, Ready(getattr(module, name), early, late))
-    monkeypatch.setattr(launch, "COMPILED", {})
-    monkeypatch.setattr(kept, "KNOWN", kept.Launches())
-    for name in ("SEEN", "_KINDS"):
-        monkeypatch.setattr(plan, name, {})
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "processors", lambda device: 1)
-    monkeypatch.setattr(launch, "current", lambda device: True)
+    monkeypatch.setattr(launch, "COMPILED_KERNELS", {})
+    monkeypatch.setattr(launch_replay, "LAUNCH_LISTS", launch_replay.LaunchListCache())
+    for name in ("PLANS_BY_SIGNATURE", "_PLANS_BY_SIZE_CLASS"):
+        monkeypatch.setattr(plan_cache, name, {})
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "count_processors", lambda device: 1)
+    monkeypatch.setattr(launch, "is_current_device", lambda device: True)
     monkeypatch.setattr(launch, "current_stream", lambda index: None)
-    facts = arguments._facts.__wrapped__
-    monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
+    facts = kernel_call._base_constexprs.__wrapped__
+    monkeypatch.setattr(
+        kernel_call, "_base_constexprs", lambda *given: facts(*given) | {"FAST": False}
+    )
     return early, late
 
 
@@ -81,11 +84,11 @@ def arrays_of(learned=True):
     return [torch.randn(x, generator=made).requires_grad_(learned) for x in shapes]
 
 
-WAY_BACK = {"inner", "to_keys", "to_queries"}
+WAY_BACK = {"centre_kernel", "backward_keys_kernel", "backward_queries_kernel"}
 CASES = {
-    "gaussian": ({"score": scores.Gaussian(1.5)}, {"pool", *WAY_BACK}),
-    "entmax": ({"weighting": "entmax15"}, {"pool", "entmax_kernel", *WAY_BACK}),
-    "top-k": ({"weighting": weightings.TopK(3)}, {"pool", "topk_kernel", *WAY_BACK}),
+    "gaussian": ({"score": scores.Gaussian(1.5)}, {"pool_kernel", *WAY_BACK}),
+    "entmax": ({"weighting": "entmax15"}, {"pool_kernel", "entmax_kernel", *WAY_BACK}),
+    "top-k": ({"weighting": weightings.TopK(3)}, {"pool_kernel", "topk_kernel", *WAY_BACK}),
 }
 
 
@@ -138,7 +141,7 @@ def test_without_a_gradient_the_way_back_is_not_compiled(met):
     early, late = met
     with torch.no_grad():
         qkv.attend(*arrays_of(), engine="triton", weighting="entmax15")
-    assert set(early) == {"pool", "entmax_kernel"} and not late
+    assert set(early) == {"pool_kernel", "entmax_kernel"} and not late
     qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
     assert set(late) == WAY_BACK
 
@@ -149,7 +152,7 @@ def test_where_the_way_back_does_not_fit_each_kernel_waits_for_its_launch(met, m
     def full(*given):
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(ahead, "there_and_back", full)
+    monkeypatch.setattr(ahead, "run_forward_and_backward", full)
     qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
     assert not early and set(late) == CASES["entmax"][1]
 
@@ -158,11 +161,11 @@ def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
     early, late = met
     how = {"weighting": "entmax15", "engine": "triton"}
     arrays = arrays_of()
-    monkeypatch.setattr(triton, "interpreted", lambda: True)
+    monkeypatch.setattr(triton, "is_interpreted", lambda: True)
     told = qkv.warm(*arrays, **how)
-    assert told.engine == "triton" and told.planned and not told.compiled
-    monkeypatch.setattr(triton, "interpreted", lambda: False)
-    monkeypatch.setattr(triton, "cannot", lambda call: None)
+    assert told.engine == "triton" and told.is_plan_cached and not told.compiled
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton, "unsupported_reason", lambda call: None)
     assert "compiles 5 kernels now, about" in str(qkv.explain(*arrays, **how))
     told = qkv.warm(*arrays, **how)
     assert len(told.compiled) == 5 and "entmax_kernel of float32" in str(told)
@@ -174,10 +177,10 @@ def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
 
 
 def test_warm_keeps_a_plan_where_nothing_is_compiled(monkeypatch):
-    for name in ("SEEN", "_KINDS"):
-        monkeypatch.setattr(plan, name, {})
+    for name in ("PLANS_BY_SIGNATURE", "_PLANS_BY_SIZE_CLASS"):
+        monkeypatch.setattr(plan_cache, name, {})
     arrays = [x.detach() for x in arrays_of()]
-    assert qkv.warm(*arrays, weighting="sigmoid").planned
+    assert qkv.warm(*arrays, weighting="sigmoid").is_plan_cached
     assert "plan:   kept" in str(qkv.explain(*arrays, weighting="sigmoid"))
 
 
@@ -193,16 +196,18 @@ def one():
 
 def test_what_takes_longest_begins_first():
     begun, known = [], {}
-    names = ("inner", "to_keys", "_square_kernel", "pool")
+    names = ("centre_kernel", "backward_keys_kernel", "_square_kernel", "pool_kernel")
     ahead.compile_jobs({Named(x): partial(begun.append, x) for x in names}, known)
-    assert begun == ["pool", "to_keys", "inner", "_square_kernel"]
+    assert begun == ["pool_kernel", "backward_keys_kernel", "centre_kernel", "_square_kernel"]
     assert known == dict.fromkeys(map(Named, names))
 
 
 @pytest.mark.parametrize("label", [None, "compiling"])
 def test_an_interrupted_compilation_keeps_no_thread(one, label):
     """Ctrl-C wherever a call of C returns, to ours and to the standard library's."""
-    jobs = {Named(x): partial(str, x) for x in ("pool", "to_keys", "inner")}
+    jobs = {
+        Named(x): partial(str, x) for x in ("pool_kernel", "backward_keys_kernel", "centre_kernel")
+    }
     waits = (ahead.__file__, threads.__file__, threading.__file__)
     waits += (os.path.dirname(concurrent.futures.__file__),)
     for _ in moments(lambda: ahead.compile_jobs(jobs, {}, label), waits):
@@ -213,31 +218,31 @@ def test_an_interrupted_compilation_keeps_no_thread(one, label):
 
 def test_an_error_of_a_compilation_is_raised(one):
     known = {}
-    jobs = {Named("pool"): partial(int, "x"), Named("inner"): partial(int, "1")}
+    jobs = {Named("pool_kernel"): partial(int, "x"), Named("centre_kernel"): partial(int, "1")}
     with pytest.raises(ValueError, match="'x'"):
         ahead.compile_jobs(jobs, known, "compiling")
     assert known == {}
 
 
 def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeypatch):
-    monkeypatch.setattr(threads, "CORES", 2)
-    threads._jobs.cache_clear()
+    monkeypatch.setattr(threads, "CORE_COUNT", 2)
+    threads._job_queue.cache_clear()
     both, told = threading.Barrier(2, timeout=300), []
 
     def job(name):
         told.append(name)
-        ahead.READ.get()()
+        ahead.ON_SOURCE_READ.get()()
         both.wait()  # for the other, which is read by now
 
-    ahead.compile_jobs({Named(x): partial(job, x) for x in ("inner", "pool")}, {})
-    threads._jobs.cache_clear()
-    assert told == ["pool", "inner"]
+    ahead.compile_jobs({Named(x): partial(job, x) for x in ("centre_kernel", "pool_kernel")}, {})
+    threads._job_queue.cache_clear()
+    assert told == ["pool_kernel", "centre_kernel"]
 
 
 def test_a_call_that_torch_compiles_begins_nothing(monkeypatch):
     """A thread cannot be part of a graph."""
-    monkeypatch.setattr(triton, "interpreted", lambda: False)
-    monkeypatch.setattr(triton, "cannot", lambda call: None)
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton, "unsupported_reason", lambda call: None)
     arrays = [x.detach() for x in arrays_of()]
 
     def attend(*given):

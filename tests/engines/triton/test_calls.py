@@ -13,12 +13,14 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import qkv
 from bench import fuzz
 from qkv import masks, scores, weightings
-from qkv.arrays import of, tree
 from qkv.engines import triton
 from qkv.engines.triton import launch, thresholds
+from qkv.frameworks import get_framework, tree
 from tests.engines.triton.formulas import DEVICE
 
-pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="small sizes, in the interpreter")
+pytestmark = pytest.mark.skipif(
+    not triton.is_interpreted(), reason="small sizes, in the interpreter"
+)
 
 N, M = 5, 19
 MADE = torch.Generator(DEVICE).manual_seed(0)
@@ -145,7 +147,7 @@ def results(arrays, how, engine, dtype):
     how = dict(how)
     if "score" in how:
         own = scores.resolve(how["score"])
-        how["score"] = tree.map_arrays(of(arrays[0]), lambda x: x.to(dtype), own)
+        how["score"] = tree.map_arrays(get_framework(arrays[0]), lambda x: x.to(dtype), own)
     floats = {
         name: how.pop(name).to(dtype).clone().requires_grad_()
         for name in ("mask", "temperature", "softcap")
@@ -183,16 +185,18 @@ def test_values_and_gradients(name):
 @pytest.mark.parametrize("width", [8, 20])
 def test_a_softcap_learns_in_16_bits_as_exactly_as_eager_code_does(width, weighting, monkeypatch):
     """Also where φ is too wide for one pass, and its own gradient is a product of matrices."""
-    monkeypatch.setattr(launch, "HELD_BACK", 16)
+    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 16)
     make = torch.Generator(DEVICE).manual_seed(4)
     shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
     arrays = [torch.randn(x, generator=make).half() for x in shapes]
     how = {"softcap": torch.tensor([1.5, 2.0, 2.5, 3.0]).reshape(4, 1, 1)}
     how |= {"temperature": torch.tensor(0.7)} if weighting == "warm" else {"weighting": weighting}
     read = []
-    search = thresholds._run
+    search = thresholds._launch_search
     monkeypatch.setattr(
-        thresholds, "_run", lambda *given, **named: (read.append(given[1]), search(*given, **named))
+        thresholds,
+        "_launch_search",
+        lambda *given, **named: (read.append(given[1]), search(*given, **named)),
     )
     got = results(arrays, how, "triton", torch.float16)
     assert all(x.query.dtype == x.key.dtype for x in read)
@@ -220,7 +224,7 @@ def test_shared_keys_under_bandwidths_of_each_head(weighting):
 @pytest.mark.parametrize("width", [8, 20])
 def test_a_temperature_learns_in_16_bits_as_exactly_as_eager_code_does(width, monkeypatch):
     """Its gradient is Σ ∂L/∂s · s, where rounding what a row's ∂L/∂s add up to would show."""
-    monkeypatch.setattr(launch, "HELD_BACK", 16)
+    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 16)
     make = torch.Generator(DEVICE).manual_seed(4)
     shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
     arrays = [torch.randn(x, generator=make).half() for x in shapes]
@@ -242,7 +246,7 @@ def test_a_temperature_that_has_changed_is_read_again():
 
 
 def test_values_wider_than_a_tile_come_in_parts(monkeypatch):
-    monkeypatch.setattr(triton, "WIDEST_VALUE", 8)
+    monkeypatch.setattr(triton, "MAX_VALUE_WIDTH", 8)
     make = torch.Generator(DEVICE).manual_seed(5)
     arrays = [torch.randn(x, generator=make) for x in ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 11))]
     how = {"weighting": "entmax15", "and": masks.window(6, align="bottom_right")}
@@ -253,7 +257,7 @@ def test_values_wider_than_a_tile_come_in_parts(monkeypatch):
 
 
 def test_values_wider_than_a_tile_beside_an_additive_score(monkeypatch):
-    monkeypatch.setattr(triton, "WIDEST_VALUE", 8)
+    monkeypatch.setattr(triton, "MAX_VALUE_WIDTH", 8)
     shapes = ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 11), (4, 8), (4, 8), (4,))
     arrays, along = [torch.randn(x) for x in shapes], torch.randn(1, 2, N, 11)
 

@@ -26,11 +26,11 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
 
     from qkv import scores, weightings
     from qkv.engines import triton
-    from qkv.engines.request import request
     from qkv.engines.triton import launch
+    from qkv.engines.validation import build_call
 
-    launch.copy_engine = lambda device: True
-    launch.processors = lambda device: 132  # of an H200
+    launch.has_tma = lambda device: True
+    launch.count_processors = lambda device: 132  # of an H200
     hows = {
         "gaussian": lambda x: (scores.Gaussian(1.5), "softmax"),
         "entmax15": lambda x: ("scaled_dot", "entmax15"),
@@ -45,11 +45,11 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
     jobs: dict = {}
     for n in lengths:
         arrays = [(normal(2, 2, n, 64) / 32).requires_grad_() for _ in "qkv"]
-        call = request(*arrays, *hows[kind](normal), None, 0.0, None, None)
-        jobs |= triton.missing(call)
+        call = build_call(*arrays, *hows[kind](normal), None, 0.0, None, None)
+        jobs |= triton.find_missing_kernels(call)
     return [
-        f"{key.name} {key.dtypes[-6:-3] if key.name == 'to_queries' else ''} "
-        + ("tanh" if "TANH1" in key.facts.told else "")
+        f"{key.name} {key.dtypes[-6:-3] if key.name == 'backward_queries_kernel' else ''} "
+        + ("tanh" if "TANH1" in key.constexprs.description else "")
         for key in jobs
     ]
 
@@ -62,10 +62,18 @@ def compiled() -> dict[str, list]:
     from triton.backends.compiler import GPUTarget
 
     from qkv.engines import triton as engine
-    from qkv.engines.request import request
-    from qkv.engines.triton import ahead, forward, hopper, launch, mend, weigh, weights
-    from qkv.engines.triton.arguments import Arguments
-    from qkv.engines.triton.records import ARRAYS, facts_of
+    from qkv.engines.triton import (
+        forward,
+        hopper,
+        launch,
+        nan_repair,
+        precompile,
+        score_tile,
+        weights,
+    )
+    from qkv.engines.triton.kernel_call import KernelCall
+    from qkv.engines.triton.records import ARRAY_COUNT, intern_constexprs
+    from qkv.engines.validation import build_call
 
     launchers: list[str] = []
     read: list[None] = []
@@ -76,41 +84,52 @@ def compiled() -> dict[str, list]:
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
     triton.runtime.driver.set_active(Driver())
-    ahead.READ.set(lambda: read.append(None))
+    precompile.ON_SOURCE_READ.set(lambda: read.append(None))
     half, whole = torch.bfloat16, torch.float32
     facts = {"D": 64, "BLOCK_D": 64, "WEIGHTING": "softmax", "EXPONENTIAL": True}
     triton.knobs.compilation.always_compile = True  # not read where Triton has it on disk
-    inner = weigh.inner.warmup(
-        half, half, None, whole, 100, F=facts_of(facts | {"ROWS": 64}), grid=(2, 1, 1), num_warps=4
+    inner = score_tile.centre_kernel.warmup(
+        half,
+        half,
+        None,
+        whole,
+        100,
+        F=intern_constexprs(facts | {"ROWS": 64}),
+        grid=(2, 1, 1),
+        num_warps=4,
     )
     triton.knobs.compilation.always_compile = False
     told = len(read)
-    merge = forward.merge.warmup(
+    merge = forward.merge_kernel.warmup(
         whole, whole, whole, half, whole, whole, 100, 4,
-        F=facts_of(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
+        F=intern_constexprs(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
     )  # fmt: skip
     x = torch.zeros(1, 2, 32, 16, dtype=half, requires_grad=True)
 
     def run():
-        mend.heal(x.detach().clone(), *[x.detach()] * 3, 0.3)
-        weights.weights(x, x, torch.zeros(1, 2, 32), 0.3, 0, True).float().sum().backward()
+        nan_repair.repair_output(x.detach().clone(), *[x.detach()] * 3, 0.3)
+        weights.compute_weights(x, x, torch.zeros(1, 2, 32), 0.3, 0, True).float().sum().backward()
 
     def hopped():
         """Tiles of the kernel for Hopper that are compiled in a third of the time."""
         hopper.TILES[64] = hopper.TILES[128]._replace(cols=64)
         y, rows = x.detach()[..., :1].expand(1, 2, 32, 64).contiguous(), torch.zeros(2, 1, 2, 32)
-        given = Arguments(y, y, y, torch.zeros(1, 2, 32), *[None] * (ARRAYS - 4), 0.3)
-        hopper.pool(given, y, rows[0], rows)
+        given = KernelCall(y, y, y, torch.zeros(1, 2, 32), *[None] * (ARRAY_COUNT - 4), 0.3)
+        hopper.launch_pool(given, y, rows[0], rows)
 
     with torch.autograd.set_multithreading_enabled(False):
-        jobs = ahead.missing(run, True)
-    assert {key.name for key in jobs} == {"mend", "weigh_pairs", "to_queries", "to_keys"}
-    launch.OVERRIDE["to_pairs"] = launch.Tile(16, 16, 16, 4, 1)
+        jobs = precompile.find_missing_kernels(run, True)
+    assert {key.name for key in jobs} == {
+        "repair_kernel", "weights_kernel", "backward_queries_kernel", "backward_keys_kernel",
+    }  # fmt: skip
+    launch.TILE_OVERRIDES["to_pairs"] = launch.Tile(16, 16, 16, 4, 1)
     wide = torch.zeros(1, 1, 32, 160, dtype=half)
     mask = torch.zeros(32, 32, requires_grad=True)  # of another dtype than the values
-    found = engine.missing(request(wide, wide, wide, "dot", "softmax", mask, 0.0, None, None))
-    jobs |= {key: job for key, job in found.items() if key.name == "to_pairs"}
-    jobs |= ahead.missing(hopped, False)
+    found = engine.find_missing_kernels(
+        build_call(wide, wide, wide, "dot", "softmax", mask, 0.0, None, None)
+    )
+    jobs |= {key: job for key, job in found.items() if key.name == "backward_mask_kernel"}
+    jobs |= precompile.find_missing_kernels(hopped, False)
     made = []
     for kernel, grid, given, named, _ in (job.args for job in jobs.values()):
         arrays = type(given[0])(*map(triton.MockTensor.wrap_dtype, given[0]))
@@ -141,7 +160,7 @@ def found():
 @pytest.mark.parametrize("kind", MOST)
 def test_forty_lengths_compile_a_kernel_twice_at_most(found, kind):
     count = Counter(found[kind])
-    assert {"pool", "to_keys"} <= {name.split()[0] for name in count}
+    assert {"pool_kernel", "backward_keys_kernel"} <= {name.split()[0] for name in count}
     assert max(count.values()) <= MOST[kind], count
 
 
@@ -150,7 +169,7 @@ def test_the_kernels_are_compiled_for_hopper_without_a_gpu(found):
 
 
 def test_what_is_started_early_waits_by_itself(found):
-    assert found["compiled"]["waits"] == found["compiled"]["early"] == ["mend"]
+    assert found["compiled"]["waits"] == found["compiled"]["early"] == ["repair_kernel"]
 
 
 def test_a_launcher_is_built_while_its_kernel_is_compiled(found):

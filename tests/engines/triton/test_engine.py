@@ -10,7 +10,7 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.attention import request
+from qkv.attention import build_call
 from qkv.engines import triton as engine
 from qkv.errors import EngineError
 from tests import cases
@@ -19,7 +19,7 @@ from tests.engines.test_battery import FULL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
-    not (engine.interpreted() or torch.cuda.is_available()), reason="no interpreter, no CUDA"
+    not (engine.is_interpreted() or torch.cuda.is_available()), reason="no interpreter, no CUDA"
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,9 +37,9 @@ def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def serves(score: str, weighting: str, mask: str) -> bool:
     arrays = tensors(case(score, weighting, mask).arrays)
-    how = case(score, weighting, mask).how(arrays)
+    how = case(score, weighting, mask).build_options(arrays)
     main = (arrays[name] for name in ("query", "key", "value"))
-    return engine.cannot(request(*main, *how.values(), 0.0, None, None)) is None
+    return engine.unsupported_reason(build_call(*main, *how.values(), 0.0, None, None)) is None
 
 
 SERVED = [case for case in COVERING if serves(*case)]
@@ -63,8 +63,8 @@ def test_values_and_gradients(score, weighting, mask):
     out = call.attend(inputs, engine="triton")
     np.testing.assert_allclose(out.detach().cpu().numpy(), call.expected, atol=3e-5)
     wide = {n: torch.tensor(x, requires_grad=x.dtype.kind == "f") for n, x in call.arrays.items()}
-    call.attend(wide, engine="dense").backward(torch.tensor(call.along))
-    out.backward(torch.tensor(call.along, dtype=torch.float32, device=DEVICE))
+    call.attend(wide, engine="dense").backward(torch.tensor(call.output_gradient))
+    out.backward(torch.tensor(call.output_gradient, dtype=torch.float32, device=DEVICE))
     for name, x in inputs.items():
         if not x.requires_grad:
             continue
@@ -198,10 +198,10 @@ def test_what_it_refuses_it_explains(monkeypatch):
         with pytest.raises(EngineError, match=reason):
             qkv.attend(x, x, x, **how, engine="triton")
     with monkeypatch.context() as patched, pytest.raises(EngineError, match="as an array"):
-        patched.setattr(engine, "WIDEST_RULE", 5)
+        patched.setattr(engine, "MAX_MASK_PAIRS", 5)
         qkv.attend(x, x, x, mask=masks.strided(2), engine="triton")
     with monkeypatch.context() as patched, pytest.raises(EngineError, match="each temperature"):
-        patched.setattr(engine, "WIDEST_RULE", 36)
+        patched.setattr(engine, "MAX_MASK_PAIRS", 36)
         warm = weightings.Softmax(torch.ones(4, 1, 1, device=DEVICE))
         qkv.attend(x, x, x, weighting=warm, mask=torch.zeros(6, 6, device=DEVICE), engine="triton")
     with pytest.raises(EngineError, match="float32"):
@@ -216,7 +216,7 @@ def test_what_the_framework_knows_is_left_to_it(n, left, learned, dropout):
     """A cosine, but not so short that `dense` would have it, nor under a learned temperature or a
     seed, which its kernel does not take."""
     call: Any = SimpleNamespace(
-        fw=SimpleNamespace(tracing=lambda x: False, shape=lambda x: (2, 2, n, 64)),
+        fw=SimpleNamespace(is_traced=lambda x: False, static_shape=lambda x: (2, 2, n, 64)),
         query=SimpleNamespace(device=SimpleNamespace(type="cuda")),
         key=None,
         lead=(2, 2),
@@ -228,16 +228,18 @@ def test_what_the_framework_knows_is_left_to_it(n, left, learned, dropout):
     )
     call.weighting = weightings.Softmax(torch.tensor(2.0) if learned else 2.0)
     call.dropout = dropout
-    assert (engine.declines(call) is not None) == (left and not learned and not dropout)
+    assert (engine.slower_reason(call) is not None) == (left and not learned and not dropout)
 
 
 def test_a_short_causal_call_is_left_to_it(monkeypatch):
     """One launch instead of the framework's kernel and its repair."""
     sdpa = pytest.importorskip("qkv.engines.native.sdpa")
-    monkeypatch.setattr(sdpa, "on_device", lambda call: True)
+    monkeypatch.setattr(sdpa, "is_on_device", lambda call: True)
 
     def declined(x, mask=masks.causal):
-        return sdpa.declines(request(x, x, x, "scaled_dot", "softmax", mask, 0.0, None, None))
+        return sdpa.slower_reason(
+            build_call(x, x, x, "scaled_dot", "softmax", mask, 0.0, None, None)
+        )
 
     short = torch.ones(1, 2, 8, 16, device=DEVICE, dtype=torch.bfloat16)
     assert "one launch" in declined(short)
@@ -249,12 +251,14 @@ def test_a_short_causal_call_is_left_to_it(monkeypatch):
 
 def test_a_large_mask_is_left_to_it(monkeypatch):
     sdpa = pytest.importorskip("qkv.engines.native.sdpa")
-    monkeypatch.setattr(sdpa, "on_device", lambda call: True)
+    monkeypatch.setattr(sdpa, "is_on_device", lambda call: True)
 
     def declined(n, mask, learned=False, width=16, dtype=torch.bfloat16):
         k = torch.ones(1, 1, 256, width, device=DEVICE, dtype=dtype)
         q = k[:, :, :n].clone().requires_grad_(learned)
-        return sdpa.declines(request(q, k, k, "scaled_dot", "softmax", mask, 0.0, None, None))
+        return sdpa.slower_reason(
+            build_call(q, k, k, "scaled_dot", "softmax", mask, 0.0, None, None)
+        )
 
     floats = torch.zeros(256, 256, device=DEVICE, dtype=torch.bfloat16)
     for mask in (lambda n: floats[:n], lambda n: floats[:n] == 0, lambda n: masks.window(100)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import PAIRS, exact
+from qkv.engines.triton import TANH_FUNCTION_PAIRS
 from qkv.engines.triton import additive as join
-from qkv.engines.triton.additive import additive
+from qkv.engines.triton import additive_exact as exact
+from qkv.engines.triton.additive import attend_additive
 from qkv.errors import EngineError
 from tests.engines.triton.test_features import DEVICE, GRID, TABLE, WIDEST
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(exact, "BLOCK", 16)
+    monkeypatch.setattr(exact, "TILE_ROWS", 16)
 
 
 def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.float32):
@@ -177,7 +178,7 @@ def test_the_gradient_is_the_same_each_time():
 
 
 def joined(a, b, v, value, *rest):
-    return additive(a, b, v, value, TABLE, GRID, *rest)
+    return attend_additive(a, b, v, value, TABLE, GRID, *rest)
 
 
 @pytest.mark.parametrize("rest", [(), (-9, 4, None)], ids=["plain", "band"])
@@ -205,10 +206,10 @@ def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
     want = gradients(joined, given, None, 5, LENGTHS)
     a, b = given[:2]
-    each = 4 * PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
+    each = 4 * TANH_FUNCTION_PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
     for held, pieces in {1: 4, 2: 2, 3: 2, 4: 1, 100: 1}.items():
-        monkeypatch.setattr(join, "ROOM", held * each + 1)
-        assert len(join._pieces(a, b, PAIRS)) == pieces
+        monkeypatch.setattr(join, "MAX_FEATURE_BYTES", held * each + 1)
+        assert len(join._split_pieces(a, b, TANH_FUNCTION_PAIRS)) == pieces
         got = gradients(joined, given, None, 5, LENGTHS)
         for one, two in zip(got[2:], want[2:], strict=True):
             atol = 0 if scale > 1 else 1e-3 * two.abs().max().item()

@@ -5,21 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import COARSE, PAIRS
-from qkv.engines.triton.features import (
-    Known,
-    features_of,
-    fill_grad,
-    fit_of,
-    parts_for,
-    reach_of,
-    tables,
+from qkv.engines.triton import TANH_ERROR, TANH_FUNCTION_PAIRS
+from qkv.engines.triton.additive_features import (
+    FeatureInputs,
+    build_tables,
+    compute_features,
+    count_gradient_parts,
+    fill_gradients,
+    fit_units,
+    unit_ranges,
 )
-from qkv.scores.separable import table
+from qkv.scores.tanh_factors import build_pair_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TABLE, _, GRID = tables(PAIRS, COARSE, 1.0, DEVICE)
-REACHES, OFF, SERIES = (torch.tensor(x, device=DEVICE) for x in table(PAIRS, COARSE))
+TABLE, _, GRID = build_tables(TANH_FUNCTION_PAIRS, TANH_ERROR, 1.0, DEVICE)
+REACHES, OFF, SERIES = (
+    torch.tensor(x, device=DEVICE) for x in build_pair_table(TANH_FUNCTION_PAIRS, TANH_ERROR)
+)
 REACH = GRID[0]
 LAST = len(REACH) - 1
 WIDEST = float(REACH[LAST])
@@ -28,9 +30,9 @@ WIDEST = float(REACH[LAST])
 def features_grad(dphi, dpsi, moved_a, moved_b, known):
     """da, db, and parts of dv."""
     a, b, v = known[:3]
-    parts = torch.empty(parts_for(a, b, moved_a), v.shape[0], device=DEVICE)
+    parts = torch.empty(count_gradient_parts(a, b, moved_a), v.shape[0], device=DEVICE)
     into = torch.empty_like(a), torch.empty_like(b), parts
-    fill_grad(dphi, dpsi, moved_a, moved_b, known, into)
+    fill_gradients(dphi, dpsi, moved_a, moved_b, known, into)
     return into
 
 
@@ -47,14 +49,18 @@ def polynomials(x, v, rows, key):
     while len(terms) < SERIES.shape[-1]:
         terms.append(2 * y * terms[-1] - terms[-2])
     found = [sum(c[:, k] * term for k, term in enumerate(terms)) for c in SERIES[rows].unbind(1)]
-    even, odd, main = found[:PAIRS], [z * f for f in found[PAIRS:-1]], z * found[-1]
+    even, odd, main = (
+        found[:TANH_FUNCTION_PAIRS],
+        [z * f for f in found[TANH_FUNCTION_PAIRS:-1]],
+        z * found[-1],
+    )
     both = zip(odd, even, strict=True) if key else zip(even, odd, strict=True)
     columns = torch.stack([f for pair in both for f in pair], -2)
     return (columns * v if key else columns).flatten(-2), (main * v).sum(-1)
 
 
 def fitted(a, b, v):
-    return fit_of(reach_of(a, b), v, TABLE, GRID)
+    return fit_units(unit_ranges(a, b), v, TABLE, GRID)
 
 
 def some(*shape, scale=1.0, dtype=torch.float32):
@@ -100,10 +106,10 @@ def test_the_width_is_that_of_the_fewest_pairs_that_are_near_enough(h, least, mo
     reach, v = torch.linspace(least, most, h, device=DEVICE), some(h)
     off = OFF[slopes][torch.searchsorted(REACH, reach)] / fine
     enough = ((off * v.abs()[:, None]).sum(0) <= v.abs().sum()).tolist()
-    pairs = enough.index(True) + 1 if True in enough else PAIRS
-    coefficients, *grids = tables(PAIRS, COARSE, fine, DEVICE)
-    width = fit_of(reach[None], v, coefficients, grids[slopes])[2]
-    assert width.tolist() == [min(-(-2 * h * pairs // 64) * 64, 2 * h * PAIRS)]
+    pairs = enough.index(True) + 1 if True in enough else TANH_FUNCTION_PAIRS
+    coefficients, *grids = build_tables(TANH_FUNCTION_PAIRS, TANH_ERROR, fine, DEVICE)
+    width = fit_units(reach[None], v, coefficients, grids[slopes])[2]
+    assert width.tolist() == [min(-(-2 * h * pairs // 64) * 64, 2 * h * TANH_FUNCTION_PAIRS)]
 
 
 def mixed(*shape, scale):
@@ -123,12 +129,12 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, sca
     a, b, v = mixed(*shape_a, scale=scale), mixed(*shape_b, scale=scale), some(shape_a[-1])
     rows = first_rows(a, b)
     assert len(rows.unique()) > 1
-    known = Known(a, b, v, *fitted(a, b, v), PAIRS)
+    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
     width = int(known.width)
     exact = [x.double().requires_grad_() for x in (a, b, v)]
     sides = [polynomials(x, exact[2], rows, key=x is exact[1]) for x in exact[:2]]
     want = [side[0][..., :width] for side in sides] + [side[1] for side in sides]
-    found = features_of(known)
+    found = compute_features(known)
     got = [x[..., :width] for x in found[:2]] + list(found[2:])
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-6 * two.abs().max().item())
@@ -148,12 +154,12 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, sca
 
 
 @pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, COARSE), (torch.bfloat16, 3 * COARSE)]
+    ("dtype", "error"), [(torch.float32, TANH_ERROR), (torch.bfloat16, 3 * TANH_ERROR)]
 )
 def test_their_product_is_the_score(dtype, error):
     a, b = (mixed(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
     v = some(8)
-    found = features_of(Known(a, b, v, *fitted(a, b, v), PAIRS))
+    found = compute_features(FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS))
     assert found[0].dtype == found[1].dtype == dtype
     want = (torch.tanh(a.double()[:, None] + b.double()[None]) * v.double()).sum(-1)
     phi, psi, one, two = (x.double() for x in found)
@@ -164,8 +170,8 @@ def test_their_product_is_the_score(dtype, error):
 def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
     a, b, v = some(4, 6), some(3, 6), some(6)
     b[1, 2] = 2 * WIDEST
-    known = Known(a, b, v, *fitted(a, b, v), PAIRS)
-    found = features_of(known)
+    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
+    found = compute_features(known)
     along = [torch.ones_like(x) for x in found]
     for x in (*found, *features_grad(*along, known)):
         assert not x.any()
@@ -174,9 +180,14 @@ def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)])
 def test_no_rows(n, m):
     a, b, v = some(n, 6), some(m, 6), some(6)
-    known = Known(a, b, v, *fitted(a, b, v), PAIRS)
-    found = features_of(known)
-    assert [tuple(x.shape) for x in found] == [(n, 12 * PAIRS), (m, 12 * PAIRS), (n,), (m,)]
+    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
+    found = compute_features(known)
+    assert [tuple(x.shape) for x in found] == [
+        (n, 12 * TANH_FUNCTION_PAIRS),
+        (m, 12 * TANH_FUNCTION_PAIRS),
+        (n,),
+        (m,),
+    ]
     da, db, parts = features_grad(*found, known)
     assert da.shape == a.shape
     assert db.shape == b.shape
@@ -188,8 +199,8 @@ def test_arrays_need_not_be_contiguous():
     plain = a.mT.contiguous(), b.mT.contiguous(), v
     fits = fitted(a.mT, b.mT, v)
     for one, two in zip(
-        (*fits, *features_of(Known(a.mT, b.mT, v, *fits, PAIRS))),
-        (*fitted(*plain), *features_of(Known(*plain, *fits, PAIRS))),
+        (*fits, *compute_features(FeatureInputs(a.mT, b.mT, v, *fits, TANH_FUNCTION_PAIRS))),
+        (*fitted(*plain), *compute_features(FeatureInputs(*plain, *fits, TANH_FUNCTION_PAIRS))),
         strict=True,
     ):
         assert torch.equal(one, two)

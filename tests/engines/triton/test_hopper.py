@@ -10,8 +10,8 @@ import torch
 
 import qkv
 from qkv.engines.triton import forward, launch, norms
-from qkv.engines.triton.arguments import Arguments
-from qkv.engines.triton.records import ARRAYS
+from qkv.engines.triton.kernel_call import KernelCall
+from qkv.engines.triton.records import ARRAY_COUNT
 from qkv.scores import Gaussian
 from tests.engines.triton import formulas
 
@@ -28,16 +28,22 @@ def arrays_of(b=2, h=4, hk=4, n=200, m=300, w=128, d=128, dtype=torch.bfloat16, 
 @pytest.fixture
 def device(monkeypatch):
     """A Hopper with four processors, as the choice sees it."""
-    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
-    monkeypatch.setattr(launch, "processors", lambda device: 4)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
+    monkeypatch.setattr(launch, "count_processors", lambda device: 4)
 
 
 def fits(bias=True, places=(), numbers=(), **shape):
     query, key, value = arrays_of(**shape)
-    given = [query, key, value, norms.square(key, -0.5) if bias else None, *[None] * (ARRAYS - 4)]
+    given = [
+        query,
+        key,
+        value,
+        norms.squared_norms(key, -0.5) if bias else None,
+        *[None] * (ARRAY_COUNT - 4),
+    ]
     for at, x in places:
         given[at] = x
-    return hopper.fits(Arguments(*given, 0.3, *numbers))
+    return hopper.is_supported(KernelCall(*given, 0.3, *numbers))
 
 
 def test_which_calls_it_takes(device):
@@ -60,18 +66,18 @@ def test_what_fits_is_handed_over(monkeypatch):
     """With the room for all that the way back wants, which it fills."""
 
     class Stand:
-        fits = staticmethod(lambda call: call.key_bias is not None)
+        is_supported = staticmethod(lambda call: call.key_bias is not None)
 
         @staticmethod
-        def pool(call, out, lse, kept):
-            out.fill_(call.floats.scale)
+        def launch_pool(call, out, lse, kept):
+            out.fill_(call.scales.scale)
             lse.fill_(1.0)
             kept.fill_(2.0)
 
-    monkeypatch.setattr(forward, "_hopper", lambda device: Stand)
+    monkeypatch.setattr(forward, "_hopper_module", lambda device: Stand)
     query, key, value = arrays_of(n=8, m=8, w=16, d=16, dtype=torch.float32)
     out, lse = formulas.attend(
-        query, key, value, scale=0.5, key_bias=norms.square(key, -0.25)[..., 0]
+        query, key, value, scale=0.5, key_bias=norms.squared_norms(key, -0.25)[..., 0]
     )
     assert (out == torch.tensor(0.5 * 1.4426950408889634)).all() and (lse == 1).all()
     out, _ = formulas.attend(query, key, value, scale=0.5)
@@ -79,7 +85,7 @@ def test_what_fits_is_handed_over(monkeypatch):
 
 
 def test_other_devices_have_none():
-    assert HOPPER or forward._hopper(torch.device("cpu")) is None
+    assert HOPPER or forward._hopper_module(torch.device("cpu")) is None
 
 
 @pytest.mark.skipif(not HOPPER, reason="it runs on a Hopper")
@@ -97,8 +103,8 @@ def test_other_devices_have_none():
 def test_beside_float64(shape, dtype, monkeypatch):
     """Any lengths, heads that share keys, rows in any order in memory; the same bits each time."""
     started = []
-    pool = hopper.pool
-    monkeypatch.setattr(hopper, "pool", lambda *given: started.append(1) or pool(*given))
+    pool = hopper.launch_pool
+    monkeypatch.setattr(hopper, "launch_pool", lambda *given: started.append(1) or pool(*given))
     b, h, hk, n, m, w = shape
     arrays = arrays_of(b, h, hk, n, m, w, w, dtype)
     arrays[0] = arrays[0].transpose(1, 2).contiguous().transpose(1, 2)
@@ -109,7 +115,9 @@ def test_beside_float64(shape, dtype, monkeypatch):
     close = 4e-3 if dtype == torch.bfloat16 else 6e-4
     assert (found[0].double() - want).norm() < close * want.norm()
     key, scale = arrays[1], 3.4**-2
-    _, lse = formulas.attend(*arrays, scale=scale, key_bias=norms.square(key, -scale / 2)[..., 0])
+    _, lse = formulas.attend(
+        *arrays, scale=scale, key_bias=norms.squared_norms(key, -scale / 2)[..., 0]
+    )
     keys = key.double().repeat_interleave(h // hk, 1)
     scores = scale * (arrays[0].double() @ keys.mT - keys.square().sum(-1)[..., None, :] / 2)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-5)

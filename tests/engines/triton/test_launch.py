@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import ahead, kept, launch, rooms, tiles
-from qkv.engines.triton.records import facts_of
+from qkv.engines.triton import launch, launch_replay, precompile, tiles, workspace
+from qkv.engines.triton.records import intern_constexprs
 from tests.engines.triton import formulas
 
 PLAIN = launch.Tile(1, 1, 1, 4, 3)
@@ -34,7 +34,9 @@ class Kernel:
 
     def __init__(self, names=("x", "y", "scale", "stride", "step", "n", "F")):
         self.made, self.launched, self.__name__ = [], [], "kernel"
-        self.params = [SimpleNamespace(do_not_specialize=name in tiles.SIZES) for name in names]
+        self.params = [
+            SimpleNamespace(do_not_specialize=name in tiles.UNSPECIALIZED_NAMES) for name in names
+        ]
 
     def warmup(self, *args, grid, **facts):
         self.made.append(grid)
@@ -43,9 +45,9 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "COMPILED", {})
-    monkeypatch.setattr(kept, "KNOWN", kept.Launches())
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "COMPILED_KERNELS", {})
+    monkeypatch.setattr(launch_replay, "LAUNCH_LISTS", launch_replay.LaunchListCache())
     monkeypatch.setattr(launch, "current_stream", lambda index: "stream")
     return Kernel()
 
@@ -55,18 +57,18 @@ SAME = ((3, 2), (X, None), (0.5,), (16, 1, 7), {"A": 1}, PLAIN)
 
 
 def test_room_that_a_dry_run_makes_is_not_noted():
-    with rooms.noted() as notes:
-        ahead.missing(lambda: rooms.new(X, (3,)), False)
-        made = rooms.new(X, (2,))
-    assert [x is made for x in notes.rooms] == [True]
+    with workspace.record_launches() as notes:
+        precompile.find_missing_kernels(lambda: workspace.allocate_buffer(X, (3,)), False)
+        made = workspace.allocate_buffer(X, (2,))
+    assert [x is made for x in notes.buffers] == [True]
 
 
 def test_a_compiled_kernel_is_launched_again(kernel):
     for _ in range(2):
-        launch.start(kernel, *SAME)
+        launch.launch_kernel(kernel, *SAME)
     assert kernel.made == [(3, 2, 1)]
     head = (3, 2, 1, "stream", "function", "metadata", None, None, None)
-    facts = facts_of({"A": 1})
+    facts = intern_constexprs({"A": 1})
     assert kernel.launched == [(*head, X.data_ptr(), None, 0.5, 16, 1, 7, facts)] * 2
 
 
@@ -85,8 +87,8 @@ def test_a_compiled_kernel_is_launched_again(kernel):
     ],
 )
 def test_what_triton_specialises_on_is_compiled_anew(kernel, at, other):
-    launch.start(kernel, *SAME)
-    launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])
+    launch.launch_kernel(kernel, *SAME)
+    launch.launch_kernel(kernel, *SAME[:at], other, *SAME[at + 1 :])
     assert len(kernel.made) == len(kernel.launched) == 2
 
 
@@ -94,8 +96,8 @@ def test_what_triton_specialises_on_is_compiled_anew(kernel, at, other):
     ("at", "other"), [(0, 5), (2, (0.25,)), (3, (32, 1, 9)), (3, (16, 1, 1)), (3, (16, 1, 32))]
 )
 def test_what_it_does_not_is_launched_at_once(kernel, at, other):
-    launch.start(kernel, *SAME)
-    launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])
+    launch.launch_kernel(kernel, *SAME)
+    launch.launch_kernel(kernel, *SAME[:at], other, *SAME[at + 1 :])
     assert (len(kernel.made), len(kernel.launched)) == (1, 2)
 
 
@@ -104,9 +106,9 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     """In other places, but of no other shape or scale."""
     from qkv.engines.triton import forward
 
-    monkeypatch.setattr(forward, "pool", kernel)
-    monkeypatch.setattr(launch, "processors", lambda device: 1)
-    monkeypatch.setattr(launch, "current", lambda device: True)
+    monkeypatch.setattr(forward, "pool_kernel", kernel)
+    monkeypatch.setattr(launch, "count_processors", lambda device: 1)
+    monkeypatch.setattr(launch, "is_current_device", lambda device: True)
 
     def attend(scale=0.3, **shape):
         given = formulas.arrays_of(**{"b": 1, "h": 2, "n": 32, "m": 48, "w": 16, "d": 16} | shape)
@@ -115,7 +117,7 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
         return out, lse, given
 
     attend(scale=0.7), attend()
-    monkeypatch.setattr(forward, "pool_all", None)
+    monkeypatch.setattr(forward, "launch_pool", None)
     out, lse, given = attend()
     assert (len(kernel.made), len(kernel.launched)) == (1, 3)
     other, before, last = kernel.launched
@@ -142,12 +144,13 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     ],
 )
 def test_a_loop_is_split_where_processors_are_idle(monkeypatch, programs, rows, waves, found):
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
-    assert launch.parts(torch.device("cpu"), programs, rows, 64, waves) == found
+    monkeypatch.setattr(launch, "count_processors", lambda device: 132)
+    assert launch.split_loop(torch.device("cpu"), programs, rows, 64, waves) == found
 
 
 def test_a_gate_has_a_smaller_tile_of_keys():
     about = (64, 64, 2, 4096, False, False)
     assert (
-        launch.tile_of("to_keys", *about, gated=True).rows < launch.tile_of("to_keys", *about).rows
+        launch.choose_tile("to_keys", *about, gated=True).rows
+        < launch.choose_tile("to_keys", *about).rows
     )

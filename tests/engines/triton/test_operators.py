@@ -16,8 +16,10 @@ from tests.engines.triton.test_norms import DEVICE
 @pytest.fixture
 def seen(monkeypatch):
     """The calls of a node."""
-    calls, node = [], norms.square.node
-    monkeypatch.setattr(norms.square, "node", lambda *given: calls.append(given) or node(*given))
+    calls, node = [], norms.squared_norms.node
+    monkeypatch.setattr(
+        norms.squared_norms, "node", lambda *given: calls.append(given) or node(*given)
+    )
     return calls
 
 
@@ -27,18 +29,18 @@ def given():
 
 def test_eager_code_sees_the_function(seen):
     x = given().requires_grad_()
-    out = norms.square(x, 0.5)
+    out = norms.squared_norms(x, 0.5)
     assert not seen
     for y, z in ((out, 0.5 * (x * x).sum(-1, keepdim=True)), (slope(out, x), x)):
         torch.testing.assert_close(y, z)
-    assert not norms.square(x.detach(), 0.5).requires_grad
+    assert not norms.squared_norms(x.detach(), 0.5).requires_grad
     with torch.no_grad():
-        assert not norms.square(x, 0.5).requires_grad
+        assert not norms.squared_norms(x, 0.5).requires_grad
 
 
 def test_the_node_has_the_same_gradient():
     x = given().requires_grad_()
-    one, two = norms.square(x, 0.5), norms.square.node(x, 0.5)
+    one, two = norms.squared_norms(x, 0.5), norms.squared_norms.node(x, 0.5)
     assert torch.equal(one, two)
     assert torch.equal(slope(one, x), slope(two, x))
 
@@ -48,12 +50,12 @@ def slope(out, x):
 
 
 def test_a_trace_sees_the_node(seen):
-    graph = make_fx(lambda x: norms.square(x, 0.5))(given()).graph
-    assert "qkv.square.default" in {str(node.target) for node in graph.nodes}
+    graph = make_fx(lambda x: norms.squared_norms(x, 0.5))(given()).graph
+    assert "qkv.squared_norms.default" in {str(node.target) for node in graph.nodes}
     assert seen
 
 
 def test_fake_tensors_see_the_node(seen):
     with FakeTensorMode():
-        assert norms.square(torch.empty(3, 8), 0.5).shape == (3, 1)
+        assert norms.squared_norms(torch.empty(3, 8), 0.5).shape == (3, 1)
     assert len(seen) == 1

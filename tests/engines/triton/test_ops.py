@@ -14,10 +14,10 @@ from tests.engines.triton import formulas
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 import triton.language as tl
 
-from qkv.engines.triton import gradients, launch, mend, ops
-from qkv.engines.triton.arguments import LOG2E, Numbers
-from qkv.engines.triton.form import WEIGHTINGS as NAMED
+from qkv.engines.triton import attend_operator, backward, launch, nan_repair
+from qkv.engines.triton.kernel_call import LOG2E, Numbers
 from qkv.engines.triton.records import Arrays
+from qkv.engines.triton.score_form import KERNEL_WEIGHTINGS as NAMED
 
 # NumPy, which plays the device, warns of what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -73,12 +73,12 @@ def battery():
 def small_tiles(monkeypatch):
     """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL)
-    monkeypatch.setattr(launch, "LEAST", 1)
-    monkeypatch.setattr(launch, "HELD", 64)
-    monkeypatch.setattr(launch, "HELD_BACK", 64)
-    monkeypatch.setattr(launch, "processors", lambda device: 1)
-    if not launch.interpreted():
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL)
+    monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 1)
+    monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 64)
+    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 64)
+    monkeypatch.setattr(launch, "count_processors", lambda device: 1)
+    if not launch.is_interpreted():
         return
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
@@ -113,7 +113,7 @@ def dot(plain):
 
 def split(monkeypatch, processors=8):
     """Few programs for many processors, so that loops are split."""
-    monkeypatch.setattr(launch, "processors", lambda device: processors)
+    monkeypatch.setattr(launch, "count_processors", lambda device: processors)
 
 
 def agree(shape, how, rtol=2e-5, attend=formulas.attend):
@@ -146,10 +146,10 @@ def test_even_sizes_need_no_mask():
 @pytest.mark.parametrize("mask", ["open", "window", "lengths", "layout in a band"])
 def test_tiles_by_descriptors(mask, w, monkeypatch):
     """As on a device with a copy engine."""
-    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
-    wide = w > launch.HELD
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+    wide = w > launch.MAX_FORWARD_TILE_WIDTH
     shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}
     seen = watch(monkeypatch, "TMA")
     agree(shape, MASKS[mask])
@@ -159,8 +159,8 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
     """Values beyond a length count for nothing, whatever they are, and the last key's ∞ does."""
-    monkeypatch.setattr(launch, "copy_engine", lambda device: copies)
-    monkeypatch.setitem(launch.OVERRIDE, "pool", SMALL._replace(described=True))
+    monkeypatch.setattr(launch, "has_tma", lambda device: copies)
+    monkeypatch.setitem(launch.TILE_OVERRIDES, "pool", SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=2, hk=2, n=21, m=37, w=72, d=8, bias=True)
     lengths = torch.tensor([37, 29], device=formulas.DEVICE)
     query, key, value, bias = arrays.values()
@@ -178,13 +178,13 @@ def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
 @pytest.mark.parametrize(("lead", "upper"), [((1, 1), None), ((2, 4), 3)])
 def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
     """Its tiles on the way to the keys, as they are without; some of its numbers are −∞."""
-    monkeypatch.setitem(launch.OVERRIDE, "to_keys", SMALL._replace(described=True))
+    monkeypatch.setitem(launch.TILE_OVERRIDES, "to_keys", SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=4, hk=2, n=21, m=40)
     pairs = torch.randn(*lead, 21, 40)
     pairs[..., 3, 5:9] = -torch.inf
     seen, found = watch(monkeypatch, "LAID"), []
     for copies in (True, False):
-        monkeypatch.setattr(launch, "copy_engine", lambda device, copies=copies: copies)
+        monkeypatch.setattr(launch, "has_tma", lambda device, copies=copies: copies)
         given = [x.detach().requires_grad_() for x in arrays.values()]
         out, _ = formulas.attend(*given, scale=0.3, upper=upper, pairs=pairs)
         found.append(torch.autograd.grad(out.square().sum(), given))
@@ -199,9 +199,9 @@ def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
 def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
     """Softmax trusts −∞ to rule a pair out; what is not finite there is found and done again. With
     the gradient of the mask, whose heads and batches share it."""
-    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=2, hk=1, n=32, m=m, dtype=torch.float16)
     pairs = torch.randn(1, 1, 32, m).half()
     pairs[..., torch.rand(32, m) < 0.2] = -math.inf
@@ -230,9 +230,9 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
 
 def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
     """Their rows do not follow each other."""
-    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "split"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
     formulas.attend(**formulas.arrays_of(**SHAPE | {"b": 1, "w": 72, "d": 8}), scale=0.3)
     assert seen == {False}
@@ -242,7 +242,7 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
 def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
     split(monkeypatch)
     for name in ("pool", "split"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(waves=waves))
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(waves=waves))
     seen = watch(monkeypatch, "SPLIT")
     for programs in (most, most + 1):
         formulas.attend(**formulas.arrays_of(b=programs, h=1, hk=1, n=16, m=96), scale=0.3)
@@ -251,9 +251,9 @@ def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
 
 
 def test_rows_that_no_descriptor_fits(monkeypatch):
-    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
     agree(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
     assert seen == {False}
@@ -261,14 +261,14 @@ def test_rows_that_no_descriptor_fits(monkeypatch):
 
 def watch(monkeypatch, name):
     """The values of a compile-time fact in the launches to come."""
-    seen, start = set(), launch.start
+    seen, start = set(), launch.launch_kernel
 
     def watched(kernel, *rest):
         facts = rest[-2]
         seen.update({facts[name]} if name in facts else ())
         start(kernel, *rest)
 
-    monkeypatch.setattr(launch, "start", watched)
+    monkeypatch.setattr(launch, "launch_kernel", watched)
     return seen
 
 
@@ -284,7 +284,7 @@ def test_real_widths(monkeypatch):
     monkeypatch.undo()
     small = launch.Tile(32, 32, 64, 4, 2)
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.OVERRIDE, name, small)
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, small)
     agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
 
 
@@ -297,7 +297,7 @@ def test_split_over_keys(weighting, monkeypatch):
 
 def test_no_split_of_a_few_tiles(monkeypatch):
     split(monkeypatch)
-    monkeypatch.setattr(launch, "LEAST", 4 * 16)
+    monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 4 * 16)
     seen = watch(monkeypatch, "SPLIT")
     for m in (7 * 16, 8 * 16):
         formulas.attend(**formulas.arrays_of(b=1, h=1, n=1, m=m), scale=0.3)
@@ -326,9 +326,9 @@ def test_split_over_queries(how, monkeypatch):
 @pytest.mark.parametrize("room", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
 def test_score_gradients_in_pieces(room, monkeypatch):
     """All at once, two pairs at a time, and one pair 256 keys at a time."""
-    monkeypatch.setattr(gradients, "SCRATCH", room)
+    monkeypatch.setattr(backward, "MAX_SCRATCH_BYTES", room)
     for name in ("pool", "to_keys"):
-        monkeypatch.setitem(launch.OVERRIDE, name, launch.Tile(32, 64, 32, 4, 2))
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, launch.Tile(32, 64, 32, 4, 2))
     agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
 
 
@@ -473,7 +473,7 @@ def test_ties_count_up_to_a_position():
 
 
 @pytest.mark.xfail(
-    not launch.interpreted(),
+    not launch.is_interpreted(),
     reason="a multiply-add keeps what rounding takes from s · scale, beyond 1e9 too much for 2^x",
 )
 @pytest.mark.parametrize("size", [1e30, -1e30])
@@ -508,7 +508,7 @@ def arguments(**how):
 
 @pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
 def test_opcheck(how):
-    torch.library.opcheck(ops.pooled.node, arguments(**how))
+    torch.library.opcheck(attend_operator.attend.node, arguments(**how))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -565,7 +565,7 @@ def spoiled_by_zero(query, key, value, scale):
 def test_heal(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
     split(monkeypatch, processors)
-    monkeypatch.setitem(launch.OVERRIDE, "mend", SMALL)
+    monkeypatch.setitem(launch.TILE_OVERRIDES, "mend", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
     given = [x.requires_grad_() for x in arrays.values()]
@@ -581,9 +581,11 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
     # The rows of heads side by side, as a fused kernel may write them.
     healed = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
     mended = dquery.transpose(1, 2).contiguous().transpose(1, 2)
-    kept = mend.heal(healed, *(x.detach() for x in given), scale=0.3)
+    kept = nan_repair.repair_output(healed, *(x.detach() for x in given), scale=0.3)
     strided = along.mT.contiguous().mT
-    mend.heal_backward(mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3)
+    nan_repair.repair_query_gradient(
+        mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3
+    )
     for got, before, right in ((healed, out.detach(), want), (mended, dquery, wanted)):
         assert torch.equal(got[~sick], before[~sick])
         torch.testing.assert_close(got[sick], right[sick].detach(), equal_nan=True)
@@ -593,7 +595,7 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
 def test_heal_compiles():
     arrays = list(formulas.arrays_of(b=1, h=1, n=5, m=5).values())
     torch.library.opcheck(
-        mend.heal.node,
+        nan_repair.repair_output.node,
         (arrays[0].clone(), *arrays, 0.3),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -602,7 +604,7 @@ def test_heal_compiles():
 def test_heal_where_the_last_row_does_not_see_all():
     arrays = formulas.arrays_of(b=1, h=1, n=5, m=7)
     with pytest.raises(ArgumentError, match="first 5 of 7"):
-        mend.heal(torch.zeros(1, 1, 5, 16), **arrays, scale=0.3)
+        nan_repair.repair_output(torch.zeros(1, 1, 5, 16), **arrays, scale=0.3)
 
 
 # Tiles
@@ -619,9 +621,9 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
         if tile.cols > 32:
             raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
 
-    monkeypatch.setattr(launch, "start", crowded)
-    monkeypatch.setattr(launch, "SMALLER", {})
-    monkeypatch.setitem(launch.OVERRIDE, "pool", launch.Tile(128, 128, 64, 8, 3))
+    monkeypatch.setattr(launch, "launch_kernel", crowded)
+    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
+    monkeypatch.setitem(launch.TILE_OVERRIDES, "pool", launch.Tile(128, 128, 64, 8, 3))
     arrays = formulas.arrays_of(b=1, n=200, m=200)
     formulas.attend(**arrays, scale=0.3)
     assert seen == [(128, 128, 3), (128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 2)]
@@ -634,24 +636,24 @@ def test_a_device_too_small_for_any_tile():
     tile = launch.Tile(128, 128, 64, 8, 3)
     with pytest.raises(EngineError, match="no tile fits"):
         for _ in range(20):
-            tile = launch.shrunk(tile)
+            tile = launch.shrink_tile(tile)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["pool", "split", "to_keys", "to_queries"])
 def test_every_width_has_a_tile(name, size, monkeypatch):
-    monkeypatch.setattr(launch, "OVERRIDE", {})
+    monkeypatch.setattr(launch, "TILE_OVERRIDES", {})
     for w in (16, 64, 128, 256, 512, 4096):
         for d in (1, 64, 128, 256, 512):
             for plain in (True, False):
-                tile = launch.tile_of(name, w, d, size, 64, plain, False)
+                tile = launch.choose_tile(name, w, d, size, 64, plain, False)
                 assert min(tile[:3]) >= 16
                 assert tile.cols <= 256, "pieces of keys begin at multiples of 256"
 
 
 def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     """The compile-time facts of the calls above, with nothing run, as the interpreter has them."""
-    if not launch.interpreted():
+    if not launch.is_interpreted():
         pytest.skip("a device has instructions that the interpreter has not")
     seen = defaultdict(set)
 
@@ -671,19 +673,21 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
             if width in facts and block in facts:
                 seen[kernel.__name__, width].add(facts[width] % facts[block] == 0)
 
-    monkeypatch.setattr(launch, "start", record)
+    monkeypatch.setattr(launch, "launch_kernel", record)
     for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
-        kept = mend.heal(plain[2].clone(), *plain, scale=0.3)
-        mend.heal_backward(plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3)
+        kept = nan_repair.repair_output(plain[2].clone(), *plain, scale=0.3)
+        nan_repair.repair_query_gradient(
+            plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3
+        )
     for case in battery():
         shape, how = case.values
         for dtype in (torch.float32, torch.bfloat16):
             for processors in (1, 64):
                 split(monkeypatch, processors)
-                monkeypatch.setattr(launch, "copy_engine", lambda device, yes=processors == 1: yes)
+                monkeypatch.setattr(launch, "has_tma", lambda device, yes=processors == 1: yes)
                 for n, m in ((21, 37), (32, 48)):
                     arrays = formulas.arrays_of(**shape | {"n": n, "m": m}, dtype=dtype)
                     given = {name: x.requires_grad_() for name, x in arrays.items()}
@@ -710,7 +714,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                         out, lse = formulas.attend(**given, scale=0.3, **rule, **rows, **more)
                         moved = [x for x in (*given.values(), rule["pairs"]) if x.requires_grad]
                         torch.autograd.grad(out.sum() + lse.sum(), moved, allow_unused=True)
-    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
     given = formulas.arrays_of(b=1, h=1, n=32, m=48, dtype=torch.bfloat16)
     given = {name: x.requires_grad_() for name, x in given.items()}
     out, _ = formulas.attend(**given, scale=0.3, pairs=torch.ones(1, 1, 32, 48))  # heads apart
@@ -736,28 +740,31 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "ENDED": {False},  # of wide rows, which have a test of their own
     }
     narrower = {
-        ("to_keys", "CENTRED"): both,
-        ("to_queries", "WEIGHTING"): set(NAMED.values()) - {"average"},
-        ("to_pairs", "WEIGHTING"): set(NAMED.values()) - {"average"},
-        ("to_pairs", "PAIRS"): {2},
+        ("backward_keys_kernel", "CENTRED"): both,
+        ("backward_queries_kernel", "WEIGHTING"): set(NAMED.values()) - {"average"},
+        ("backward_mask_kernel", "WEIGHTING"): set(NAMED.values()) - {"average"},
+        ("backward_mask_kernel", "PAIRS"): {2},
     }
-    fixed = {"to_queries": {"PACKED"}, "to_pairs": {"PACKED", "TMA", "LAID"}}
+    fixed = {
+        "backward_queries_kernel": {"PACKED"},
+        "backward_mask_kernel": {"PACKED", "TMA", "LAID"},
+    }
     for (kernel, name), values in seen.items():
         want = narrower.get((kernel, name), every.get(name, both))
-        if (kernel, name) in {("inner", "D"), ("merge", "D")}:
+        if (kernel, name) in {("centre_kernel", "D"), ("merge_kernel", "D")}:
             continue
-        if name in fixed.get(kernel, ()) or (kernel.startswith("mend") and len(values) == 1):
+        if name in fixed.get(kernel, ()) or (kernel.startswith("repair") and len(values) == 1):
             continue
         assert values == want, (kernel, name, values)
     kernels = {
-        "pool",
-        "merge",
-        "inner",
-        "to_keys",
-        "to_queries",
-        "to_pairs",
-        "clear",
-        "mend",
-        "mend_queries",
+        "pool_kernel",
+        "merge_kernel",
+        "centre_kernel",
+        "backward_keys_kernel",
+        "backward_queries_kernel",
+        "backward_mask_kernel",
+        "clear_kernel",
+        "repair_kernel",
+        "repair_queries_kernel",
     }
     assert {kernel for kernel, _ in seen} == kernels

@@ -13,34 +13,34 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.attention import request
-from qkv.engines import plan, triton
+from qkv.attention import build_call
+from qkv.engines import plan_cache, triton
 from qkv.engines import weights as weights_engine
 from qkv.engines.triton import (
     additive,
-    ahead,
-    arguments,
-    exact,
-    features,
+    additive_exact,
+    additive_features,
+    additive_projection,
+    backward,
+    backward_keys,
+    backward_queries,
     forward,
-    gradients,
-    hidden,
-    kept,
+    kernel_call,
     launch,
-    mend,
+    launch_replay,
+    nan_repair,
     norms,
-    rooms,
+    precompile,
+    score_tile,
     thresholds,
-    to_keys,
-    to_queries,
-    weigh,
     weights,
 )
-from qkv.engines.triton import wide as wide_products
+from qkv.engines.triton import wide_gradients as wide_products
+from qkv.engines.triton import workspace as rooms
 from qkv.engines.triton.records import Arrays
 from tests.engines.triton import formulas
 
-pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
+pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for")
 
 
 class Compiled:
@@ -97,36 +97,43 @@ class Kernel:
 def counted(monkeypatch):
     """Kernels that are launched as compiled ones are; how often the launches were repeated."""
     for module, name in (
-        (forward, "pool"), (mend, "mend"), (norms, "_square_kernel"),
-        (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge"),
-        (hidden, "_hidden_kernel"), (hidden, "_hidden_back_kernel"),
-        (features, "_fit_kernel"), (features, "_features_kernel"),
-        (exact, "prepare"), (exact, "finish"), (exact, "fold"), (weigh, "inner"),
-        (features, "_features_grad_kernel"), (to_keys, "to_keys"), (to_queries, "to_queries"),
-        (norms, "_square_slope_kernel"), (weights, "weigh_pairs"),
-        (wide_products, "clear"),
+        (forward, "pool_kernel"), (nan_repair, "repair_kernel"), (norms, "_square_kernel"),
+        (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge_kernel"),
+        (additive_projection, "_projection_kernel"),
+        (additive_projection, "_projection_backward_kernel"),
+        (additive_features, "_fit_kernel"), (additive_features, "_features_kernel"),
+        (additive_exact, "prepare_kernel"), (additive_exact, "finish_kernel"),
+        (additive_exact, "fold_kernel"), (score_tile, "centre_kernel"),
+        (additive_features, "_features_grad_kernel"), (backward_keys, "backward_keys_kernel"),
+        (backward_queries, "backward_queries_kernel"),
+        (norms, "_square_backward_kernel"), (weights, "weights_kernel"),
+        (wide_products, "clear_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
-    monkeypatch.setattr(launch, "COMPILED", {})
-    monkeypatch.setattr(kept, "KNOWN", kept.Launches())
-    for name in ("SEEN", "_KINDS"):
-        monkeypatch.setattr(plan, name, {})
-    monkeypatch.setattr(ahead, "compile_all", lambda known: None)
-    monkeypatch.setattr(hidden, "LOOKS", 2)  # programs, which are interpreted one by one
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "processors", lambda device: 1)
-    monkeypatch.setattr(launch, "current", lambda device: True)
+    monkeypatch.setattr(launch, "COMPILED_KERNELS", {})
+    monkeypatch.setattr(launch_replay, "LAUNCH_LISTS", launch_replay.LaunchListCache())
+    for name in ("PLANS_BY_SIGNATURE", "_PLANS_BY_SIZE_CLASS"):
+        monkeypatch.setattr(plan_cache, name, {})
+    monkeypatch.setattr(precompile, "compile_all_missing", lambda known: None)
+    monkeypatch.setattr(
+        additive_projection, "PROGRAMS_PER_SIDE", 2
+    )  # programs, which are interpreted one by one
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "count_processors", lambda device: 1)
+    monkeypatch.setattr(launch, "is_current_device", lambda device: True)
     monkeypatch.setattr(launch, "current_stream", lambda index: None)
-    facts = arguments._facts.__wrapped__
-    monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
-    count, again = [], kept.Steps.again
+    facts = kernel_call._base_constexprs.__wrapped__
+    monkeypatch.setattr(
+        kernel_call, "_base_constexprs", lambda *given: facts(*given) | {"FAST": False}
+    )
+    count, again = [], launch_replay.LaunchList.replay
 
     def counting(steps, *given):
         out = again(steps, *given)
         count.append(out is not None)
         return out
 
-    monkeypatch.setattr(kept.Steps, "again", counting)
+    monkeypatch.setattr(launch_replay.LaunchList, "replay", counting)
     return count
 
 
@@ -222,7 +229,9 @@ def test_descriptors_lie_in_the_room(counted, monkeypatch):
 
     def asking(self, x, y, z, stream, *given):
         give = _allocation._allocator.get()
-        asked.append(give if give is launch._scratch else give(384 * x * y * z, 128, stream))
+        asked.append(
+            give if give is launch._allocate_scratch else give(384 * x * y * z, 128, stream)
+        )
         run(self, x, y, z, stream, *given)
 
     def noted(like, *shape, **how):
@@ -235,18 +244,18 @@ def test_descriptors_lie_in_the_room(counted, monkeypatch):
         asked.clear(), rooms.clear()
         qkv.attend(*arrays_of(seed), weighting="entmax15", engine="triton")
         if not seed:
-            assert asked[0] is launch._scratch
+            assert asked[0] is launch._allocate_scratch
     _, room, *_ = rooms  # after the output; the interpreter makes some too
     first, size = room.data_ptr(), room.numel() * room.element_size()
     assert counted == [True]
     assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
     assert asked[1] == asked[0], "of which one is over when the next begins"
-    assert _allocation._allocator.get() is launch._scratch
+    assert _allocation._allocator.get() is launch._allocate_scratch
 
 
 def test_split_keys_and_what_joins_them(counted, monkeypatch):
-    monkeypatch.setattr(launch, "processors", lambda device: 64)
-    monkeypatch.setattr(launch, "LEAST", 16)
+    monkeypatch.setattr(launch, "count_processors", lambda device: 64)
+    monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 16)
     for seed in range(4):
         check(arrays_of(seed, 4, 600), score="gaussian")
     assert counted == [True] * 3
@@ -332,9 +341,9 @@ def test_additive_calls_with_their_way_back(counted):
 
 
 def test_the_way_back_in_pieces_is_one_repeat(counted, monkeypatch):
-    monkeypatch.setattr(additive, "ROOM", 1)
-    monkeypatch.setattr(triton, "PAIRS", 2)  # of which the interpreter is sooner done
-    monkeypatch.setattr(triton, "_TABLES", {})
+    monkeypatch.setattr(additive, "MAX_FEATURE_BYTES", 1)
+    monkeypatch.setattr(triton, "TANH_FUNCTION_PAIRS", 2)  # of which the interpreter is sooner done
+    monkeypatch.setattr(triton, "_TABLE_CACHE", {})
     for seed in range(2):
         score = additive_of(seed, h=4)
         given = [torch.cat([x[:, :1], -x[:, 1:]]) for x in arrays_of(seed, 8, 16)]
@@ -351,31 +360,33 @@ def test_the_way_back_in_pieces_is_one_repeat(counted, monkeypatch):
 def test_what_is_done_in_turn_has_one_room(counted, least, known):
     """Unless a result lies there, which may be smaller."""
 
-    @kept.by_launches
+    @launch_replay.replay_launches
     def squares(x):
-        for i in rooms.in_turn(range(3)):
-            part = rooms.cut(x, slice(i, i + 1))
-            lines = gradients.inner(part, None, part)[..., None]
-            gradients.inner(lines, None, lines)
+        for i in rooms.reuse_buffers(range(3)):
+            part = rooms.slice_recorded(x, slice(i, i + 1))
+            lines = backward.compute_centre(part, None, part)[..., None]
+            backward.compute_centre(lines, None, lines)
         for start in (0, 32):  # parts of a line, side by side in one of the two rooms
-            some = rooms.cut(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
-            gradients.inner(some, None, some)
-        x = rooms.cut(x, slice(least, 3))
-        return gradients.inner(x, None, x)
+            some = rooms.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
+            backward.compute_centre(some, None, some)
+        x = rooms.slice_recorded(x, slice(least, 3))
+        return backward.compute_centre(x, None, x)
 
     for seed in range(2):
         x = torch.cat([arrays_of(seed + i, 64)[0] for i in range(3)]).float()
         torch.testing.assert_close(squares(x), x[least:].square().sum(-1))
     assert counted == [True] * known
-    for steps in kept.KNOWN.values():
+    for steps in launch_replay.LAUNCH_LISTS.values():
         assert len(steps.launches) == 9 and len(steps.offsets) == 2
-        assert any(by == 128 for _, by in steps.cuts)
+        assert any(by == 128 for _, by in steps.slices)
 
 
 def test_parts_of_arrays_that_overlap_are_told_from_others(counted):
-    @kept.by_launches
+    @launch_replay.replay_launches
     def each(x, y):
-        return gradients.inner(rooms.cut(x, slice(1, 2)), None, rooms.cut(y, slice(0, 1)))
+        return backward.compute_centre(
+            rooms.slice_recorded(x, slice(1, 2)), None, rooms.slice_recorded(y, slice(0, 1))
+        )
 
     x, y = (torch.cat([z[:, :1], z[:, 1:]]) for z in arrays_of(0, 16, 16)[:2])
     for other in (x[1:], y, y, x[1:], y):
@@ -401,7 +412,7 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_back_by_the_same_launches(counted, name, monkeypatch):
     """While gradients of earlier ones are held."""
-    monkeypatch.setattr(weights_engine, "_by_log_sum_exp", by_kernels)
+    monkeypatch.setattr(weights_engine, "_run_from_lse", by_kernels)
     held = []
     for seed in range(2):
         arrays = arrays_of(seed)
@@ -416,7 +427,7 @@ def test_the_way_back_by_the_same_launches(counted, name, monkeypatch):
 def by_kernels(call):
     """As on CUDA."""
     mean = call.wants_weights == "mean"
-    return triton.with_weights(replace(call, wants_weights=None), mean)
+    return triton.run_with_weights(replace(call, wants_weights=None), mean)
 
 
 def slopes_of(arrays, **how):
@@ -431,15 +442,15 @@ def slopes_of(arrays, **how):
 
 def test_a_gradient_that_has_a_place_has_no_room():
     query, key, value = arrays_of(0)
-    with rooms.noted() as notes:
-        grads = gradients._places(Arrays(query, key, value), True, True, False, value)
-    assert [x.shape for x in notes.rooms] == [query.shape, key.shape] and grads.value is value
+    with rooms.record_launches() as notes:
+        grads = backward._allocate_gradients(Arrays(query, key, value), True, True, False, value)
+    assert [x.shape for x in notes.buffers] == [query.shape, key.shape] and grads.value is value
 
 
 def test_a_launch_that_has_one_array(counted):
-    @kept.by_launches
+    @launch_replay.replay_launches
     def nothing(x):
-        return wide_products.cleared(rooms.new(x, x.shape, x.dtype))
+        return wide_products.fill_zeros(rooms.allocate_buffer(x, x.shape, x.dtype))
 
     for seed in range(2):
         assert (nothing(arrays_of(seed)[0]) == 0).all()
@@ -450,10 +461,10 @@ def test_what_torch_makes_is_not_noted_twice(counted):
     """Notes hold all that a call had until it ends: 8 MiB more of entmax over long rows."""
     notes = []
 
-    @kept.by_launches
+    @launch_replay.replay_launches
     def inner(x):
-        notes.append(rooms.NOTES.get())
-        return gradients.inner(x + 1, None, x)
+        notes.append(rooms.CURRENT_RECORDING.get())
+        return backward.compute_centre(x + 1, None, x)
 
     for seed in range(3):
         x = arrays_of(seed)[0]
@@ -464,10 +475,10 @@ def test_what_torch_makes_is_not_noted_twice(counted):
 def test_a_result_that_torch_made_is_made_anew(counted):
     """No launch fills it, and in inference mode torch does not count what it wrote."""
 
-    @kept.by_launches
+    @launch_replay.replay_launches
     def both(x):
-        filled = rooms.new(x, x.shape[:1])
-        return gradients.inner(x, None, x), filled.copy_(x.float().sum((1, 2, 3)))
+        filled = rooms.allocate_buffer(x, x.shape[:1])
+        return backward.compute_centre(x, None, x), filled.copy_(x.float().sum((1, 2, 3)))
 
     with torch.inference_mode():
         for seed in range(4):
@@ -494,13 +505,13 @@ def test_a_transform_sees_the_operators(counted):
         check(arrays_of(seed), weighting="entmax15")
     with Seen() as seen:
         qkv.attend(*arrays_of(4), weighting="entmax15", engine="triton")
-    assert counted == [True] * 2 and "qkv.attend.default" in seen.names
+    assert counted == [True] * 2 and "qkv.attend_forward.default" in seen.names
 
 
 def test_what_it_leaves_to_the_operators():
     q, k, v = arrays_of(0)
-    direct = lambda *arrays, score="gaussian", mask=None: triton.direct(  # noqa: E731
-        request(*arrays, score, "softmax", mask, 0.0, None, None)
+    direct = lambda *arrays, score="gaussian", mask=None: triton.build_direct_runner(  # noqa: E731
+        build_call(*arrays, score, "softmax", mask, 0.0, None, None)
     )
     assert direct(q, k, v) is not None and direct(q, k, v, mask=masks.causal) is not None
     assert direct(q.clone().requires_grad_(), k, v) is None
@@ -519,6 +530,6 @@ def test_repair_keeps_nothing(counted):
         v[0, 1, 12, 3] = torch.nan
         want, _ = formulas.attend(q, k, v, scale=0.25, upper=0)
         out = torch.where(torch.isnan(v).any((2, 3))[..., None, None], torch.nan, want)
-        mend.repair(out, q, k, v, 0.25)
+        nan_repair.repair_in_place(out, q, k, v, 0.25)
         torch.testing.assert_close(out, want, equal_nan=True)
         assert torch.isfinite(out[0, 1, :12]).all()

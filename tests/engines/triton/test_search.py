@@ -8,35 +8,35 @@ import pytest
 import torch
 
 from qkv.engines.triton import launch, thresholds
-from qkv.engines.triton.arguments import Numbers
+from qkv.engines.triton.kernel_call import Numbers
 from qkv.engines.triton.records import Arrays
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INFINITY = float("inf")
 NOWHERE = 2**31 - 1
-TILE = thresholds._tile
+TILE = thresholds._choose_tile
 # NumPy, which the interpreter runs on, speaks of infinities that are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(thresholds, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
-    monkeypatch.setattr(launch, "HELD", 32)
+    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 32)
 
 
 def told(query, key, weighting, number, scale, **more):
-    """What `thresholds.found` is given."""
+    """What `thresholds.find_thresholds` is given."""
     named = {name: more.pop(name) for name in Arrays._fields if name in more}
     return *Arrays(query, key, key, **named), *Numbers(scale, weighting, number, **more), False
 
 
 def entmax_threshold(query, key, *given, **more):
-    return thresholds.found(*told(query, key, "entmax", *given, **more))[0]
+    return thresholds.find_thresholds(*told(query, key, "entmax", *given, **more))[0]
 
 
 def topk_threshold(query, key, *given, **more):
-    return thresholds.found(*told(query, key, "topk", *given, **more))[:2]
+    return thresholds.find_thresholds(*told(query, key, "topk", *given, **more))[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -99,7 +99,7 @@ def test_the_weights_of_entmax_sum_to_one(shape, mask, alpha):
     mass = (((alpha - 1) * s - t.double()[..., None]).clamp(min=0) ** (1 / (alpha - 1))).sum(-1)
     some = (s > -INFINITY).any(-1)
     # A device has one instruction for a gate of 16 bits, with eleven digits.
-    fast = "gate_key" in more and query.dtype == torch.float16 and not launch.interpreted()
+    fast = "gate_key" in more and query.dtype == torch.float16 and not launch.is_interpreted()
     near = 2e-3 if fast else 1e-5
     torch.testing.assert_close(mass[some], torch.ones_like(mass[some]), rtol=0, atol=near)
     assert not t[~some].any()
@@ -209,11 +209,11 @@ def test_arrays_need_not_be_contiguous():
     assert torch.equal(entmax_threshold(*turned, 1.5, 1.0, **more), want)
 
 
-@pytest.mark.skipif(not launch.interpreted(), reason="a launch is stood in for")
+@pytest.mark.skipif(not launch.is_interpreted(), reason="a launch is stood in for")
 def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     import triton
 
-    monkeypatch.setattr(launch, "SMALLER", {})
+    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
     tried = []
     plain = thresholds.entmax_kernel
 
@@ -232,7 +232,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
     monkeypatch.setattr(thresholds, "entmax_kernel", Kernel())
     query, key, _ = arrays()
-    monkeypatch.setattr(thresholds, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
+    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
     entmax_threshold(query, key, 1.5, 1.0)
     assert tried == [3, 2]
 
@@ -246,5 +246,5 @@ def test_tiles_of_every_width():
 
 def test_the_operators_keep_their_promises():
     query, key, _ = arrays(n=2, m=3)
-    torch.library.opcheck(thresholds.found.node, told(query, key, "entmax", 1.5, 1.0))
-    torch.library.opcheck(thresholds.found.node, told(query, key, "topk", 2.0, 1.0))
+    torch.library.opcheck(thresholds.find_thresholds.node, told(query, key, "entmax", 1.5, 1.0))
+    torch.library.opcheck(thresholds.find_thresholds.node, told(query, key, "topk", 2.0, 1.0))

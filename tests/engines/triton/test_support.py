@@ -8,7 +8,7 @@ from triton.language import constexpr
 
 import qkv
 from qkv import masks, weightings
-from qkv.engines.triton import ahead, launch, search, support
+from qkv.engines.triton import launch, precompile, support_lists, threshold_search
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NumPy, which the interpreter runs on, speaks of infinities that are meant.
@@ -18,22 +18,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.fixture
 def counts(monkeypatch):
     """Lists are made of short rows too; the lengths of those made, of keys and of queries."""
-    if not launch.interpreted():
+    if not launch.is_interpreted():
         pytest.skip("kernels that are compiled keep the number that makes rows short")
     made = []
-    plain = support.listed
+    plain = support_lists.fill_lists
 
     def listed(*given):
         at = plain(*given)
-        if ahead.LISTED.get() is None:  # not a dry run, which makes none
+        if precompile.DRY_RUN_JOBS.get() is None:  # not a dry run, which makes none
             made.append(at[..., 0].flatten().tolist())
         return at
 
-    monkeypatch.setattr(support, "listed", listed)
-    monkeypatch.setattr(support, "LONG", 64)
-    for module in (support, search):
-        monkeypatch.setattr(module, "FEW", constexpr(1))
-    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    monkeypatch.setattr(support_lists, "fill_lists", listed)
+    monkeypatch.setattr(support_lists, "MIN_LENGTH_FOR_LISTS", 64)
+    for module in (support_lists, threshold_search):
+        monkeypatch.setattr(module, "LIST_SHARE_DIVISOR", constexpr(1))
+    monkeypatch.setattr(launch, "count_processors", lambda device: 1)
     return made
 
 

@@ -10,7 +10,7 @@ import qkv
 from qkv import attention, masks, weightings
 from qkv.engines import triton
 from qkv.engines.triton import launch
-from qkv.engines.triton.weights import weigh_pairs, weights
+from qkv.engines.triton.weights import compute_weights, weights_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,7 +28,7 @@ def arrays(few=3, n=70, m=90, d=12, dtype=torch.float32):
 def call_of(query, key, value, mask=None, **how):
     how = {"score": "scaled_dot", "weighting": "softmax"} | how
     given = how["score"], how["weighting"], mask, 0.0, None, None
-    return attention.request(query, key, value, *given)
+    return attention.build_call(query, key, value, *given)
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -49,17 +49,17 @@ def test_rows_wider_than_a_tile_holds_on_the_way_back():
 
 def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     """float32 rows of more than 128 numbers do not fit an H200 in three stages."""
-    tried, start = [], launch.start
+    tried, start = [], launch.launch_kernel
 
     def small(*given):
-        if given[0] is weigh_pairs:
+        if given[0] is weights_kernel:
             tried.append(given[-1].stages)
             if tried[-1] == 3:
                 raise OutOfResources(393216, 232448, "shared memory")
         return start(*given)
 
-    monkeypatch.setattr(launch, "SMALLER", {})
-    monkeypatch.setattr(launch, "start", small)
+    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
+    monkeypatch.setattr(launch, "launch_kernel", small)
     check(arrays(1, 9, 20, 40), None, False)
     assert tried == [3, 2]
 
@@ -67,7 +67,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 def check(given, mask, mean):
     """Against the equation in float64: the output, α, and their gradients."""
     temperature = weightings.Softmax(0.7)
-    found = triton.with_weights(call_of(*given, mask, weighting=temperature), mean)
+    found = triton.run_with_weights(call_of(*given, mask, weighting=temperature), mean)
     wide = [x.detach().double().requires_grad_() for x in given]
     mask = mask.double() if isinstance(mask, torch.Tensor) else mask
     out, alpha = qkv.attend(
@@ -89,7 +89,7 @@ def check(given, mask, mean):
 def test_the_weights_alone_have_their_whole_gradient():
     query, key, _ = arrays()
     lse = (query.detach() @ key.detach().mT).logsumexp(-1)
-    found = weights(query, key, lse, 1.0, None, False)
+    found = compute_weights(query, key, lse, 1.0, None, False)
     want = (query @ key.mT).softmax(-1)
     mark = torch.randn_like(want)
     for got, right in zip(
@@ -104,7 +104,7 @@ def test_sixteen_bits_and_strides():
     query, key, _ = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in arrays(d=16))
     low = [x.to(torch.bfloat16) for x in (query, key)]
     lse = (low[0].float() @ low[1].float().mT).logsumexp(-1)
-    found = weights(*low, lse, 1.0, None, True)
+    found = compute_weights(*low, lse, 1.0, None, True)
     assert found.dtype == torch.bfloat16
     want = (low[0].double() @ low[1].double().mT).softmax(-1).mean(1)
     torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-3)
@@ -112,7 +112,7 @@ def test_sixteen_bits_and_strides():
 
 def test_a_row_without_keys_gives_zeros():
     given = arrays()
-    _, alpha = triton.with_weights(call_of(*given, masks.causal(offset=-5)), False)
+    _, alpha = triton.run_with_weights(call_of(*given, masks.causal(offset=-5)), False)
     assert (alpha[..., :5, :] == 0).all()
     assert torch.isfinite(torch.autograd.grad(alpha.sum(), given[:2])[0]).all()
 
@@ -129,4 +129,4 @@ def test_a_row_without_keys_gives_zeros():
     ids=str,
 )
 def test_calls_of_another_kind_are_left_to_others(how):
-    assert triton.with_weights(call_of(*arrays(), **how), True) is None
+    assert triton.run_with_weights(call_of(*arrays(), **how), True) is None

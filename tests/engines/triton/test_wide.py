@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import launch, wide
+from qkv.engines.triton import launch, wide_gradients
 from tests.engines.triton.test_features import DEVICE
 
 
 @pytest.mark.parametrize("band", [(None, None), (None, 5), (-30, None), (-20, 10), (90, None)])
 def test_columns_up_to_the_width_are_the_products(band, monkeypatch):
-    monkeypatch.setattr(wide, "TILE", launch.Tile(64, 64, 64, 4, 2, described=True))
+    monkeypatch.setattr(
+        wide_gradients, "TILE", launch.Tile(64, 64, 64, 4, 2, uses_descriptors=True)
+    )
     pairs, n, m, w, line = 2, 70, 100, 192, 80
     torch.manual_seed(0)
     ds, phi, psi = (
@@ -24,7 +26,7 @@ def test_columns_up_to_the_width_are_the_products(band, monkeypatch):
     ds[..., n:] = float("nan")  # room that nobody wrote
     dphi, dpsi = torch.full_like(phi, 7), torch.full_like(psi, 7)
     width = torch.tensor([64], dtype=torch.int32, device=DEVICE)
-    wide.fill(ds, phi, psi, dphi, dpsi, width, band)
+    wide_gradients.fill_gradients(ds, phi, psi, dphi, dpsi, width, band)
     real = ds[..., :n].double()
     want = real.mT @ psi.double(), real @ phi.double()
     for one, two in zip((dphi, dpsi), want, strict=True):
@@ -34,5 +36,5 @@ def test_columns_up_to_the_width_are_the_products(band, monkeypatch):
 
 def test_cleared():
     x = torch.full((3, 5000), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    wide.cleared(x[:2])
+    wide_gradients.fill_zeros(x[:2])
     assert (x[:2] == 0).all() and x[2].isnan().all()

@@ -6,10 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from qkv.arrays import is_array
-from qkv.database import cells
 from qkv.database.encoders.arrays import Arrays
-from qkv.database.encoders.base import Encoder, Held, Told
+from qkv.database.encoders.base import Encoder, EncoderArrays, EncoderSettings
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.custom import Custom
 from qkv.database.encoders.exact import Exact
@@ -20,11 +18,13 @@ from qkv.database.encoders.numbers import Numbers
 from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
 from qkv.database.encoders.vectors import Vectors
-from qkv.database.encoders.words import Words, installed
-from qkv.errors import ArgumentError, DtypeError, QkvError, unknown
-from qkv.names import Names
+from qkv.database.encoders.words import Words, is_installed
+from qkv.database.table import cells
+from qkv.errors import ArgumentError, DtypeError, QkvError, unknown_name_error
+from qkv.frameworks import is_array
+from qkv.util.registry import ClassRegistry
 
-ENCODERS = Names(
+ENCODERS = ClassRegistry(
     "encoders",
     Encoder,  # type: ignore[type-abstract]
     arrays=Arrays,
@@ -43,9 +43,11 @@ ENCODERS = Names(
 )
 register = ENCODERS.register
 
-Name = Literal["arrays", "characters", "exact", "lexical", "numbers", "sentences", "text", "words"]
+EncoderName = Literal[
+    "arrays", "characters", "exact", "lexical", "numbers", "sentences", "text", "words"
+]
 """The names that are enough for a database, to a type checker; `resolve` takes any other."""
-EncoderLike = Name | Encoder | Callable[..., Any] | Sequence[Encoder] | Mapping[str, Encoder]
+EncoderLike = EncoderName | Encoder | Callable[..., Any] | Sequence[Encoder] | Mapping[str, Encoder]
 
 __all__ = [
     "ENCODERS",
@@ -59,7 +61,7 @@ __all__ = [
     "Heads",
     "Learned",
     "Lexical",
-    "Name",
+    "EncoderName",
     "Numbers",
     "Sentences",
     "Text",
@@ -67,13 +69,13 @@ __all__ = [
     "Words",
     "default",
     "load",
-    "named",
+    "resolve_name",
     "register",
     "resolve",
 ]
 
 
-def load(settings: Told, arrays: Held, given: Encoder | None = None) -> Encoder:
+def load(settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None = None) -> Encoder:
     """The encoder that a database was written with; `given` is what its reader has passed.
 
     >>> load(Characters(128).settings(), {})
@@ -83,7 +85,7 @@ def load(settings: Told, arrays: Held, given: Encoder | None = None) -> Encoder:
     try:
         if given is not None and given.kind == settings["kind"]:
             return given.restore(settings, arrays, given)
-        return ENCODERS.find(settings["kind"], advice).restore(settings, arrays, given)
+        return ENCODERS.find_class(settings["kind"], advice).restore(settings, arrays, given)
     except QkvError:
         raise
     except Exception as error:  # whatever a stranger may have written there
@@ -100,7 +102,7 @@ def resolve(encoder: Any) -> Encoder:
     Exact(width=256)
     """
     if isinstance(encoder, str) and ":" in encoder:
-        return Custom(_imported(encoder))
+        return Custom(_import_function(encoder))
     found = ENCODERS.resolve(encoder)
     if found is not None:
         return found
@@ -111,19 +113,19 @@ def resolve(encoder: Any) -> Encoder:
     raise DtypeError(f"encoder must be a name, an encoder or a function, not {encoder!r}")
 
 
-def named(name: Any) -> Encoder:
+def resolve_name(name: Any) -> Encoder:
     """The encoder of a name in the table, where strangers may write it: a `module:function` would
     import and call what they want.
 
-    >>> named("exact")
+    >>> resolve_name("exact")
     Exact(width=256)
     """
     if not isinstance(name, str) or name not in ENCODERS:
-        raise unknown("encoder", name, ENCODERS)
+        raise unknown_name_error("encoder", name, ENCODERS)
     return resolve(name)
 
 
-def _imported(path: str) -> Any:
+def _import_function(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -149,9 +151,9 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
         return Numbers() if columns == 1 else Arrays()
     if not len(keys):
         raise ArgumentError("there are no keys to choose an encoder by")
-    kind = cells.common(keys)
+    kind = cells.common_kind(keys)
     if kind == "text":
-        return Text() if installed() else Characters()
+        return Text() if is_installed() else Characters()
     if kind in ("number", "date"):
         return Numbers()
     if kind == "vector" or (kind == "json" and all(map(_is_vector, keys))):
@@ -159,11 +161,11 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
     if kind == "bytes":
         return Exact()
     if kind == "tuple":
-        return _columns(keys, names)
+        return _default_for_columns(keys, names)
     return Characters()
 
 
-def _columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoder:
+def _default_for_columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoder:
     widths = {len(key) for key in keys}
     if len(widths) > 1:
         return Exact()
@@ -178,4 +180,4 @@ def _columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoder:
 
 
 def _is_vector(key: Any) -> bool:
-    return isinstance(key, list) and bool(key) and cells.common(key) == "number"
+    return isinstance(key, list) and bool(key) and cells.common_kind(key) == "number"

@@ -8,21 +8,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import is_array, to_numpy
-from qkv.database.encoders.base import Encoder, Held, Told, batch
-from qkv.errors import ArgumentError, DtypeError, ShapeError, counted
+from qkv.database.encoders.base import Encoder, EncoderArrays, EncoderSettings, check_batch
+from qkv.errors import ArgumentError, DtypeError, ShapeError, format_plural
+from qkv.frameworks import is_array, to_numpy
 from qkv.scores import ScaledDot, Score
 
-SOME = 512
+KEYS_PER_BLOCK = 512
 """Keys that are looked through at a time: what is found of them stays in the cache."""
 
-NEARLY = 1 + 1e-5
+ROUNDING_FACTOR = 1 + 1e-5
 """What is more than this is no rounding."""
-LONG = (
+LONG_KEY_HINT = (
     "a long key outweighs what the query's very own would have: score='cosine' goes by direction, "
     "score='gaussian' by distance"
 )
-ALIKE = "q·k/√d hardly tells these keys apart: score=scores.Cosine(0.05) goes by direction, sharply"
+SIMILAR_KEYS_HINT = (
+    "q·k/√d hardly tells these keys apart: score=scores.Cosine(0.05) goes by direction, sharply"
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Arrays(Encoder):
 
     size: int | None = None
     kind: ClassVar[str] = "arrays"
-    cosine: ClassVar[bool] = True
-    itself: ClassVar[bool] = True
+    uses_cosine: ClassVar[bool] = True
+    is_identity: ClassVar[bool] = True
 
     @property
     def width(self) -> int:
@@ -47,38 +49,38 @@ class Arrays(Encoder):
         return self.size
 
     def fit(self, keys: Sequence[Any]) -> Arrays:
-        return replace(self, size=int(matrix(keys[:1]).shape[1]))
+        return replace(self, size=int(to_float32_matrix(keys[:1]).shape[1]))
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        out = matrix(keys) if len(keys) else np.empty((0, self.width), np.float32)
+        out = to_float32_matrix(keys) if len(keys) else np.empty((0, self.width), np.float32)
         if out.shape[1] != self.width:
-            came = counted(out.shape[1], "number")
+            came = format_plural(out.shape[1], "number")
             raise ShapeError(f"key 0 has {came}, but the keys are vectors of {self.width}")
         return out
 
-    def score(self, rows: int) -> Score:
+    def default_score(self, rows: int) -> Score:
         return ScaledDot()
 
-    def hint(self, query: Any, key: Any, flat: bool) -> str:
+    def score_hint(self, query: Any, key: Any, flat: bool) -> str:
         # Of more than ‖q‖²: had the query been a key itself, this one would still come first.
-        if np.dot(query, key) > np.dot(query, query) * NEARLY:
-            return LONG
-        return ALIKE if flat else ""
+        if np.dot(query, key) > np.dot(query, query) * ROUNDING_FACTOR:
+            return LONG_KEY_HINT
+        return SIMILAR_KEYS_HINT if flat else ""
 
-    def reads(self, query: Any) -> bool:
+    def can_read_query(self, query: Any) -> bool:
         return not isinstance(query, str | bytes) and hasattr(query, "__len__")
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind, "width": self.size}
 
     @classmethod
-    def build(cls, settings: Told, arrays: Held) -> Arrays:
+    def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Arrays:
         return cls(settings["width"])
 
 
-def matrix(keys: Sequence[Any]) -> np.ndarray:
+def to_float32_matrix(keys: Sequence[Any]) -> np.ndarray:
     """Vectors as one array (m, width) float32, refused with the row that does not fit."""
-    batch(keys)
+    check_batch(keys)
     if is_array(keys):
         whole = to_numpy(keys)
         if whole.ndim != 2:
@@ -90,10 +92,10 @@ def matrix(keys: Sequence[Any]) -> np.ndarray:
         for i, key in enumerate(keys):
             vector = to_numpy(key) if is_array(key) else np.asarray(key)
             if vector.dtype.kind not in "iufb" or vector.ndim != 1:
-                raise DtypeError(f"key {i} must be a vector of numbers, not {_told(key)}")
+                raise DtypeError(f"key {i} must be a vector of numbers, not {_shorten_repr(key)}")
             first = len(vector) if first is None else first
             if len(vector) != first:
-                came = counted(len(vector), "number")
+                came = format_plural(len(vector), "number")
                 raise ShapeError(f"key {i} has {came} where key 0 has {first}")
             vectors.append(vector)
         rows = np.stack(vectors)
@@ -101,14 +103,14 @@ def matrix(keys: Sequence[Any]) -> np.ndarray:
         raise DtypeError(f"vectors must hold real numbers, not {rows.dtype}")
     with np.errstate(over="ignore"):
         out = np.ascontiguousarray(rows, np.float32)
-    for start in range(0, len(out), SOME):
-        fine = np.isfinite(out[start : start + SOME])
+    for start in range(0, len(out), KEYS_PER_BLOCK):
+        fine = np.isfinite(out[start : start + KEYS_PER_BLOCK])
         if not fine.all():
             bad = start + int(fine.all(axis=1).argmin())
             raise ArgumentError(f"key {bad} holds NaN or a number beyond float32")
     return out
 
 
-def _told(key: Any) -> str:
+def _shorten_repr(key: Any) -> str:
     text = repr(key)
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -12,28 +12,28 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, texts, unit
-from qkv.deadline import check_deadline
+from qkv.database.encoders.base import Encoder, normalize_rows, to_texts
 from qkv.errors import ArgumentError
+from qkv.util.deadline import check_deadline
 
-SEPARATOR = "\x1e"
-SPACE = 32
+TEXT_SEPARATOR = "\x1e"
+SPACE_CODE = 32
 
-BLOCK = 1024
+TEXTS_PER_BLOCK = 1024
 """Texts at a time: their counts stay in cache."""
 
 MAX_CHARACTERS = 1 << 18
 """Characters of such texts: each takes about 200 bytes while it is encoded."""
 
-SLOTS = 1 << 16
+IDF_TABLE_SIZE = 1 << 16
 """Entries of the table of how common n-grams are; those that share one share their weight."""
 
-_DROPPED = dict.fromkeys([*map(ord, "'’‘ʼ`´"), *range(0x300, 0x370)])
+_DROPPED_CHARACTERS = dict.fromkeys([*map(ord, "'’‘ʼ`´"), *range(0x300, 0x370)])
 """Apostrophes and accents: people leave them out."""
 
-_KEPT = set("#&@%*" + SEPARATOR)
+_KEPT_PUNCTUATION = set("#&@%*" + TEXT_SEPARATOR)
 
-_VOWEL = np.isin(np.arange(128), [ord(vowel) for vowel in "aeiouy"])
+_IS_VOWEL = np.isin(np.arange(128), [ord(vowel) for vowel in "aeiouy"])
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Characters(Encoder):
     idf: bool = False
     table: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "characters"
-    only_text: ClassVar[bool] = True
-    rounds = True
-    parallel = True
-    cosine: ClassVar[bool] = True
+    reads_only_text: ClassVar[bool] = True
+    int8_safe = True
+    encodes_in_parallel = True
+    uses_cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         low, high = self.n
@@ -77,21 +77,21 @@ class Characters(Encoder):
     def fit(self, keys: Sequence[Any]) -> Characters:
         if not self.idf:
             return self
-        count = np.zeros(SLOTS, np.int64)
-        for _, block in blocks(texts(keys)):
-            row, code, _ = self._grams(block)
-            seen = np.unique(row * SLOTS + (code >> np.uint32(16)))
-            count += np.bincount(seen % SLOTS, minlength=SLOTS)
+        count = np.zeros(IDF_TABLE_SIZE, np.int64)
+        for _, block in split_blocks(to_texts(keys)):
+            row, code, _ = self._weigh_ngrams(block)
+            seen = np.unique(row * IDF_TABLE_SIZE + (code >> np.uint32(16)))
+            count += np.bincount(seen % IDF_TABLE_SIZE, minlength=IDF_TABLE_SIZE)
         table = np.log((1 + len(keys)) / (1.0 + count)) + 1
         return replace(self, table=table.astype(np.float32))
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        keys = texts(keys)
+        keys = to_texts(keys)
         if self.idf and self.table is None:
             raise ArgumentError("Characters(idf=True) must be fitted to keys before it encodes")
         out = np.empty((len(keys), self.width), np.float32)
-        for start, block in blocks(keys):
-            row, code, weight = self._grams(block)
+        for start, block in split_blocks(keys):
+            row, code, weight = self._weigh_ngrams(block)
             # The high bits choose the place, and the lowest the sign.
             place = (code.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
             weight = np.where(code & np.uint32(1), weight, -weight)
@@ -100,14 +100,14 @@ class Characters(Encoder):
             at = row * self.width + place.astype(np.int64)
             count = np.bincount(at, weight, len(block) * self.width)
             out[start : start + len(block)] = count.reshape(len(block), self.width)
-        return unit(out)
+        return normalize_rows(out)
 
-    def _grams(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _weigh_ngrams(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The row, hash and weight (g,) of every n-gram of the texts."""
-        letters, row = spelled(block)
-        found = [(*pair, 1.0) for pair in hashes(letters, row, self.n, seed=2166136261)]
+        letters, row = to_letters(block)
+        found = [(*pair, 1.0) for pair in hash_ngrams(letters, row, self.n, seed=2166136261)]
         if self.sounds:
-            heard = hashes(*sounded(letters, row), self.n, seed=84696351)
+            heard = hash_ngrams(*to_sounds(letters, row), self.n, seed=84696351)
             found += [(*pair, float(self.sounds)) for pair in heard]
         if not found:
             return row[:0], letters[:0], np.empty(0, np.float32)
@@ -116,11 +116,11 @@ class Characters(Encoder):
         return np.concatenate(rows), np.concatenate(codes), weight
 
 
-def blocks(keys: list[str], most: int = BLOCK) -> Iterator[tuple[int, list[str]]]:
+def split_blocks(keys: list[str], most: int = TEXTS_PER_BLOCK) -> Iterator[tuple[int, list[str]]]:
     """Texts, at most so many and MAX_CHARACTERS at a time, unless one alone has more, and where the
     first of them lies.
 
-    >>> list(blocks(["a", "b", "c"], 2))
+    >>> list(split_blocks(["a", "b", "c"], 2))
     [(0, ['a', 'b']), (2, ['c'])]
     """
     start = 0
@@ -136,15 +136,15 @@ def blocks(keys: list[str], most: int = BLOCK) -> Iterator[tuple[int, list[str]]
         start += len(block)
 
 
-def plain(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Text without case, accents, compatibility forms and punctuation, which becomes a space.
 
-    >>> plain("Les Misérables: Gulliver’s C++")
+    >>> normalize_text("Les Misérables: Gulliver’s C++")
     'les miserables  gullivers c++'
     """
     if text.isascii():
-        return text.encode().translate(*_ascii()).decode()
-    return _replaced(_decomposed(text).casefold())
+        return text.encode().translate(*_ascii_table()).decode()
+    return _replace_punctuation(_decomposed(text).casefold())
 
 
 MARKS = 30
@@ -166,55 +166,55 @@ def _decomposed(text: str) -> str:
     return "".join(unicodedata.normalize("NFKD", text[i:j]) for i, j in pairwise(cuts))
 
 
-def _replaced(text: str) -> str:
-    table: dict[int, str | None] = dict(_DROPPED)
-    for letter in set(text) - _KEPT:
+def _replace_punctuation(text: str) -> str:
+    table: dict[int, str | None] = dict(_DROPPED_CHARACTERS)
+    for letter in set(text) - _KEPT_PUNCTUATION:
         if unicodedata.category(letter)[0] in "PZC":
             table.setdefault(ord(letter), " ")
     return text.translate(table)
 
 
 @lru_cache(maxsize=1)
-def _ascii() -> tuple[bytes, bytes]:
+def _ascii_table() -> tuple[bytes, bytes]:
     """What becomes of each letter, as `bytes.translate` reads it, and which are dropped."""
-    made = [_replaced(chr(i).casefold()) for i in range(128)]
+    made = [_replace_punctuation(chr(i).casefold()) for i in range(128)]
     table = bytes(ord(x) if x else 0 for x in made) + bytes(range(128, 256))
     return table, bytes(i for i, x in enumerate(made) if not x)
 
 
-def spelled(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def to_letters(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """The letters of all texts (t,) uint32, words between spaces, and each one's row (t,)."""
-    joined = SEPARATOR.join(block)
-    if joined.count(SEPARATOR) != len(block) - 1:
-        joined = SEPARATOR.join(text.replace(SEPARATOR, " ") for text in block)
-    joined = f" {plain(joined)} "
+    joined = TEXT_SEPARATOR.join(block)
+    if joined.count(TEXT_SEPARATOR) != len(block) - 1:
+        joined = TEXT_SEPARATOR.join(text.replace(TEXT_SEPARATOR, " ") for text in block)
+    joined = f" {normalize_text(joined)} "
     if joined.isascii():
         letters = np.frombuffer(joined.encode(), np.uint8).astype(np.uint32)
     else:
         code = joined.encode("utf-32-le", "surrogatepass")
         letters = np.frombuffer(code, "<u4").astype(np.uint32)
-    ends = letters == ord(SEPARATOR)
-    letters[ends] = SPACE
+    ends = letters == ord(TEXT_SEPARATOR)
+    letters[ends] = SPACE_CODE
     # A separator is the space before the next text's first word.
     row = np.cumsum(ends)
     first = np.ones(len(letters), bool)
-    first[1:] = (letters[1:] != SPACE) | (letters[:-1] != SPACE) | (row[1:] != row[:-1])
+    first[1:] = (letters[1:] != SPACE_CODE) | (letters[:-1] != SPACE_CODE) | (row[1:] != row[:-1])
     return letters[first], row[first]
 
 
-def sounded(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def to_sounds(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same with all vowels alike, and a letter that is repeated once."""
-    letters = np.where(_VOWEL[np.minimum(letters, 127)], np.uint32(ord("a")), letters)
+    letters = np.where(_IS_VOWEL[np.minimum(letters, 127)], np.uint32(ord("a")), letters)
     new = np.ones(len(letters), bool)
     new[1:] = (letters[1:] != letters[:-1]) | (row[1:] != row[:-1])
     return letters[new], row[new]
 
 
-def hashes(
+def hash_ngrams(
     letters: np.ndarray, row: np.ndarray, n: tuple[int, int], seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each length: the row (r,) and the 32-bit hash (r,) of every n-gram of the words."""
-    inside = letters != SPACE
+    inside = letters != SPACE_CODE
     code = np.full(len(letters), seed, np.uint32)
     # An n-gram may begin or end with a word's border, but not reach across it,
     whole = np.ones(len(letters), bool)
@@ -233,10 +233,10 @@ def hashes(
         if length == 3:  # except by one letter on each side, so that the order of words counts
             good = whole | (inside[:-2] & inside[2:] & (row[:-2] == row[2:]))
         if length >= n[0]:
-            yield row[:count][good], scramble(code[good])
+            yield row[:count][good], mix_hash(code[good])
 
 
-def scramble(code: np.ndarray) -> np.ndarray:
+def mix_hash(code: np.ndarray) -> np.ndarray:
     """MurmurHash3's last step: every bit of the result depends on every bit of the code."""
     code = (code ^ (code >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     code = (code ^ (code >> np.uint32(13))) * np.uint32(0xC2B2AE35)

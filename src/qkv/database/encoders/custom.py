@@ -9,13 +9,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import is_array, to_numpy
-from qkv.database.cells import shown
-from qkv.database.encoders.base import Encoder, Held, Told, batch, sharpness
+from qkv.database.encoders.base import (
+    Encoder,
+    EncoderArrays,
+    EncoderSettings,
+    check_batch,
+    sharpness_for_rows,
+)
+from qkv.database.table.cells import format_cell
 from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.frameworks import is_array, to_numpy
 from qkv.scores import Cosine, Score
 
-_SEEN: dict[str, Callable[..., Any]] = {}
+_FUNCTION_BY_NAME: dict[str, Callable[..., Any]] = {}
 """The functions that this process made encoders of, by name."""
 
 
@@ -39,8 +45,8 @@ class Custom(Encoder):
     size: int | None = None
     name: str | None = None
     kind: ClassVar[str] = "custom"
-    cosine: ClassVar[bool] = True
-    any_query: ClassVar[bool] = True
+    uses_cosine: ClassVar[bool] = True
+    accepts_any_query: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -54,7 +60,7 @@ class Custom(Encoder):
         object.__setattr__(self, "size", None if width is None else int(width))
         object.__setattr__(self, "name", name or import_path(function))
         if self.name:
-            _SEEN[self.name] = function
+            _FUNCTION_BY_NAME[self.name] = function
 
     @property
     def width(self) -> int:
@@ -65,59 +71,67 @@ class Custom(Encoder):
     def fit(self, keys: Sequence[Any]) -> Custom:
         if self.size is not None:
             return self
-        return Custom(self.function, self._call(keys[:1]).shape[1], self.name)
+        return Custom(self.function, self._call_function(keys[:1]).shape[1], self.name)
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        batch(keys)
+        check_batch(keys)
         if not len(keys):
             return np.empty((0, self.width), np.float32)
-        out = self._call(keys)
+        out = self._call_function(keys)
         if out.shape[1] != self.width:
-            raise ShapeError(f"{self._told} gave {out.shape[1]} numbers a key, not {self.width}")
+            raise ShapeError(
+                f"{self._function_text} gave {out.shape[1]} numbers a key, not {self.width}"
+            )
         return out
 
-    def _call(self, keys: Sequence[Any]) -> np.ndarray:
+    def _call_function(self, keys: Sequence[Any]) -> np.ndarray:
         result = self.function(list(keys))
         out = np.asarray(to_numpy(result) if is_array(result) else result)
         if out.ndim != 2 or len(out) != len(keys):
-            raise ShapeError(f"{self._told} must give ({len(keys)}, width), not {out.shape}")
+            raise ShapeError(
+                f"{self._function_text} must give ({len(keys)}, width), not {out.shape}"
+            )
         if out.dtype.kind not in "iufb":
-            raise DtypeError(f"{self._told} must give real numbers, not {out.dtype}")
+            raise DtypeError(f"{self._function_text} must give real numbers, not {out.dtype}")
         with np.errstate(over="ignore"):
             out = np.ascontiguousarray(out, np.float32)
         bad = ~np.isfinite(out).all(axis=1)
         if bad.any():
             key = keys[int(bad.argmax())]
-            raise ArgumentError(f"{self._told} gave NaN or infinity for the key {shown(key)}")
+            raise ArgumentError(
+                f"{self._function_text} gave NaN or infinity for the key {format_cell(key)}"
+            )
         return out
 
     @property
-    def _told(self) -> str:
+    def _function_text(self) -> str:
         return f"the function {self.name or self.function!r}"
 
-    def score(self, rows: int) -> Score:
-        return Cosine(1 / sharpness(rows))
+    def default_score(self, rows: int) -> Score:
+        return Cosine(1 / sharpness_for_rows(rows))
 
     def head_scale(self, rows: int) -> float:
-        return sharpness(rows)
+        return sharpness_for_rows(rows)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name, "width": self.size}
 
     @classmethod
-    def build(cls, settings: Told, arrays: Held) -> Custom:
+    def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Custom:
         name = settings["name"]
-        if name not in _SEEN:
+        if name not in _FUNCTION_BY_NAME:
             what = f"the function {name!r}" if name else "a function without a name"
             raise ArgumentError(
                 f"the keys were encoded by {what}: open the database with encoder=Custom(function)"
             )
-        return cls(_SEEN[name], settings["width"], name)
+        return cls(_FUNCTION_BY_NAME[name], settings["width"], name)
 
     @classmethod
-    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Custom:
+    def restore(
+        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+    ) -> Custom:
         name = settings["name"]
-        if isinstance(given, cls) and (given.name == name or name not in _SEEN):
+        if isinstance(given, cls) and (given.name == name or name not in _FUNCTION_BY_NAME):
             return cls(given.function, settings["width"], name)
         return cls.build(settings, arrays)
 

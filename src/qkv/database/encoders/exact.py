@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database import cells
-from qkv.database.encoders.base import Encoder, batch
+from qkv.database.encoders.base import Encoder, check_batch
+from qkv.database.table import cells
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
 
@@ -31,7 +31,7 @@ class Exact(Encoder):
 
     width: int = 256
     kind: ClassVar[str] = "exact"
-    cosine: ClassVar[bool] = True
+    uses_cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.width < 64 or self.width > 512 or self.width % 8:
@@ -42,11 +42,12 @@ class Exact(Encoder):
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         size = self.width // 8
         codes = b"".join(
-            blake2b(digest, digest_size=size).digest() for digest in cells.digests(batch(keys))
+            blake2b(digest, digest_size=size).digest()
+            for digest in cells.key_digests(check_batch(keys))
         )
         bits = np.unpackbits(np.frombuffer(codes, np.uint8)).reshape(len(keys), self.width)
         return (bits * np.float32(2) - 1) / np.float32(math.sqrt(self.width))
 
-    def score(self, rows: int) -> Score:
+    def default_score(self, rows: int) -> Score:
         # e^τ against m − 1 rows of about e^0: a lead of e⁶ leaves them less than 1 % together.
         return ScaledDot(math.log(max(rows, 1)) + 6)

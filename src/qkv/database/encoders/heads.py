@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays.ragged import Ragged, numbers, places, sparse
-from qkv.database.cells import shown
-from qkv.database.encoders.base import Encoder, Held, Told, batch, under
-from qkv.database.encoders.characters import scramble
+from qkv.database.encoders.base import (
+    Encoder,
+    EncoderArrays,
+    EncoderSettings,
+    check_batch,
+    select_by_prefix,
+)
+from qkv.database.encoders.characters import mix_hash
+from qkv.database.table.cells import format_cell
 from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.frameworks.ragged import Ragged, build_sparse, entry_positions, entry_values
 
 
 @dataclass(frozen=True)
@@ -67,66 +73,66 @@ class Heads(Encoder):
         return sum(head.head_width for head in self.heads)
 
     @property
-    def rounds(self) -> bool:  # type: ignore[override]
-        return all(head.rounds for head in self.heads)
+    def int8_safe(self) -> bool:  # type: ignore[override]
+        return all(head.int8_safe for head in self.heads)
 
     @property
-    def parallel(self) -> bool:  # type: ignore[override]
-        return all(head.parallel for head in self.heads)
+    def encodes_in_parallel(self) -> bool:  # type: ignore[override]
+        return all(head.encodes_in_parallel for head in self.heads)
 
     @property
-    def begins(self) -> int:
-        return max(int(head.begins) for head in self.heads)
+    def min_fit_keys(self) -> int:
+        return max(int(head.min_fit_keys) for head in self.heads)
 
     def fit(self, keys: Sequence[Any]) -> Heads:
-        parts = self._parts(batch(keys), False)
+        parts = self._split_keys(check_batch(keys), False)
         return replace(self, heads=tuple(h.fit(p) for h, p in zip(self.heads, parts, strict=True)))
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        return self._vectors(keys, False)
+        return self._encode_vectors(keys, False)
 
-    def query(self, queries: Sequence[Any]) -> np.ndarray:
-        return self._vectors(queries, True)
+    def encode_query(self, queries: Sequence[Any]) -> np.ndarray:
+        return self._encode_vectors(queries, True)
 
-    def _vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        out = np.empty((len(batch(keys)), self.width), np.float32)
-        parts = self._parts(keys, query)
-        stretch = self._stretch(keys, query)
+    def _encode_vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        out = np.empty((len(check_batch(keys)), self.width), np.float32)
+        parts = self._split_keys(keys, query)
+        stretch = self._head_factors(keys, query)
         at = 0
         for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
             stop = at + head.head_width
-            np.multiply(head.head(part, query), stretch[..., i : i + 1], out=out[:, at:stop])
+            np.multiply(head.encode_head(part, query), stretch[..., i : i + 1], out=out[:, at:stop])
             at = stop
         return out
 
-    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        parts = self._parts(batch(keys), query)
-        stretch = self._stretch(keys, query)
+    def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        parts = self._split_keys(check_batch(keys), query)
+        stretch = self._head_factors(keys, query)
         found: dict[int, Ragged] = {}
         for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
-            vectors = head.head_sparse(part, query)
+            vectors = head.encode_head_sparse(part, query)
             if vectors is not None:
                 found[i] = vectors
         every = np.broadcast_to(stretch, (len(keys), len(self.heads)))
-        return together(found, {i: every[:, i] for i in found}) if found else None
+        return merge_sparse_heads(found, {i: every[:, i] for i in found}) if found else None
 
-    def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+    def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         """What each head's vectors are multiplied by, (h,) or (m, h)."""
-        return np.asarray(np.sqrt(self.shares(keys)), np.float32)
+        return np.asarray(np.sqrt(self.head_shares(keys)), np.float32)
 
-    def shares(self, keys: Sequence[Any]) -> np.ndarray:
+    def head_shares(self, keys: Sequence[Any]) -> np.ndarray:
         """Each head's part in the vector of a key, (h,) for all alike or (m, h); sums are 1."""
         return np.asarray(self.weights)
 
-    def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        return self.query(keys) if query else self.encode(keys)
+    def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        return self.encode_query(keys) if query else self.encode(keys)
 
-    def _parts(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
+    def _split_keys(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
         """What each head is to look at."""
         return [keys] * len(self.heads)
 
-    def reads(self, query: Any) -> bool:
-        return all(head.reads(query) for head in self.heads)
+    def can_read_query(self, query: Any) -> bool:
+        return all(head.can_read_query(query) for head in self.heads)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -144,22 +150,24 @@ class Heads(Encoder):
         }
 
     @classmethod
-    def build(cls, settings: Told, arrays: Held) -> Heads:
+    def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Heads:
         return cls.restore(settings, arrays, None)
 
     @classmethod
-    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Heads:
+    def restore(
+        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+    ) -> Heads:
         from qkv.database.encoders import load
 
         own = given.heads if isinstance(given, Heads) else ()
         heads = [
-            load(one, under(f"{i}.", arrays), own[i] if i < len(own) else None)
+            load(one, select_by_prefix(f"{i}.", arrays), own[i] if i < len(own) else None)
             for i, one in enumerate(settings["heads"])
         ]
         return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
 
 
-def together(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:
+def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:
     """The sparse vectors of several heads, by number, as one for each row: each head has places of
     its own, and its numbers are stretched by (m,)."""
     rows, found = [], []
@@ -167,10 +175,12 @@ def together(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> 
         row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
         salt = np.uint32(i * 0x9E3779B9 & 0xFFFFFFFF)
         rows.append(row)
-        found.append((scramble(places(vectors) ^ salt), numbers(vectors) * stretch[i][row]))
+        found.append(
+            (mix_hash(entry_positions(vectors) ^ salt), entry_values(vectors) * stretch[i][row])
+        )
     row, (place, number) = np.concatenate(rows), map(np.concatenate, zip(*found, strict=True))
     order = np.argsort(row, kind="stable") if len(heads) > 1 else slice(None)
-    return sparse(row[order], place[order], number[order], len(vectors))
+    return build_sparse(row[order], place[order], number[order], len(vectors))
 
 
 @dataclass(frozen=True)
@@ -184,39 +194,41 @@ class Columns(Heads):
     >>> from qkv.database.encoders import Characters, Numbers
     >>> books = [("Dracula", 1897), ("Emma", 1815)]
     >>> both = Columns({"title": Characters(), "year": Numbers()}).fit(books)
-    >>> queries = both.query([("Dracla", None), {"year": 1820}, "Ema"])
+    >>> queries = both.encode_query([("Dracla", None), {"year": 1820}, "Ema"])
     >>> (queries @ both.encode(books).T).argmax(axis=1).tolist()
     [0, 1, 1]
     """
 
     kind: ClassVar[str] = "columns"
 
-    def _parts(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
+    def _split_keys(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
         count = len(self.heads)
-        rows = [self._spread(key) if query else key for key in keys]
+        rows = [self._split_query(key) if query else key for key in keys]
         for i, row in enumerate(rows):
             if not isinstance(row, tuple | list) or len(row) != count:
-                raise ShapeError(f"key {i} must be a tuple of {count} columns, not {shown(row)}")
+                raise ShapeError(
+                    f"key {i} must be a tuple of {count} columns, not {format_cell(row)}"
+                )
         return [[row[c] for row in rows] for c in range(count)]
 
-    def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        stretch = super()._stretch(keys, query)
+    def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        stretch = super()._head_factors(keys, query)
         if not query:
             return stretch
-        whole = np.array([self.whole(key) for key in keys], np.float32)
+        whole = np.array([self.asked_weight(key) for key in keys], np.float32)
         return np.asarray(stretch / whole[:, None], np.float32)
 
-    def whole(self, query: Any) -> float:
+    def asked_weight(self, query: Any) -> float:
         """The weight of the columns that are asked: as sharp as if there were only these.
 
         One value need match one column only, the heaviest that reads it.
         """
-        parts = zip(self.weights, self._spread(query), strict=True)
+        parts = zip(self.weights, self._split_query(query), strict=True)
         asked = [weight for weight, part in parts if part is not None]
         several = isinstance(query, tuple | list | Mapping)
         return (sum(asked) if several else max(asked, default=0.0)) or 1.0
 
-    def _spread(self, query: Any) -> Any:
+    def _split_query(self, query: Any) -> Any:
         """A query as a tuple of columns."""
         if isinstance(query, tuple | list) and len(query) == len(self.heads):
             return query
@@ -229,12 +241,12 @@ class Columns(Heads):
             return tuple(query.get(name) for name in self.names)
         if isinstance(query, tuple):
             return query
-        spread = tuple(query if head.reads(query) else None for head in self.heads)
+        spread = tuple(query if head.can_read_query(query) else None for head in self.heads)
         if all(part is None for part in spread):
             raise DtypeError(
-                f"no column can read the query {shown(query)}: pass a tuple of columns"
+                f"no column can read the query {format_cell(query)}: pass a tuple of columns"
             )
         return spread
 
-    def reads(self, query: Any) -> bool:
-        return isinstance(query, tuple) or any(head.reads(query) for head in self.heads)
+    def can_read_query(self, query: Any) -> bool:
+        return isinstance(query, tuple) or any(head.can_read_query(query) for head in self.heads)

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import threads
-from qkv.arrays.ragged import Ragged, joined, sparse
-from qkv.database.encoders.base import Encoder, texts
-from qkv.database.encoders.characters import SPACE, blocks, scramble, spelled
+from qkv.database.encoders.base import Encoder, to_texts
+from qkv.database.encoders.characters import SPACE_CODE, mix_hash, split_blocks, to_letters
 from qkv.errors import ArgumentError
+from qkv.frameworks import threads
+from qkv.frameworks.ragged import Ragged, build_sparse, concat_ragged
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Lexical(Encoder):
     Σ_w idf(w): where the others are misspelled, letters tell more (`Text`).
 
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
-    >>> query, key = encoder.pair(["the dog"], ["the dog ran", "the cat sat"])
+    >>> query, key = encoder.encode_pair(["the dog"], ["the dog ran", "the cat sat"])
     >>> right, wrong = key @ query[0]
     >>> bool(right > 5 * wrong)
     True
@@ -46,9 +46,9 @@ class Lexical(Encoder):
     codes: np.ndarray | None = field(default=None, compare=False, repr=False)
     counts: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "lexical"
-    only_text: ClassVar[bool] = True
-    rounds = True
-    parallel = True
+    reads_only_text: ClassVar[bool] = True
+    int8_safe = True
+    encodes_in_parallel = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, int) or not 0 <= self.rows < 2**31:
@@ -61,8 +61,10 @@ class Lexical(Encoder):
             raise ArgumentError(f"Lexical: doubt must be 0 or more, not {self.doubt!r}")
 
     def fit(self, keys: Sequence[Any]) -> Lexical:
-        keys = texts(keys)
-        found = threads.each(words, [block for _, block in blocks(keys)] or [[]])
+        keys = to_texts(keys)
+        found = threads.map_parallel(
+            count_words, [block for _, block in split_blocks(keys)] or [[]]
+        )
         total = sum(int(f.sum()) for _, _, f in found)
         codes, counts = np.unique(
             np.concatenate([code for _, code, _ in found]), return_counts=True
@@ -84,42 +86,48 @@ class Lexical(Encoder):
         return 0
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        return np.zeros((len(texts(keys)), 0), np.float32)
+        return np.zeros((len(to_texts(keys)), 0), np.float32)
 
-    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged:
+    def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged:
         found = [
-            sparse(*self._weighed(block, query), len(block)) for _, block in blocks(texts(keys))
+            build_sparse(*self._weigh_words(block, query), len(block))
+            for _, block in split_blocks(to_texts(keys))
         ]
-        return joined(found) if found else sparse(*self._weighed([], query), 0)
+        return concat_ragged(found) if found else build_sparse(*self._weigh_words([], query), 0)
 
-    def _weighed(self, block: list[str], query: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _weigh_words(
+        self, block: list[str], query: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The row, hash and number (w,) of the words of some keys or queries."""
-        row, code, f = words(block)
+        row, code, f = count_words(block)
         if self.codes is None:
             return row[:0], code[:0], np.empty(0)
         if not query:
             long = np.bincount(row, f, len(block))[row] / self.mean
             return row, code, f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
-        known, idf, told, share = self._told(row, code, f, len(block))
+        known, idf, told, share = self._word_statistics(row, code, f, len(block))
         weight = f * idf / (told + self.usual + 1e-30)[row]
         weight[known] *= share[row[known]] ** self.doubt
         return row, code, weight
 
-    def known(self, queries: Sequence[Any]) -> np.ndarray:
+    def known_share(self, queries: Sequence[Any]) -> np.ndarray:
         """r, the share of what the words of each query tell that is in words of some key, (n,)."""
-        found = [self._told(*words(block), len(block))[3] for _, block in blocks(texts(queries))]
+        found = [
+            self._word_statistics(*count_words(block), len(block))[3]
+            for _, block in split_blocks(to_texts(queries))
+        ]
         return np.concatenate(found) if found else np.zeros(0)
 
-    def _told(
+    def _word_statistics(
         self, row: np.ndarray, code: np.ndarray, f: np.ndarray, rows: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of words: which some key has, and their idf; of rows: what they tell, and r."""
-        count = self._counted(code)
+        count = self._key_counts(code)
         known, idf = count > 0, np.log1p((self.rows - count + 0.5) / (count + 0.5))
         told, found = (np.bincount(row, f * idf * x, rows) for x in (1, known))
         return known, idf, told, found / np.maximum(told, 1e-30)
 
-    def _counted(self, code: np.ndarray) -> np.ndarray:
+    def _key_counts(self, code: np.ndarray) -> np.ndarray:
         """In how many keys each word is, by its hash, (w,)."""
         if self.codes is None or self.counts is None or not len(self.codes):
             return np.zeros(len(code), np.int32)
@@ -127,15 +135,15 @@ class Lexical(Encoder):
         return np.where(self.codes[at] == code, self.counts[at], 0)
 
 
-def words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def count_words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The words of some texts, each once for each text: its row, 32-bit hash and count (w,).
 
-    >>> row, _, count = words(["to be or not to be", "", "Be!"])
+    >>> row, _, count = count_words(["to be or not to be", "", "Be!"])
     >>> row.tolist(), sorted(count[row == 0].tolist())
     ([0, 0, 0, 0, 2], [1, 1, 2, 2])
     """
-    letters, row = spelled(block)
-    inside = letters != SPACE
+    letters, row = to_letters(block)
+    inside = letters != SPACE_CODE
     first = np.flatnonzero(inside & ~np.concatenate([[False], inside[:-1]]))
     if not len(first):
         return row[:0], letters[:0], np.empty(0, np.int64)
@@ -145,7 +153,7 @@ def words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     terms = np.where(inside, (letters + np.uint32(1)) * power[np.where(inside, at, 0)], 0)
     code = np.add.reduceat(terms.astype(np.uint32), first, dtype=np.uint32)
     both, count = np.unique(
-        (row[first].astype(np.uint64) << np.uint64(32)) | scramble(code), return_counts=True
+        (row[first].astype(np.uint64) << np.uint64(32)) | mix_hash(code), return_counts=True
     )
     rows = (both >> np.uint64(32)).astype(np.int64)
     return rows, (both & np.uint64(0xFFFFFFFF)).astype(np.uint32), count

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import is_array, of, to_numpy
-from qkv.database.cells import moment, shown
-from qkv.database.encoders.base import Encoder, batch
-from qkv.errors import ArgumentError, DtypeError, ShapeError, counted
+from qkv.database.encoders.base import Encoder, check_batch
+from qkv.database.table.cells import format_cell, to_python_datetime
+from qkv.errors import ArgumentError, DtypeError, ShapeError, format_plural
+from qkv.frameworks import get_framework, is_array, to_numpy
 from qkv.scores import Gaussian, Score
-from qkv.types import Array
+from qkv.util.types import Array
 
-FAR = 1e30
+MAX_SPREAD = 1e30
 """The widest spread, and the inverse of the narrowest, of vectors in the keys' own units."""
 
 
@@ -36,7 +36,7 @@ class Numbers(Encoder):
     >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
     >>> encoder.encode([3.0, 4.0]).tolist()
     [[0.0], [1.0]]
-    >>> f"{encoder.score(32).bandwidth / np.std([2, 3, 4]):.3f}"
+    >>> f"{encoder.default_score(32).bandwidth / np.std([2, 3, 4]):.3f}"
     '0.500'
     """
 
@@ -60,10 +60,10 @@ class Numbers(Encoder):
 
     @property
     def width(self) -> int:
-        return len(self._fitted()[0])
+        return len(self._require_fitted()[0])
 
     def fit(self, keys: Sequence[Any]) -> Numbers:
-        rows = matrix(keys)
+        rows = to_float64_matrix(keys)
         if not len(rows):
             raise ArgumentError("Numbers needs at least one key to learn its units from")
         columns = rows.shape[1]
@@ -74,7 +74,7 @@ class Numbers(Encoder):
                 raise ArgumentError("the keys are too large to measure their spread: give units=")
             spread[~(spread > 0)] = 1.0  # one value only: it has no spread to measure by
             # Beyond what float32 can tell apart, the spread itself is the unit.
-            unit = np.where((spread > 1 / FAR) & (spread < FAR), 1.0, spread)
+            unit = np.where((spread > 1 / MAX_SPREAD) & (spread < MAX_SPREAD), 1.0, spread)
             told = tuple((spread / unit).tolist())
         else:
             unit = np.asarray(self.units, np.float64)
@@ -84,8 +84,8 @@ class Numbers(Encoder):
         return replace(self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()), spread=told)
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        mean, unit = self._fitted()
-        rows = matrix(keys, len(mean))
+        mean, unit = self._require_fitted()
+        rows = to_float64_matrix(keys, len(mean))
         with np.errstate(over="ignore"):
             out = ((rows - mean) / unit).astype(np.float32)
         if not np.isfinite(out).all():
@@ -93,7 +93,7 @@ class Numbers(Encoder):
             raise ArgumentError(f"key {int(bad.argmax())} lies too far from all others to compare")
         return out
 
-    def score(self, rows: int) -> Score:
+    def default_score(self, rows: int) -> Score:
         if self.bandwidth is not None:
             return Gaussian(float(self.bandwidth))
         if self.units is not None:
@@ -104,39 +104,39 @@ class Numbers(Encoder):
             return Gaussian(scott * spread[0])
         return Gaussian(np.asarray(spread, np.float32) * np.float32(scott))
 
-    def moved(self, query: Array) -> Array | None:
-        mean, unit = self._fitted()
+    def standardize_query(self, query: Array) -> Array | None:
+        mean, unit = self._require_fitted()
         if len(query.shape) == 2 and query.shape[1] != len(mean):
-            came = counted(query.shape[1], "number")
+            came = format_plural(query.shape[1], "number")
             raise ShapeError(f"query 0 has {came}, but the keys have {len(mean)} each")
-        fw = of(query)
-        wide = "float64" if fw.doubles(query) else "float32"
+        fw = get_framework(query)
+        wide = "float64" if fw.supports_float64(query) else "float32"
         x = fw.astype(query, wide)
         # The mean in two parts, so that float32 alone keeps the digits of keys far from 0.
         high = np.asarray(mean, np.float32).astype(float)
         low = np.asarray(mean) - high
-        x = (x - fw.constant(high, x, wide)) - fw.constant(low, x, wide)
-        x = x / fw.constant(unit, x, wide)
-        kept = fw.dtype(query)
+        x = (x - fw.array_from_host(high, x, wide)) - fw.array_from_host(low, x, wide)
+        x = x / fw.array_from_host(unit, x, wide)
+        kept = fw.dtype_name(query)
         return fw.astype(x, kept if kept in ("float32", "float64") else "float32")
 
-    def reads(self, query: Any) -> bool:
+    def can_read_query(self, query: Any) -> bool:
         try:
-            matrix([query], self.width)
+            to_float64_matrix([query], self.width)
         except (ArgumentError, DtypeError, ShapeError):
             return False
         return True
 
-    def _fitted(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _require_fitted(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self.mean is None or self.unit is None:
             raise ArgumentError("Numbers must be fitted to keys before it encodes")
         return self.mean, self.unit
 
 
-def matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
+def to_float64_matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
     """Numbers as an array (m, columns) float64, refused with the row that is none."""
-    batch(keys)
-    rows = to_numpy(keys) if is_array(keys) else _plain(keys)
+    check_batch(keys)
+    rows = to_numpy(keys) if is_array(keys) else _keys_to_array(keys)
     if rows.dtype.kind not in "iufb":
         raise DtypeError(f"Numbers takes real numbers, not {rows.dtype}")
     rows = rows.astype(np.float64)
@@ -146,7 +146,7 @@ def matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
     if rows.ndim != 2:
         raise ShapeError(f"an array of keys must be (rows, columns), not {rows.shape}")
     if columns is not None and rows.shape[1] != columns:
-        came = counted(rows.shape[1], "number")
+        came = format_plural(rows.shape[1], "number")
         raise ShapeError(f"key 0 has {came}, but the keys have {columns} each")
     bad = ~np.isfinite(rows).all(axis=1)
     if bad.any():
@@ -154,7 +154,7 @@ def matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
     return rows
 
 
-def _plain(keys: Sequence[Any]) -> np.ndarray:
+def _keys_to_array(keys: Sequence[Any]) -> np.ndarray:
     types = set(map(type, keys))
     if types <= {int, float}:
         try:
@@ -166,30 +166,32 @@ def _plain(keys: Sequence[Any]) -> np.ndarray:
         parts = (
             key if isinstance(key, tuple | list) else np.atleast_1d(key) if is_array(key) else [key]
         )
-        rows.append([_number(part, i) for part in parts])
+        rows.append([_to_number(part, i) for part in parts])
         first = len(rows[0]) if first is None else first
         if len(rows[-1]) != first:
-            came = counted(len(rows[-1]), "number")
+            came = format_plural(len(rows[-1]), "number")
             raise ShapeError(f"key {i} has {came} where key 0 has {first}")
     return np.array(rows, np.float64).reshape(len(rows), first or 0)
 
 
-def _number(part: Any, row: int) -> float:
+def _to_number(part: Any, row: int) -> float:
     if isinstance(part, int | float | np.number | np.bool_ | Decimal):
         try:
             return float(part)
         except (OverflowError, TypeError, ValueError):
-            raise ArgumentError(f"key {row} is {shown(part)}: too large for a float") from None
+            raise ArgumentError(
+                f"key {row} is {format_cell(part)}: too large for a float"
+            ) from None
     if is_array(part) and not part.shape:
         return float(part)
     if isinstance(part, np.datetime64):
-        part = moment(part)
+        part = to_python_datetime(part)
     if isinstance(part, datetime.date | datetime.time):
-        return _days(part)
-    raise DtypeError(f"key {row} must be a number, not {shown(part)}: leave that row out")
+        return _to_days(part)
+    raise DtypeError(f"key {row} must be a number, not {format_cell(part)}: leave that row out")
 
 
-def _days(moment: datetime.date | datetime.time) -> float:
+def _to_days(moment: datetime.date | datetime.time) -> float:
     """Days since the year 1, in UTC where a zone is given; a time of day as a part of one."""
     if isinstance(moment, datetime.datetime):
         offset = moment.utcoffset() or datetime.timedelta()

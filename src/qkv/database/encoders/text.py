@@ -11,25 +11,32 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays.ragged import Ragged, abreast, sparse
-from qkv.database.encoders.base import Encoder, Held, Told, batch, sharpness, texts
+from qkv.database.encoders.base import (
+    Encoder,
+    EncoderArrays,
+    EncoderSettings,
+    check_batch,
+    sharpness_for_rows,
+    to_texts,
+)
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.heads import Heads
 from qkv.database.encoders.lexical import Lexical
 from qkv.database.encoders.words import Words
 from qkv.errors import ArgumentError
+from qkv.frameworks.ragged import Ragged, build_sparse, concat_rowwise
 from qkv.scores import ScaledDot, Score
 
-OWN = ("half", "sharp", "rare", "flat", "exact")
+NUMBER_FIELDS = ("half", "sharp", "rare", "flat", "exact")
 """The fields that are numbers."""
 
-DOUBT = 2.0
+DEFAULT_DOUBT = 2.0
 """How much less words count beside others that no key has, which may be misspelled."""
 
-PLACES = 2
+PLACES_PER_TEXT = 2
 """Places of a whole text: where another shares one of them, that is not enough to decide."""
 
-ENOUGH = 64
+MIN_FIT_KEYS = 64
 """Keys from which it is fitted: fewer say little of which words are rare."""
 
 
@@ -48,7 +55,8 @@ class Text(Heads):
 
     >>> keys = ["The Alchemist", "A shepherd travels to Egypt in search of a treasure"]
     >>> encoder = Text()
-    >>> query, key = encoder.pair(["the alchmist", "a young man looks for hidden gold"], keys)
+    >>> asked = ["the alchmist", "a young man looks for hidden gold"]
+    >>> query, key = encoder.encode_pair(asked, keys)
     >>> (query @ key.T).argmax(axis=1).tolist()
     [0, 1]
     """
@@ -63,7 +71,7 @@ class Text(Heads):
 
     def __post_init__(self) -> None:
         if not self.heads:
-            lexical = Lexical(doubt=DOUBT)
+            lexical = Lexical(doubt=DEFAULT_DOUBT)
             heads = {"characters": Characters(), "words": Words(), "lexical": lexical}
             object.__setattr__(self, "heads", heads)
         super().__post_init__()
@@ -79,64 +87,66 @@ class Text(Heads):
                 raise ArgumentError(f"Text: {name} must be 0 or more, not {getattr(self, name)!r}")
 
     @property
-    def begins(self) -> int:
-        return ENOUGH
+    def min_fit_keys(self) -> int:
+        return MIN_FIT_KEYS
 
     def fit(self, keys: Sequence[Any]) -> Text:
-        if len(batch(keys)) < ENOUGH:
+        if len(check_batch(keys)) < MIN_FIT_KEYS:
             return self
         made = replace(self, heads=tuple(head.fit(keys) for head in self.heads), sharp=1.0)
-        return replace(made, sharp=calibrated(made, texts(keys)))
+        return replace(made, sharp=calibrate_sharpness(made, to_texts(keys)))
 
-    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        return self.decided(super().sparse(keys, query), keys)
+    def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        return self.add_exact_places(super().encode_sparse(keys, query), keys)
 
-    def decided(self, found: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
+    def add_exact_places(self, found: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
         """Sparse vectors of keys or queries, with the places of the whole texts after them."""
         if found is None or not self.exact:
             return found
         codes = [
-            blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4 * PLACES).digest()
-            for text in texts(keys)
+            blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4 * PLACES_PER_TEXT).digest()
+            for text in to_texts(keys)
         ]
-        row = np.repeat(np.arange(len(codes)), PLACES)
-        number = np.full(len(row), math.sqrt(self.exact / PLACES))
-        return abreast(
-            found, sparse(row, np.frombuffer(b"".join(codes), "<u4"), number, len(codes))
+        row = np.repeat(np.arange(len(codes)), PLACES_PER_TEXT)
+        number = np.full(len(row), math.sqrt(self.exact / PLACES_PER_TEXT))
+        return concat_rowwise(
+            found, build_sparse(row, np.frombuffer(b"".join(codes), "<u4"), number, len(codes))
         )
 
-    def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        stretch = super()._stretch(keys, query)
+    def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        stretch = super()._head_factors(keys, query)
         if not query or not self.flat:
             return stretch
-        flatter = np.exp(-self.flat * self.heads[2].known(keys) ** 2)
+        flatter = np.exp(-self.flat * self.heads[2].known_share(keys) ** 2)
         return np.asarray(stretch * flatter[:, None], np.float32)
 
-    def score(self, rows: int) -> Score:
-        return ScaledDot(self.sharp * sharpness(rows))
+    def default_score(self, rows: int) -> Score:
+        return ScaledDot(self.sharp * sharpness_for_rows(rows))
 
-    def shares(self, keys: Sequence[Any]) -> np.ndarray:
-        length = np.array([len(text) for text in texts(keys)], np.float64)
+    def head_shares(self, keys: Sequence[Any]) -> np.ndarray:
+        length = np.array([len(text) for text in to_texts(keys)], np.float64)
         letters = 1 / (1 + length / self.half)
         return np.stack([letters, 1 - letters, np.full(len(length), self.rare)], axis=1)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {name: getattr(self, name) for name in OWN}
+        return super().settings() | {name: getattr(self, name) for name in NUMBER_FIELDS}
 
     @classmethod
-    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Text:
+    def restore(
+        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+    ) -> Text:
         heads = Heads.restore(settings, arrays, given)
-        told = {name: settings[name] for name in OWN}
+        told = {name: settings[name] for name in NUMBER_FIELDS}
         return cls(heads.heads, heads.weights, heads.names, **told)
 
 
-KEYS, QUERIES = 2048, 512
+MAX_CALIBRATION_KEYS, MAX_CALIBRATION_QUERIES = 2048, 512
 """Keys that are asked, and queries that are made of some of them, at most."""
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
-def calibrated(encoder: Encoder, keys: list[str]) -> float:
+def calibrate_sharpness(encoder: Encoder, keys: list[str]) -> float:
     """The factor on the score that makes −ln α(query, its key) least, over queries made of keys.
 
     Each is a key of which words were dropped, to which words of others came, in which slips were
@@ -145,15 +155,15 @@ def calibrated(encoder: Encoder, keys: list[str]) -> float:
     """
     keys = list(dict.fromkeys(keys))
     rng = np.random.default_rng(0)
-    keys = [keys[i] for i in np.sort(rng.permutation(len(keys))[:KEYS])]
-    right = rng.permutation(len(keys))[:QUERIES]
-    query, key = encoder.pair([asked(keys, i, rng) for i in right.tolist()], keys)
-    s = np.asarray(encoder.score(len(keys))(query, key), np.float32)
+    keys = [keys[i] for i in np.sort(rng.permutation(len(keys))[:MAX_CALIBRATION_KEYS])]
+    right = rng.permutation(len(keys))[:MAX_CALIBRATION_QUERIES]
+    query, key = encoder.encode_pair([make_query(keys, i, rng) for i in right.tolist()], keys)
+    s = np.asarray(encoder.default_score(len(keys))(query, key), np.float32)
     s -= s[np.arange(len(s)), right][:, None]
-    return least(partial(surprise, s, np.full(len(s), 1 / len(s))), -0.1, 1.0)
+    return minimize_log_scale(partial(mean_log_loss, s, np.full(len(s), 1 / len(s))), -0.1, 1.0)
 
 
-def surprise(s: np.ndarray, share: np.ndarray, factor: float) -> float:
+def mean_log_loss(s: np.ndarray, share: np.ndarray, factor: float) -> float:
     """−Σ share ln α(right key) of scores (n, m) that are measured from the right key's, times a
     factor."""
     z = s * np.float32(factor)
@@ -161,10 +171,10 @@ def surprise(s: np.ndarray, share: np.ndarray, factor: float) -> float:
     return float(share @ (top[:, 0] + np.log(np.exp(z - top).sum(axis=1))))
 
 
-def asked(keys: list[str], at: int, rng: np.random.Generator) -> str:
+def make_query(keys: list[str], at: int, rng: np.random.Generator) -> str:
     """A query that means one of the keys.
 
-    >>> asked(["the old man and the sea", "war and peace"], 0, np.random.default_rng(1))
+    >>> make_query(["the old man and the sea", "war and peace"], 0, np.random.default_rng(1))
     'swea man lod'
     """
     words = keys[at].split()
@@ -177,27 +187,27 @@ def asked(keys: list[str], at: int, rng: np.random.Generator) -> str:
             words.insert(int(rng.integers(len(words) + 1)), strange)
     text = list(" ".join(words))
     for _ in range(int(rng.integers(5))):
-        slip(text, rng)
+        make_typo(text, rng)
     return "".join(text)
 
 
-def slip(text: list[str], rng: np.random.Generator) -> None:
+def make_typo(text: list[str], rng: np.random.Generator) -> None:
     """One letter changed, added, left out, or exchanged with the next."""
     at, kind = int(rng.integers(len(text) + 1)), int(rng.integers(4))
     if kind == 0:
-        text.insert(at, LETTERS[int(rng.integers(26))])
+        text.insert(at, ALPHABET[int(rng.integers(26))])
     elif kind == 1:
-        text[at : at + 1] = LETTERS[int(rng.integers(26))]
+        text[at : at + 1] = ALPHABET[int(rng.integers(26))]
     elif kind == 2:
         text[at : at + 1] = []
     else:
         text[at : at + 2] = text[at : at + 2][::-1]
 
 
-def least(loss: Callable[[float], float], low: float, high: float) -> float:
+def minimize_log_scale(loss: Callable[[float], float], low: float, high: float) -> float:
     """The factor between e^low and e^high of the least loss, which is convex in it.
 
-    >>> f"{least(lambda x: (x - 2) ** 2, -3, 3):.2f}"
+    >>> f"{minimize_log_scale(lambda x: (x - 2) ** 2, -3, 3):.2f}"
     '2.00'
     """
     # The smallest of three narrows it down.

@@ -16,22 +16,28 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.bar import bar
-from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
+from qkv.database.encoders.base import (
+    Encoder,
+    EncoderArrays,
+    EncoderSettings,
+    normalize_rows,
+    to_texts,
+)
 from qkv.errors import ArgumentError, QkvError
+from qkv.util.progress import progress_bar
 
-BLOCK = 1 << 22
+BLOCK_BYTES = 1 << 22
 """Bytes read at a time."""
 
-_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
-_PART = re.compile(r"[^\W_]+")
+_WORD_PATTERN = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_WORD_PART_PATTERN = re.compile(r"[^\W_]+")
 
 
-class FileError(QkvError, ValueError):
+class VectorFileError(QkvError, ValueError):
     """A file of vectors is damaged, or is not the one that the keys were encoded with."""
 
 
-class MissingFile(QkvError, FileNotFoundError):
+class VectorFileNotFoundError(QkvError, FileNotFoundError):
     """A file of vectors is not where it was."""
 
 
@@ -56,9 +62,9 @@ class Vectors(Encoder):
     size: int | None = None
     checksum: str | None = None
     kind: ClassVar[str] = "vectors"
-    only_text: ClassVar[bool] = True
-    rounds = True
-    cosine: ClassVar[bool] = True
+    reads_only_text: ClassVar[bool] = True
+    int8_safe = True
+    uses_cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.path.abspath(os.fspath(self.path)))
@@ -67,31 +73,31 @@ class Vectors(Encoder):
 
     @property
     def width(self) -> int:
-        return self.size if self.size is not None else self.lexicon.vectors.shape[1]
+        return self.size if self.size is not None else self.word_vectors.vectors.shape[1]
 
     @property
-    def lexicon(self) -> Lexicon:
+    def word_vectors(self) -> WordVectors:
         """The file's words and vectors."""
-        lexicon = read(Path(self.path), self.limit)
+        lexicon = read_word_vectors(Path(self.path), self.limit)
         if self.checksum is not None and lexicon.checksum != self.checksum:
-            raise FileError(
+            raise VectorFileError(
                 f"{self.path} has changed since the keys were encoded: bring back the old file, "
                 "or encode the keys again"
             )
         return lexicon
 
     def fit(self, keys: Sequence[Any]) -> Vectors:
-        lexicon = self.lexicon
+        lexicon = self.word_vectors
         return replace(self, size=lexicon.vectors.shape[1], checksum=lexicon.checksum)
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        lexicon, keys = self.lexicon, texts(keys)
+        lexicon, keys = self.word_vectors, to_texts(keys)
         out = np.zeros((len(keys), lexicon.vectors.shape[1]), np.float32)
         for i, text in enumerate(keys):
-            rows = lexicon.rows(text)
+            rows = lexicon.find_rows(text)
             if rows:
                 out[i] = lexicon.vectors[rows].mean(axis=0)
-        return unit(out)
+        return normalize_rows(out)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -103,52 +109,56 @@ class Vectors(Encoder):
         }
 
     @classmethod
-    def build(cls, settings: Told, arrays: Held) -> Vectors:
-        _present(Path(settings["path"]))
+    def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Vectors:
+        _check_file_exists(Path(settings["path"]))
         return cls(*(settings[name] for name in ("path", "limit", "width", "checksum")))
 
     @classmethod
-    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Vectors:
+    def restore(
+        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+    ) -> Vectors:
         path = given.path if isinstance(given, cls) else settings["path"]
         return cls.build({**settings, "path": path}, arrays)
 
 
 @dataclass(frozen=True)
-class Lexicon:
+class WordVectors:
     """Words and their vectors (words, width), and the checksum of the bytes that were read."""
 
     index: dict[str, int]
     vectors: np.ndarray
     checksum: str
 
-    def rows(self, text: str) -> list[int]:
+    def find_rows(self, text: str) -> list[int]:
         """The row of each known word; one with a hyphen or an apostrophe whole, else by parts."""
         found = []
-        for word in _WORD.findall(text):
-            row = self._row(word)
-            parts = [word] if row is not None else _PART.findall(word)
-            found += [row for row in map(self._row, parts) if row is not None]
+        for word in _WORD_PATTERN.findall(text):
+            row = self._find_row(word)
+            parts = [word] if row is not None else _WORD_PART_PATTERN.findall(word)
+            found += [row for row in map(self._find_row, parts) if row is not None]
         return found
 
-    def _row(self, word: str) -> int | None:
+    def _find_row(self, word: str) -> int | None:
         row = self.index.get(word)
         return self.index.get(word.lower()) if row is None else row
 
 
-def read(path: Path, limit: int | None = None) -> Lexicon:
+def read_word_vectors(path: Path, limit: int | None = None) -> WordVectors:
     """The vectors of a file, kept for the next that asks."""
-    _present(path)
+    _check_file_exists(path)
     facts = path.stat()
-    return _read(path, limit, facts.st_mtime_ns, facts.st_size)
+    return _read_file(path, limit, facts.st_mtime_ns, facts.st_size)
 
 
-def _present(path: Path) -> None:
+def _check_file_exists(path: Path) -> None:
     if not path.is_file():
-        raise MissingFile(f"Vectors: the file {path} is missing: put it there, or pass encoder=")
+        raise VectorFileNotFoundError(
+            f"Vectors: the file {path} is missing: put it there, or pass encoder="
+        )
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, limit: int | None, changed: int, size: int) -> Lexicon:
+def _read_file(path: Path, limit: int | None, changed: int, size: int) -> WordVectors:
     index: dict[str, int] = {}
     blocks: list[np.ndarray] = []
     digest = blake2b(digest_size=16)
@@ -156,19 +166,19 @@ def _read(path: Path, limit: int | None, changed: int, size: int) -> Lexicon:
     with (
         open(path, "rb") as raw,
         gzip.GzipFile(fileobj=raw) if zipped else nullcontext(raw) as file,
-        bar(f"reading {path.name}", size) as advance,
+        progress_bar(f"reading {path.name}", size) as advance,
     ):
 
-        def chunk() -> bytes:
+        def read_chunk() -> bytes:
             try:
-                data = file.read(BLOCK)
+                data = file.read(BLOCK_BYTES)
             except (OSError, EOFError) as error:
-                raise FileError(f"{path}: damaged, {error}") from None
+                raise VectorFileError(f"{path}: damaged, {error}") from None
             digest.update(data)
             advance(raw.tell(), size)
             return data
 
-        for words, vectors in _blocks(path, chunk):
+        for words, vectors in _read_blocks(path, read_chunk):
             new = []
             for i, word in enumerate(words):
                 if word not in index and (limit is None or len(index) < limit):
@@ -178,14 +188,14 @@ def _read(path: Path, limit: int | None, changed: int, size: int) -> Lexicon:
             if limit is not None and len(index) >= limit:
                 break
     if not index:
-        raise FileError(f"{path}: no word vectors in it")
-    return Lexicon(index, _joined(blocks), digest.hexdigest())
+        raise VectorFileError(f"{path}: no word vectors in it")
+    return WordVectors(index, _concatenate_blocks(blocks), digest.hexdigest())
 
 
-Block = tuple[list[str], np.ndarray]
+VectorBlock = tuple[list[str], np.ndarray]
 
 
-def _blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[Block]:
+def _read_blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[VectorBlock]:
     """Words and their vectors, some at a time, whichever format it is."""
     data = chunk()
     first, _, rest = data.partition(b"\n")
@@ -193,16 +203,16 @@ def _blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[Block]:
     if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
         count, width = map(int, fields)
         if not 0 < width < 1 << 16:
-            raise FileError(f"{path}, line 1: vectors of {width} numbers")
+            raise VectorFileError(f"{path}, line 1: vectors of {width} numbers")
         if _is_text(rest, width):
-            return _text(path, chunk, rest, width, count)
-        return _binary(path, chunk, rest, width, count)
+            return _read_text(path, chunk, rest, width, count)
+        return _read_binary(path, chunk, rest, width, count)
     if not _is_text(data, len(fields) - 1):
-        raise FileError(
+        raise VectorFileError(
             f"{path}, line 1: neither GloVe (a word and its numbers) nor word2vec (a line with "
             "the number of words and of numbers)"
         )
-    return _text(path, chunk, data, len(fields) - 1)
+    return _read_text(path, chunk, data, len(fields) - 1)
 
 
 def _is_text(data: bytes, width: int) -> bool:
@@ -215,9 +225,9 @@ def _is_text(data: bytes, width: int) -> bool:
         return False
 
 
-def _text(
+def _read_text(
     path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int | None = None
-) -> Iterator[Block]:
+) -> Iterator[VectorBlock]:
     """Lines of a word and `width` numbers: `count` of them after a header, or all there are."""
     start = 1 if count is None else 2
     line, more = start, True
@@ -230,13 +240,13 @@ def _text(
         if not lines[-1]:
             lines.pop()
         if lines:
-            yield _parsed(path, lines, width, line)
+            yield _parse_lines(path, lines, width, line)
             line += len(lines)
     if count is not None and line - start != count:
-        raise FileError(f"{path}: line 1 promises {count} words, but {line - start} follow")
+        raise VectorFileError(f"{path}: line 1 promises {count} words, but {line - start} follow")
 
 
-def _parsed(path: Path, lines: list[bytes], width: int, line: int) -> Block:
+def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> VectorBlock:
     pairs = [text.rstrip().partition(b" ") for text in lines]
     if all(tail.count(b" ") == width - 1 for _, _, tail in pairs):
         with warnings.catch_warnings():
@@ -248,7 +258,7 @@ def _parsed(path: Path, lines: list[bytes], width: int, line: int) -> Block:
             except (DeprecationWarning, ValueError):
                 numbers = np.empty(0, np.float32)  # some word among the numbers: find its line
         if len(numbers) == len(lines) * width and np.isfinite(numbers).all():
-            return [_word(word) for word, _, _ in pairs], numbers.reshape(-1, width)
+            return [_decode_word(word) for word, _, _ in pairs], numbers.reshape(-1, width)
     words, rows = [], []
     for i, text in enumerate(lines, line):
         word, *fields = text.rstrip().rsplit(b" ", width)  # a word may hold spaces
@@ -257,18 +267,19 @@ def _parsed(path: Path, lines: list[bytes], width: int, line: int) -> Block:
         except ValueError:
             row = []
         if len(row) != width or not word or not np.isfinite(row).all():
-            raise FileError(
-                f"{path}, line {i}: not a word and {width} numbers: {_shown(text)}; the file is "
+            raise VectorFileError(
+                f"{path}, line {i}: not a word and {width} numbers: {_format_bytes(text)}; the "
+                "file is "
                 "damaged or cut off"
             )
-        words.append(_word(word))
+        words.append(_decode_word(word))
         rows.append(row)
     return words, np.array(rows, np.float32)
 
 
-def _binary(
+def _read_binary(
     path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int
-) -> Iterator[Block]:
+) -> Iterator[VectorBlock]:
     """`count` times: a word, a space, `width` little-endian float32, perhaps a new line."""
     size, done, at, data = 4 * width, 0, 0, rest
     while done < count:
@@ -278,7 +289,7 @@ def _binary(
             space = data.find(b" ", at)
             if space < 0 or space + 1 + size > len(data):
                 break
-            words.append(_word(data[at:space].lstrip(b"\n")))
+            words.append(_decode_word(data[at:space].lstrip(b"\n")))
             numbers += data[space + 1 : space + 1 + size]
             at = space + 1 + size
             done += 1
@@ -287,7 +298,7 @@ def _binary(
             bad = ~np.isfinite(vectors).all(axis=1)
             if bad.any():
                 i = int(bad.argmax())
-                raise FileError(
+                raise VectorFileError(
                     f"{path}, word {done - len(words) + i + 1} ({words[i]!r}): not {width} finite "
                     "numbers; the file is damaged"
                 )
@@ -295,22 +306,22 @@ def _binary(
         if done < count:
             more = chunk()
             data, at = data[at:] + more, 0
-            if not more or len(data) > 4 * BLOCK:
-                raise FileError(
+            if not more or len(data) > 4 * BLOCK_BYTES:
+                raise VectorFileError(
                     f"{path}: damaged or cut off after word {done} of {count} "
-                    f"({_shown(data[:60])} follows)"
+                    f"({_format_bytes(data[:60])} follows)"
                 )
 
 
-def _word(word: bytes) -> str:
+def _decode_word(word: bytes) -> str:
     return word.decode("utf-8", "replace")
 
 
-def _shown(data: bytes) -> str:
+def _format_bytes(data: bytes) -> str:
     return repr(data[:60].decode("utf-8", "replace"))
 
 
-def _joined(blocks: list[np.ndarray]) -> np.ndarray:
+def _concatenate_blocks(blocks: list[np.ndarray]) -> np.ndarray:
     """All blocks as one, each let go as soon as it is copied."""
     out = np.empty((sum(map(len, blocks)), blocks[0].shape[1]), np.float32)
     at = len(out)

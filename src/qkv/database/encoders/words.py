@@ -13,25 +13,31 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
-from qkv.database.encoders.characters import blocks
-from qkv.database.encoders.spelling import Pieces
-from qkv.database.store.layout import DTYPES
-from qkv.errors import MissingExtra
+from qkv.database.encoders.base import (
+    Encoder,
+    EncoderArrays,
+    EncoderSettings,
+    normalize_rows,
+    to_texts,
+)
+from qkv.database.encoders.byte_pairs import BytePairTokenizer
+from qkv.database.encoders.characters import split_blocks
+from qkv.database.storage.layout import DTYPE_BY_CODE
+from qkv.errors import MissingExtraError
 
-BLOCK = 4096
-FEW = 8192
+TEXTS_PER_BLOCK = 4096
+MAX_MAPPED_TOKENS = 8192
 """Tokens whose vectors are read by themselves."""
-LONG, TOGETHER = 64, 256
+MAX_GROUPED_TOKENS, TEXTS_PER_GROUP = 64, 256
 """Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
 together as stay in the cache."""
-MODEL = "l2_supercat_256"
-TOKENIZER = ("tokenizers", "l2_supercat_tokenizer_config.json")
+MODEL_NAME = "l2_supercat_256"
+TOKENIZER_PATH = ("tokenizers", "l2_supercat_tokenizer_config.json")
 
-WORDS, LONGEST = 1 << 17, 32
+MAX_CACHED_WORDS, MAX_CACHED_LETTERS = 1 << 17, 32
 """Words whose tokens are remembered, and the letters of the longest."""
-_KNOWN: dict[str, bytes] = {}
-_ID = np.dtype(np.int32)
+_TOKEN_CACHE: dict[str, bytes] = {}
+_ID_DTYPE = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -50,19 +56,19 @@ class Words(Encoder):
 
     lower: bool = True
     kind: ClassVar[str] = "words"
-    only_text: ClassVar[bool] = True
-    rounds = True
-    parallel = True
-    cosine: ClassVar[bool] = True
+    reads_only_text: ClassVar[bool] = True
+    int8_safe = True
+    encodes_in_parallel = True
+    uses_cosine: ClassVar[bool] = True
 
     @property
     def width(self) -> int:
-        return int(_mapped().shape[1])
+        return int(_map_table().shape[1])
 
     @property
     def table(self) -> np.ndarray:
         """The vector of each token, (vocabulary, width) float32, read-only."""
-        return _table()
+        return _load_table()
 
     def tokens(self, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all texts in one row (t,), and where each text's begin (m + 1,).
@@ -71,78 +77,80 @@ class Words(Encoder):
         >>> ids.tolist(), offsets.tolist()
         ([278, 6635], [0, 2, 2])
         """
-        keys = [text.lower() for text in texts(keys)] if self.lower else texts(keys)
-        parts = [_parts(text) for text in keys]
+        keys = [text.lower() for text in to_texts(keys)] if self.lower else to_texts(keys)
+        parts = [_split_words(text) for text in keys]
         ends = np.cumsum([len(part) for part in parts])
-        pieces = _spelled(list(chain.from_iterable(parts)))
-        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces)) // _ID.itemsize
+        pieces = _tokenize_words(list(chain.from_iterable(parts)))
+        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces)) // _ID_DTYPE.itemsize
         offsets = np.zeros(len(keys) + 1, np.int64)
         offsets[1:] = np.cumsum(sizes)[ends - 1] if len(keys) else 0
-        return np.frombuffer(b"".join(pieces), _ID), offsets
+        return np.frombuffer(b"".join(pieces), _ID_DTYPE), offsets
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        keys = texts(keys)
+        keys = to_texts(keys)
         out = np.empty((len(keys), self.width), np.float32)
-        for start, block in blocks(keys, BLOCK):
+        for start, block in split_blocks(keys, TEXTS_PER_BLOCK):
             ids, offsets = self.tokens(block)
-            if len(ids) > FEW:
+            if len(ids) > MAX_MAPPED_TOKENS:
                 table = self.table
             else:  # not all vectors are made floats for a few
-                table, ids = np.asarray(_mapped()[ids], np.float32), np.arange(len(ids))
-            out[start : start + len(block)] = sums(table, ids, offsets)
-        return unit(out)
+                table, ids = np.asarray(_map_table()[ids], np.float32), np.arange(len(ids))
+            out[start : start + len(block)] = sum_by_text(table, ids, offsets)
+        return normalize_rows(out)
 
     def settings(self) -> dict[str, Any]:
-        return {"kind": self.kind, "model": MODEL, "lower": self.lower}
+        return {"kind": self.kind, "model": MODEL_NAME, "lower": self.lower}
 
     @classmethod
-    def build(cls, settings: Told, arrays: Held) -> Words:
-        folder()
+    def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Words:
+        package_folder()
         return cls(settings["lower"])
 
 
-def _parts(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """The words of a text, each of which has the tokens that it has there; or the text itself.
 
     No token reaches across one space. Several together are one, and what is in angles may be.
 
-    >>> _parts("the cat"), _parts("the  cat")
+    >>> _split_words("the cat"), _split_words("the  cat")
     (['the', 'cat'], ['the  cat'])
     """
     odd = "  " in text or "<" in text or "▁" in text or text[:1] == " " or text[-1:] == " "
     return [text] if odd else text.split(" ")
 
 
-def _spelled(words: list[str]) -> list[bytes]:
+def _tokenize_words(words: list[str]) -> list[bytes]:
     """The tokens of each word, or text of words, as the bytes of their numbers."""
-    global _KNOWN
-    known = _KNOWN
+    global _TOKEN_CACHE
+    known = _TOKEN_CACHE
     new = list(set(words).difference(known))
-    own = {word: np.array(x, _ID).tobytes() for word, x in zip(new, _numbers(new), strict=True)}
+    own = {
+        word: np.array(x, _ID_DTYPE).tobytes() for word, x in zip(new, _token_ids(new), strict=True)
+    }
     spelled = [own[word] if word in own else known[word] for word in words]
     # Another dictionary and not this one emptied: other threads may be reading it.
-    _KNOWN = {} if len(known) + len(own) > WORDS else known
-    _KNOWN.update((word, ids) for word, ids in own.items() if len(word) <= LONGEST)
+    _TOKEN_CACHE = {} if len(known) + len(own) > MAX_CACHED_WORDS else known
+    _TOKEN_CACHE.update((word, ids) for word, ids in own.items() if len(word) <= MAX_CACHED_LETTERS)
     return spelled
 
 
-def _numbers(words: list[str]) -> Iterable[list[int]]:
+def _token_ids(words: list[str]) -> Iterable[list[int]]:
     """The tokens of each word. For a few the tokenizer is not loaded, which takes longest."""
-    if not _tokenizer.cache_info().currsize and Pieces.fits(words):
-        return map(_pieces(), words)
-    return (x.ids for x in _tokenizer().encode_batch_fast(words, add_special_tokens=False))
+    if not _load_tokenizer.cache_info().currsize and BytePairTokenizer.can_tokenize(words):
+        return map(_load_byte_pairs(), words)
+    return (x.ids for x in _load_tokenizer().encode_batch_fast(words, add_special_tokens=False))
 
 
-def sums(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def sum_by_text(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Σ of table[ids] over each text, (m, width); 0 for a text of no tokens."""
     out = np.zeros((len(offsets) - 1, table.shape[1]), np.float32)
     sizes = np.diff(offsets)
-    for i in np.flatnonzero(sizes > LONG):
+    for i in np.flatnonzero(sizes > MAX_GROUPED_TOKENS):
         out[i] = table[ids[offsets[i] : offsets[i + 1]]].sum(axis=0)
-    short = np.flatnonzero(sizes <= LONG)
+    short = np.flatnonzero(sizes <= MAX_GROUPED_TOKENS)
     short = short[np.argsort(-sizes[short])]  # the longest first: those with a next token lead
-    for start in range(0, len(short), TOGETHER):
-        texts = short[start : start + TOGETHER]
+    for start in range(0, len(short), TEXTS_PER_GROUP):
+        texts = short[start : start + TEXTS_PER_GROUP]
         begin, lengths = offsets[texts], sizes[texts]
         total = np.zeros((len(texts), table.shape[1]), np.float32)
         for j in range(int(lengths[0])):
@@ -152,22 +160,22 @@ def sums(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return out
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     return find_spec("wordllama") is not None and find_spec("tokenizers") is not None
 
 
-def folder() -> Path:
+def package_folder() -> Path:
     """wordllama's package folder; its own loader would set up logging and look for a network."""
     spec = find_spec("wordllama")
     if spec is None or not spec.submodule_search_locations or find_spec("tokenizers") is None:
-        raise MissingExtra('Words reads the vectors of wordllama: pip install "qkv[text]"')
+        raise MissingExtraError('Words reads the vectors of wordllama: pip install "qkv[text]"')
     return Path(spec.submodule_search_locations[0])
 
 
-def _file(*parts: str) -> Path:
-    path = folder().joinpath(*parts)
+def _package_file(*parts: str) -> Path:
+    path = package_folder().joinpath(*parts)
     if not path.is_file():
-        raise MissingExtra(
+        raise MissingExtraError(
             f"Words: wordllama has no {'/'.join(parts)}; install a release that brings its "
             'vectors: pip install "qkv[text]"'
         )
@@ -175,31 +183,31 @@ def _file(*parts: str) -> Path:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer() -> Any:
-    path = _file(*TOKENIZER)
+def _load_tokenizer() -> Any:
+    path = _package_file(*TOKENIZER_PATH)
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
 
 
 @lru_cache(maxsize=1)
-def _pieces() -> Pieces:
-    return Pieces.read(_file(*TOKENIZER))
+def _load_byte_pairs() -> BytePairTokenizer:
+    return BytePairTokenizer.from_file(_package_file(*TOKENIZER_PATH))
 
 
 @lru_cache(maxsize=1)
-def _mapped() -> np.ndarray:
+def _map_table() -> np.ndarray:
     """The vectors as they lie in the file."""
-    path = _file("weights", f"{MODEL}.safetensors")
+    path = _package_file("weights", f"{MODEL_NAME}.safetensors")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         told = json.loads(file.read(size))["embedding.weight"]
     begin = 8 + size + told["data_offsets"][0]
-    return np.memmap(path, DTYPES[told["dtype"]], "r", begin, tuple(told["shape"]))
+    return np.memmap(path, DTYPE_BY_CODE[told["dtype"]], "r", begin, tuple(told["shape"]))
 
 
 @lru_cache(maxsize=1)
-def _table() -> np.ndarray:
-    table = np.array(_mapped(), np.float32)
+def _load_table() -> np.ndarray:
+    table = np.array(_map_table(), np.float32)
     table.flags.writeable = False
     return table

@@ -11,14 +11,16 @@ from typing import Any
 from qkv.database.encoders.base import Encoder
 from qkv.database.encoders.learned import Learned
 from qkv.database.learn.checkpoint import CheckpointError
-from qkv.database.learn.descent import Descent, Training
-from qkv.database.learn.task import make
-from qkv.types import Progress
+from qkv.database.learn.descent import GradientDescent, TrainingOptions
+from qkv.database.learn.task import build_task
+from qkv.util.types import ProgressCallback
 
 __all__ = ["CheckpointError", "Report", "learn"]
 
 
-AGAIN = "asked again on the very pairs that it learned from, which says little of others:"
+TRAINING_PAIRS_NOTE = (
+    "asked again on the very pairs that it learned from, which says little of others:"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Report:
     interrupted: bool = False
 
     def __repr__(self) -> str:
-        lines = [] if self.held_out else [AGAIN]
+        lines = [] if self.held_out else [TRAINING_PAIRS_NOTE]
         lines.append("recall    " + "".join(f"{f'at {k}':>9}" for k in self.before))
         for name in ("before", "after"):
             found = getattr(self, name).values()
@@ -75,7 +77,7 @@ def learn(
     budget_s: float | None = None,
     seed: int = 0,
     resume: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[Learned, Report]:
     """min over W_Q, W_K, pooling, w_h, τ of −Σ_pairs weight · ln α(query, right key).
 
@@ -95,25 +97,25 @@ def learn(
     >>> keys = ["dog", "cat", "cow"]
     >>> pairs = [("woof", "dog"), ("meow", "cat"), ("moo", "cow")]
     >>> encoder, report = learn(Characters(64), keys, pairs, held_out=0)
-    >>> (encoder.query(["meow"]) @ encoder.encode(keys).T).argmax(), report.after[1]
+    >>> (encoder.encode_query(["meow"]) @ encoder.encode(keys).T).argmax(), report.after[1]
     (np.int64(1), 1.0)
     """
-    how = Training(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
+    how = TrainingOptions(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
     began = time.perf_counter()
-    task = make(encoder, keys, pairs, held_out, seed)
-    run = Descent(task, how, Learned.begin(encoder, len(task.keys), vectors), began)
-    before = task.recall(task.ranks_before())
-    stopped = run.descend(Path(resume) if resume is not None else None, progress)
-    learned = run.calibrated()
+    task = build_task(encoder, keys, pairs, held_out, seed)
+    run = GradientDescent(task, how, Learned.from_base(encoder, len(task.keys), vectors), began)
+    before = task.compute_recall(task.ranks_before())
+    stopped = run.run_epochs(Path(resume) if resume is not None else None, progress)
+    learned = run.calibrate_best()
     report = Report(
         before=before,
-        after=task.recall(task.ranks(learned, task.vectors(learned, "key"))),
+        after=task.compute_recall(task.ranks_after(learned, task.project_all(learned, "key"))),
         loss=tuple(run.losses),
         best=run.best_epoch,
         epochs=run.epoch,
-        seconds=run.seconds(),
-        pairs=len(task.train.query),
-        held_out=len(task.held.query) if task.holds_out else 0,
+        seconds=run.elapsed_seconds(),
+        pairs=len(task.train_pairs.query),
+        held_out=len(task.held_pairs.query) if task.holds_out else 0,
         keys=len(task.keys),
         weights=learned.weights,
         sharpness=learned.sharpness,

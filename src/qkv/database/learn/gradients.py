@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.arrays import ragged
-from qkv.arrays.ragged import Ragged
-from qkv.database.encoders.learned import SIDES, Bag, Input, pooled, pooling
+from qkv.database.encoders.learned import SIDES, HeadInput, TokenBag, pool_tokens, softmax_by_text
+from qkv.frameworks import ragged
+from qkv.frameworks.ragged import Ragged
 
 Parameters = Mapping[str, np.ndarray]
 
 
-class Shared(NamedTuple):
+class SharedWords(NamedTuple):
     """The words of a batch's queries: φ (a, n), and ψ of so many keys as entries (e,) that have a
     row, one of the a words, and a number."""
 
@@ -23,54 +23,57 @@ class Shared(NamedTuple):
     row: np.ndarray
     word: np.ndarray
     number: np.ndarray
-    keys: int
+    key_count: int
 
-    def scores(self, weight: np.ndarray) -> np.ndarray:
+    def compute_scores(self, weight: np.ndarray) -> np.ndarray:
         """Σ_w weight_w φ_w ψ_w, with weights (a,): (n, keys)."""
         query = (self.query * weight[:, None]).astype(weight.dtype, copy=False)
-        return ragged.summed(query, self.row, self.word, self.number, self.keys)
+        return ragged.sum_entries_by_row(query, self.row, self.word, self.number, self.key_count)
 
-    def slope(self, gradient: np.ndarray) -> np.ndarray:
+    def weight_gradient(self, gradient: np.ndarray) -> np.ndarray:
         """Those of scores (n, keys) as those of weights (a,)."""
         out, along = np.zeros(len(self.query), gradient.dtype), np.ascontiguousarray(gradient.T)
-        for some in ragged.blocks(len(self.row), self.query.shape[1]):
+        for some in ragged.entry_blocks(len(self.row), self.query.shape[1]):
             word, row = self.word[some], self.row[some]
             each = np.einsum("en,en->e", self.query[word], along[row]) * self.number[some]
             out += np.bincount(word, each, len(out)).astype(out.dtype)
         return out
 
 
-def shared(query: Input, key: Input, known: np.ndarray) -> tuple[Shared, np.ndarray]:
+def find_shared_words(
+    query: HeadInput, key: HeadInput, known: np.ndarray
+) -> tuple[SharedWords, np.ndarray]:
     """The words of the queries in the keys, of those that are known (w,), and their places (a,)."""
     assert isinstance(query.x, Ragged) and isinstance(key.x, Ragged)
-    asked = np.intersect1d(ragged.places(query.x), known)
-    row, word, at = ragged.found(key.x, asked)
-    phi, number = ragged.columns(query.x, asked)[:, :-1], ragged.numbers(key.x)[at]
+    asked = np.intersect1d(ragged.entry_positions(query.x), known)
+    row, word, at = ragged.find_entries(key.x, asked)
+    phi, number = ragged.gather_columns(query.x, asked)[:, :-1], ragged.entry_values(key.x)[at]
     if query.length is not None:
         phi = phi * query.length[:, None]
     if key.length is not None:
         number = number * key.length[row]
-    return Shared(np.ascontiguousarray(phi.T), row, word, number, len(key.x)), asked
+    return SharedWords(np.ascontiguousarray(phi.T), row, word, number, len(key.x)), asked
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """n queries, c candidate keys, and which of them is right for each query.
 
     `query` and `key` hold for each head the texts' tokens, or their vectors (n or c, width), or
     sparse ones, of which `words` has what both sides share.
-    `right` (n,) is a column of the scores, `share` (n,) what each query counts, together 1, and
-    `barred` the rows and columns of keys that are right too and so must not count as wrong.
+    `right_columns` (n,) is a column of the scores, `pair_shares` (n,) what each query counts,
+    together 1, and
+    `excluded_cells` the rows and columns of keys that are right too and so must not count as wrong.
     """
 
-    query: Sequence[Input]
-    key: Sequence[Input]
-    right: np.ndarray
-    share: np.ndarray
-    barred: tuple[np.ndarray, np.ndarray]
+    query: Sequence[HeadInput]
+    key: Sequence[HeadInput]
+    right_columns: np.ndarray
+    pair_shares: np.ndarray
+    excluded_cells: tuple[np.ndarray, np.ndarray]
     cosines: Sequence[bool]
-    words: Mapping[int, Shared] = MappingProxyType({})
+    words: Mapping[int, SharedWords] = MappingProxyType({})
 
-    def sides(self) -> list[tuple[str, int, Input]]:
+    def list_sides(self) -> list[tuple[str, int, HeadInput]]:
         return [
             (side, i, x)
             for side, found in zip(SIDES, (self.query, self.key), strict=True)
@@ -79,7 +82,9 @@ class Batch(NamedTuple):
         ]
 
 
-def gradients(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
+def compute_gradients(
+    parameters: Parameters, batch: TrainingBatch
+) -> tuple[float, dict[str, np.ndarray]]:
     """loss = −Σ_i share_i ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
 
     `parameters` has, for each head and side, w (width, width) and for tokens logits and vectors of
@@ -87,82 +92,84 @@ def gradients(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np
     (heads,), both as logarithms. A gradient is given for every one of them.
     """
     scales = np.exp(parameters["scales"])
-    forward = {(side, i): _Side(parameters, side, i, x, batch) for side, i, x in batch.sides()}
+    forward = {
+        (side, i): _HeadSide(parameters, side, i, x, batch) for side, i, x in batch.list_sides()
+    }
     heads = {i: (forward["query", i], forward["key", i]) for side, i in forward if side == "key"}
     weight = {i: scales[i] * np.exp(parameters[f"{i}.words"]) for i in batch.words}
-    alike = [scales[i] * (q.u @ k.u.T) for i, (q, k) in heads.items()]
-    s: Any = sum(alike + [words.scores(weight[i]) for i, words in batch.words.items()])
-    s[batch.barred] = -np.inf
+    alike = [scales[i] * (q.vectors @ k.vectors.T) for i, (q, k) in heads.items()]
+    s: Any = sum(alike + [words.compute_scores(weight[i]) for i, words in batch.words.items()])
+    s[batch.excluded_cells] = -np.inf
     s -= s.max(axis=1, keepdims=True)
     rows = np.arange(len(s))
-    right = s[rows, batch.right]
+    right = s[rows, batch.right_columns]
     g = np.exp(s, out=s)
     total = g.sum(axis=1)
-    loss = float(batch.share @ (np.log(total) - right))
-    g *= (batch.share / total)[:, None]
-    g[rows, batch.right] -= batch.share
+    loss = float(batch.pair_shares @ (np.log(total) - right))
+    g *= (batch.pair_shares / total)[:, None]
+    g[rows, batch.right_columns] -= batch.pair_shares
 
     found: dict[str, np.ndarray] = {"scales": np.empty_like(scales)}
     for i, (q, k) in heads.items():
-        to_query = scales[i] * (g @ k.u)
-        found["scales"][i] = np.einsum("ij,ij", to_query, q.u)
+        to_query = scales[i] * (g @ k.vectors)
+        found["scales"][i] = np.einsum("ij,ij", to_query, q.vectors)
         found |= q.backward(to_query)
-        found |= k.backward(scales[i] * (g.T @ q.u))
+        found |= k.backward(scales[i] * (g.T @ q.vectors))
     for i, words in batch.words.items():
-        found[f"{i}.words"] = slope = weight[i] * words.slope(g)
+        found[f"{i}.words"] = slope = weight[i] * words.weight_gradient(g)
         found["scales"][i] = slope.sum()
     return loss, found
 
 
-class _Side:
+class _HeadSide:
     """One head's vectors u of the queries or of the keys, and the way back."""
 
-    def __init__(self, p: Parameters, side: str, i: int, input: Input, batch: Batch):
-        self.own = own = f"{i}.{side}."
-        self.p, self.cosine = p, batch.cosines[i]
+    def __init__(self, p: Parameters, side: str, i: int, input: HeadInput, batch: TrainingBatch):
+        self.prefix = own = f"{i}.{side}."
+        self.parameters, self.uses_cosine = p, batch.cosines[i]
         x, stretch = input
-        self.stretch = None if stretch is None else stretch[:, None]
-        self.bag = x if isinstance(x, Bag) else None
-        if isinstance(x, Bag):
-            logits = p[own + "logits"][x.ids] + p[own + "places"][x.places]
-            self.alpha = pooling(logits, x.offsets)
-            x = pooled(p[own + "vectors"], self.alpha, x.ids, x.offsets)
+        self.row_factors = None if stretch is None else stretch[:, None]
+        self.bag = x if isinstance(x, TokenBag) else None
+        if isinstance(x, TokenBag):
+            logits = p[own + "logits"][x.ids] + p[own + "places"][x.positions]
+            self.token_weights = softmax_by_text(logits, x.offsets)
+            x = pool_tokens(p[own + "vectors"], self.token_weights, x.ids, x.offsets)
         assert isinstance(x, np.ndarray)
         self.x = x
         y = x @ p[own + "w"].T
-        if self.cosine:
+        if self.uses_cosine:
             length = np.sqrt(np.einsum("ij,ij->i", y, y))
-            self.length = np.where(length == 0, 1, length)[:, None]
-            y /= self.length
+            self.norms = np.where(length == 0, 1, length)[:, None]
+            y /= self.norms
         self.unit = y
-        self.u = y if self.stretch is None else y * self.stretch
+        self.vectors = y if self.row_factors is None else y * self.row_factors
 
     def backward(self, to_u: np.ndarray) -> dict[str, np.ndarray]:
-        own = self.own
-        if self.stretch is not None:
-            to_u = to_u * self.stretch
-        if self.cosine:
+        own = self.prefix
+        if self.row_factors is not None:
+            to_u = to_u * self.row_factors
+        if self.uses_cosine:
             along = np.einsum("ij,ij->i", to_u, self.unit)[:, None]
-            to_u = (to_u - along * self.unit) / self.length
+            to_u = (to_u - along * self.unit) / self.norms
         found = {own + "w": to_u.T @ self.x}
         if self.bag is None:
             return found
         ids, offsets, places = self.bag
-        vectors = self.p[own + "vectors"]
-        to_token = np.repeat(to_u @ self.p[own + "w"], np.diff(offsets), axis=0)
+        vectors = self.parameters[own + "vectors"]
+        to_token = np.repeat(to_u @ self.parameters[own + "w"], np.diff(offsets), axis=0)
         to_alpha = np.einsum("ij,ij->i", to_token, vectors[ids])
-        to_token *= self.alpha[:, None]
-        found[own + "vectors"] = _gathered(to_token, ids, len(vectors))
-        mean = np.concatenate([[0], np.cumsum(self.alpha * to_alpha, dtype=np.float64)])
+        to_token *= self.token_weights[:, None]
+        found[own + "vectors"] = _sum_rows_by_id(to_token, ids, len(vectors))
+        mean = np.concatenate([[0], np.cumsum(self.token_weights * to_alpha, dtype=np.float64)])
         mean = np.repeat(mean[offsets[1:]] - mean[offsets[:-1]], np.diff(offsets))
-        to_logit = self.alpha * (to_alpha - mean)
+        to_logit = self.token_weights * (to_alpha - mean)
         for name, at in (("logits", ids), ("places", places)):
-            size = len(self.p[own + name])
+            size = len(self.parameters[own + name])
             found[own + name] = np.bincount(at, to_logit, size).astype(vectors.dtype)
         return found
 
 
-def _gathered(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
+def _sum_rows_by_id(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
     """out[id] = Σ of the rows with that id: (size, width)."""
     out = np.zeros((size, rows.shape[1]), rows.dtype)
     if len(ids):

@@ -12,34 +12,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.arrays.ragged import Wide
-from qkv.database import cells
 from qkv.database.encoders.base import Encoder
-from qkv.database.encoders.learned import Input, Learned, Projected, features
+from qkv.database.encoders.learned import HeadInput, Learned, ProjectedVectors, extract_features
+from qkv.database.table import cells
 from qkv.errors import ArgumentError, DtypeError
+from qkv.frameworks.ragged import DenseAndSparse
 
-AT = (1, 10, 100)
-ASKED = 2000
+RECALL_DEPTHS = (1, 10, 100)
+MAX_HELD_OUT_PAIRS = 2000
 """Held-out pairs that are asked after each epoch, at most."""
 
-ENOUGH = 100
+MIN_HELD_OUT_QUERIES = 100
 """Queries from which a tenth is held out, unless the caller says what is."""
 
-BLOCK = 1 << 24
+SCORES_PER_BLOCK = 1 << 24
 """Scores held at once."""
 
 
-class Pairs(NamedTuple):
+class IndexedPairs(NamedTuple):
     """Pairs as numbers of a query and a key, each (p,), and what each counts (p,)."""
 
     query: np.ndarray
     key: np.ndarray
     weight: np.ndarray
 
-    def take(self, some: np.ndarray | slice) -> Pairs:
-        return Pairs(self.query[some], self.key[some], self.weight[some])
+    def take_pairs(self, some: np.ndarray | slice) -> IndexedPairs:
+        return IndexedPairs(self.query[some], self.key[some], self.weight[some])
 
-    def others(self) -> dict[int, np.ndarray]:
+    def find_other_right_keys(self) -> dict[int, np.ndarray]:
         """For each query with several right keys: which."""
         order = np.argsort(self.query, kind="stable")
         query, key = self.query[order], self.key[order]
@@ -48,7 +48,7 @@ class Pairs(NamedTuple):
         many = np.flatnonzero(stops - starts > 1)
         return {int(query[starts[i]]): np.unique(key[starts[i] : stops[i]]) for i in many}
 
-    def barred(
+    def find_excluded_cells(
         self, others: Mapping[int, np.ndarray], candidates: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The rows and columns where a candidate is right too for the query of a row's pair.
@@ -73,83 +73,89 @@ class Task:
     encoder: Encoder
     keys: Sequence[Any]
     queries: Sequence[Any]
-    train: Pairs
-    held: Pairs
+    train_pairs: IndexedPairs
+    held_pairs: IndexedPairs
     holds_out: bool
-    key_features: list[Input]
-    query_features: list[Input]
-    others: dict[int, np.ndarray]
+    key_features: list[HeadInput]
+    query_features: list[HeadInput]
+    other_right_keys: dict[int, np.ndarray]
     fingerprint: str
 
     @cached_property
-    def numbers(self) -> np.ndarray:
+    def key_numbers(self) -> np.ndarray:
         """Of all keys, (m,)."""
         return np.arange(len(self.keys))
 
     def ranks_before(self) -> np.ndarray:
         """How many keys each held-out query prefers to its right one, asked of the encoder."""
-        encoder, score = self.encoder, self.encoder.score(len(self.keys))
-        key, beside = encoder.encode(self.keys), encoder.sparse(self.keys)
+        encoder, score = self.encoder, self.encoder.default_score(len(self.keys))
+        key, beside = encoder.encode(self.keys), encoder.encode_sparse(self.keys)
 
-        def scores(some: slice) -> np.ndarray:
-            queries = _some(self.queries, self.held.query[some])
-            query, asked = encoder.asked(queries)
+        def score_block(some: slice) -> np.ndarray:
+            queries = _select_keys(self.queries, self.held_pairs.query[some])
+            query, asked = encoder.encode_full_query(queries)
             if beside is None or asked is None:
                 return np.asarray(score(query, key))
-            cuts = (Wide(key[at], beside[at], asked) for at in blocks(len(key), 1 << 14))
+            cuts = (
+                DenseAndSparse(key[at], beside[at], asked) for at in split_blocks(len(key), 1 << 14)
+            )
             return np.concatenate([np.asarray(score(query, np.asarray(x))) for x in cuts], axis=1)
 
-        return self._ranks(scores)
+        return self._compute_ranks(score_block)
 
-    def ranks(self, learned: Learned, key: Projected) -> np.ndarray:
+    def ranks_after(self, learned: Learned, key: ProjectedVectors) -> np.ndarray:
         """The same, asked of what was learned, whose vectors of all keys are `key`."""
 
-        def scores(some: slice) -> np.ndarray:
-            features = taken(self.query_features, self.held.query[some])
-            return learned.project(features, "query").scores(key)
+        def score_block(some: slice) -> np.ndarray:
+            features = take_inputs(self.query_features, self.held_pairs.query[some])
+            return learned.project_inputs(features, "query").compute_scores(key)
 
-        return self._ranks(scores)
+        return self._compute_ranks(score_block)
 
-    def vectors(self, learned: Learned, side: str) -> Projected:
+    def project_all(self, learned: Learned, side: str) -> ProjectedVectors:
         """Of all keys, or of all queries."""
         found = self.key_features if side == "key" else self.query_features
         count = len(self.keys) if side == "key" else len(self.queries)
         out = np.empty((count, learned.width), np.float32)
-        for some in blocks(count, 1 << 14):
-            out[some] = learned.dense(taken(found, np.arange(some.start, some.stop)), side)
-        return Projected(out, learned.beside(found, side))
+        for some in split_blocks(count, 1 << 14):
+            out[some] = learned.project_dense(
+                take_inputs(found, np.arange(some.start, some.stop)), side
+            )
+        return ProjectedVectors(out, learned.project_sparse(found, side))
 
-    def _ranks(self, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
+    def _compute_ranks(self, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
         """Of the pairs that are held out, given the scores of some of their queries."""
-        found = np.empty(len(self.held.query), np.int64)
-        for some in blocks(len(found), max(1, BLOCK // len(self.keys))):
-            s, pairs = scores(some), self.held.take(some)
+        found = np.empty(len(self.held_pairs.query), np.int64)
+        for some in split_blocks(len(found), max(1, SCORES_PER_BLOCK // len(self.keys))):
+            s, pairs = scores(some), self.held_pairs.take_pairs(some)
             own = s[np.arange(len(s)), pairs.key][:, None]
-            s[pairs.barred(self.others, self.numbers)] = -np.inf
+            s[pairs.find_excluded_cells(self.other_right_keys, self.key_numbers)] = -np.inf
             # A wrong key that scores as much as the right one counts as preferred.
             found[some] = (s >= own).sum(axis=1) - 1
         return found
 
-    def recall(self, ranks: np.ndarray) -> dict[int, float]:
-        return {k: float(np.average(ranks < k, weights=self.held.weight)) for k in AT}
+    def compute_recall(self, ranks: np.ndarray) -> dict[int, float]:
+        return {
+            k: float(np.average(ranks < k, weights=self.held_pairs.weight)) for k in RECALL_DEPTHS
+        }
 
 
-def make(
+def build_task(
     encoder: Encoder, keys: Sequence[Any], pairs: Sequence[Any], held_out: Any, seed: int
 ) -> Task:
     """The task that these pairs set, with a part of them held out; refused where it is none."""
     found: dict[bytes, int] = {}
-    first = [i for i, code in enumerate(cells.digests(keys)) if found.setdefault(code, i) == i]
+    first = [i for i, code in enumerate(cells.key_digests(keys)) if found.setdefault(code, i) == i]
     if len(first) < 2:
         raise ArgumentError("learn: there must be two different keys at least, to tell apart")
     number = {code: at for at, code in enumerate(found)}
-    distinct = _some(keys, np.array(first))
+    distinct = _select_keys(keys, np.array(first))
     queries: list[Any] = []
     seen: dict[bytes, int] = {}
-    every = _numbered(pairs, "pairs", number, queries, seen)
+    every = _index_pairs(pairs, "pairs", number, queries, seen)
     rng = np.random.default_rng([seed, 1])
     if held_out is None:  # a few clicks are all to be learned from
-        held_out = 0.1 if len(queries) >= ENOUGH else 0
+        held_out = 0.1 if len(queries) >= MIN_HELD_OUT_QUERIES else 0
     if isinstance(held_out, int | float):
         if not 0 <= held_out < 1:
             raise ArgumentError(f"learn: held_out must be from 0 to below 1, not {held_out!r}")
@@ -157,13 +163,15 @@ def make(
         if held_out and len(queries) > 1:
             count = min(max(count, 1), len(queries) - 1)
         held = np.isin(every.query, rng.permutation(len(queries))[:count])
-        train, rest = every.take(~held), every.take(held)
+        train, rest = every.take_pairs(~held), every.take_pairs(held)
     else:
-        train, rest = every, _numbered(held_out, "held_out", number, queries, seen)
+        train, rest = every, _index_pairs(held_out, "held_out", number, queries, seen)
     holds_out = bool(len(rest.query))
     asked = rest if holds_out else train
-    if len(asked.query) > ASKED:
-        asked = asked.take(np.sort(rng.choice(len(asked.query), ASKED, replace=False)))
+    if len(asked.query) > MAX_HELD_OUT_PAIRS:
+        asked = asked.take_pairs(
+            np.sort(rng.choice(len(asked.query), MAX_HELD_OUT_PAIRS, replace=False))
+        )
     code = blake2b(digest_size=16)
     for part in (*found, *seen):
         code.update(part)
@@ -174,23 +182,25 @@ def make(
         encoder=encoder,
         keys=distinct,
         queries=queries,
-        train=train,
-        held=asked,
+        train_pairs=train,
+        held_pairs=asked,
         holds_out=holds_out,
-        key_features=_features(encoder, distinct, "key"),
-        query_features=_features(encoder, queries, "query"),
-        others=Pairs(*map(np.concatenate, zip(train, rest, strict=True))).others(),
+        key_features=_extract_features(encoder, distinct, "key"),
+        query_features=_extract_features(encoder, queries, "query"),
+        other_right_keys=IndexedPairs(
+            *map(np.concatenate, zip(train, rest, strict=True))
+        ).find_other_right_keys(),
         fingerprint=code.hexdigest(),
     )
 
 
-def _numbered(
+def _index_pairs(
     pairs: Sequence[Any],
     name: str,
     number: Mapping[bytes, int],
     queries: list[Any],
     seen: dict[bytes, int],
-) -> Pairs:
+) -> IndexedPairs:
     """Pairs with their queries and keys as numbers; queries that are new are appended."""
     if not len(pairs):
         raise ArgumentError(f"learn: {name} is empty; it takes (query, right key) pairs")
@@ -205,39 +215,39 @@ def _numbered(
         weight = pair[2] if len(pair) == 3 else 1.0
         if isinstance(weight, bool | str) or not 0 < float(weight) < math.inf:
             raise ArgumentError(f"learn: {name}[{i}] has the weight {weight!r}; it must be above 0")
-        at = number.get(cells.digest(key))
+        at = number.get(cells.key_digest(key))
         if at is None:
             raise ArgumentError(
                 f"learn: {name}[{i}] names the right key {key!r}, which no row has: add it first"
             )
         if query is None:
             raise ArgumentError(f"learn: {name}[{i}] has no query")
-        code = cells.digest(query)
+        code = cells.key_digest(query)
         if code not in seen:
             seen[code] = len(queries)
             queries.append(query)
         rows.append((seen[code], at, float(weight)))
     query, key, weight = zip(*rows, strict=True)
-    return Pairs(np.array(query), np.array(key), np.array(weight, np.float32))
+    return IndexedPairs(np.array(query), np.array(key), np.array(weight, np.float32))
 
 
-def _features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[Input]:
+def _extract_features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[HeadInput]:
     base = encoder.base if isinstance(encoder, Learned) else encoder
-    return features(base, keys, side)
+    return extract_features(base, keys, side)
 
 
-def taken(found: Sequence[Input], some: np.ndarray) -> list[Input]:
+def take_inputs(found: Sequence[HeadInput], some: np.ndarray) -> list[HeadInput]:
     """What each head has of some of the texts."""
-    return [input.take(some) for input in found]
+    return [input.take_texts(some) for input in found]
 
 
-def _some(keys: Sequence[Any], at: np.ndarray) -> Sequence[Any]:
+def _select_keys(keys: Sequence[Any], at: np.ndarray) -> Sequence[Any]:
     if hasattr(keys, "shape"):
         return keys[at]  # type: ignore[call-overload, no-any-return]
     return [keys[i] for i in at.tolist()]
 
 
-def blocks(count: int, size: int) -> Iterator[slice]:
+def split_blocks(count: int, size: int) -> Iterator[slice]:
     """So many rows in spans of this size."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

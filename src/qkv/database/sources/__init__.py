@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from qkv.database.sources.dispatch import read
 from qkv.database.sources.frames import from_dataset, from_frame
-from qkv.database.sources.kinds import read
-from qkv.database.sources.numbers import MISSING
 from qkv.database.sources.table import SourceError, Table
+from qkv.database.sources.type_inference import MISSING_WORDS
 
-__all__ = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING"]
+__all__ = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING_WORDS"]

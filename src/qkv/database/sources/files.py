@@ -12,7 +12,7 @@ from pathlib import Path
 from qkv.database.sources.table import SourceError
 
 # What a file that is no table begins with, what it then is, and what to do.
-_STRANGERS: tuple[tuple[bytes, str, str], ...] = (
+_FOREIGN_FORMATS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "a PNG picture", "give a table"),
     (b"\xff\xd8\xff", "a JPEG picture", "give a table"),
     (b"GIF8", "a GIF picture", "give a table"),
@@ -31,7 +31,7 @@ _STRANGERS: tuple[tuple[bytes, str, str], ...] = (
     (b"FEA1", "Feather version 1", "save it again with pyarrow.feather.write_feather"),
 )
 
-_BOMS: tuple[tuple[bytes, str], ...] = (
+_UNSUPPORTED_BOMS: tuple[tuple[bytes, str], ...] = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
@@ -39,44 +39,47 @@ _BOMS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-def contents(path: Path, size: int = -1) -> bytes:
+def read_contents(path: Path, size: int = -1) -> bytes:
     """All bytes of the file, or the first of them; not empty."""
     try:
         with path.open("rb") as file:
             data = file.read(size)
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
-    return not_empty(data, str(path))
+        raise unreadable_error(path, error) from None
+    return check_not_empty(data, str(path))
 
 
-PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
+DECOMPRESSOR_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
 """What unpacks a file, by its ending; what comes before that tells what is in it."""
 
 
-def unpacked(path: Path) -> bytes:
+def read_unpacked(path: Path) -> bytes:
     """All bytes that are packed in the file; not empty."""
-    packed, module = contents(path), importlib.import_module(PACKED[path.suffix.lower()])
+    packed, module = (
+        read_contents(path),
+        importlib.import_module(DECOMPRESSOR_BY_SUFFIX[path.suffix.lower()]),
+    )
     broken = getattr(module, "LZMAError", zlib.error)
     try:
         data: bytes = module.decompress(packed)
     except (OSError, EOFError, ValueError, broken) as error:
         step = "it was cut short or is something else, so copy it again"
         raise SourceError(f"cannot be unpacked ({error}): {step}", file=str(path)) from None
-    return not_empty(data, str(path))
+    return check_not_empty(data, str(path))
 
 
-def stdin() -> bytes:
+def read_stdin() -> bytes:
     """All bytes of the standard input; not empty."""
-    return not_empty(sys.stdin.buffer.read(), "stdin")
+    return check_not_empty(sys.stdin.buffer.read(), "stdin")
 
 
-def not_empty(data: bytes, file: str) -> bytes:
+def check_not_empty(data: bytes, file: str) -> bytes:
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise SourceError("the file is empty: nothing to read", file=file)
     return data
 
 
-def unreadable(path: Path, error: Exception) -> SourceError:
+def unreadable_error(path: Path, error: Exception) -> SourceError:
     """Why the file cannot be opened: missing (which is near?), a folder, not permitted, …"""
     file = str(path)
     try:
@@ -103,16 +106,16 @@ def unreadable(path: Path, error: Exception) -> SourceError:
     return SourceError(f"cannot be opened: {reason}", file=file)
 
 
-def refuse_strangers(data: bytes, file: str) -> None:
+def refuse_foreign_formats(data: bytes, file: str) -> None:
     """Refuse what its first bytes show to be no table, whatever the file is named."""
-    for magic, what, step in _STRANGERS:
+    for magic, what, step in _FOREIGN_FORMATS:
         if data.startswith(magic):
             raise SourceError(f"looks like {what}, not a table: {step}", file=file)
 
 
-def text(data: bytes, file: str) -> str:
+def decode_text(data: bytes, file: str) -> str:
     """The bytes as UTF-8 text without byte order mark; the error names the byte and its place."""
-    for mark, encoding in _BOMS:
+    for mark, encoding in _UNSUPPORTED_BOMS:
         if data.startswith(mark):
             raise SourceError(
                 f"the text is {encoding}, not UTF-8: convert it with "
@@ -127,7 +130,7 @@ def text(data: bytes, file: str) -> str:
         decoded = data.decode() if nul < 0 else data[:nul].decode()
     except UnicodeDecodeError as error:
         before = data[: error.start].decode()
-        raise fault(
+        raise error_at(
             f"byte 0x{data[error.start]:02x} is not UTF-8 text: if the file is in another "
             f"encoding, convert it, say with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
             before,
@@ -135,7 +138,7 @@ def text(data: bytes, file: str) -> str:
             file,
         ) from None
     if nul >= 0:
-        raise fault(
+        raise error_at(
             "a NUL byte, which text does not have: the file is damaged, binary, or UTF-16 "
             f"(then: iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
             decoded,
@@ -145,16 +148,16 @@ def text(data: bytes, file: str) -> str:
     return decoded
 
 
-def fault(what: str, text: str, at: int, file: str) -> SourceError:
+def error_at(what: str, text: str, at: int, file: str) -> SourceError:
     """The error of what is wrong at this place of a text."""
-    line, column = place(text[:at])
+    line, column = line_and_column(text[:at])
     return SourceError(what, file=file, line=line, column=column)
 
 
-def place(before: str) -> tuple[int, int]:
+def line_and_column(before: str) -> tuple[int, int]:
     """The line and column, from 1, of what comes after this text.
 
-    >>> place("a,b\\r\\n1,")
+    >>> line_and_column("a,b\\r\\n1,")
     (2, 3)
     """
     before = before.replace("\r\n", "\n").replace("\r", "\n")

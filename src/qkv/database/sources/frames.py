@@ -9,13 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from qkv.database.schema import by_place
-from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
-from qkv.errors import DtypeError, extra
-from qkv.types import Progress
+from qkv.database.sources.table import (
+    SourceError,
+    Table,
+    build_table,
+    check_column_names,
+    no_rows_error,
+)
+from qkv.database.table.schema import extract_cells
+from qkv.errors import DtypeError, require_extra
+from qkv.util.types import ProgressCallback
 
-PARQUET, FILE, STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-_FRAME = "frame"
+PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_FRAME_NAME = "frame"
 
 
 def from_frame(frame: Any) -> Table:
@@ -30,14 +36,14 @@ def from_frame(frame: Any) -> Table:
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
     {'name': ['Li', None], 'age': [34, 35]}
     """
-    with extra("tables", "reading a frame needs narwhals"):
+    with require_extra("tables", "reading a frame needs narwhals"):
         import narwhals
     if hasattr(frame, "to_arrow_table"):  # a query of DuckDB's is one when it is asked for
         frame = frame.to_arrow_table()
     try:
         native = narwhals.from_native(frame, eager_only=True)
     except narwhals.exceptions.DuplicateError as error:
-        raise SourceError(f"{str(error).strip()}: rename all but one", file=_FRAME) from None
+        raise SourceError(f"{str(error).strip()}: rename all but one", file=_FRAME_NAME) from None
     except TypeError:
         step = "a lazy frame is collected first (.collect())"
         if hasattr(frame, "to_frame"):
@@ -53,23 +59,25 @@ def from_frame(frame: Any) -> Table:
     if native.implementation.is_pyarrow():
         table = native.to_native()
         named = zip(table.columns, table.column_names, strict=True)
-        columns = [_converted(column, name, _FRAME) for column, name in named]
+        columns = [_convert_column(column, name, _FRAME_NAME) for column, name in named]
     else:
-        columns = [_cells(native[:, place]) for place in range(len(native.columns))]
+        columns = [_series_to_cells(native[:, place]) for place in range(len(native.columns))]
     for name, cells in zip(native.columns, columns, strict=True):
         _check_text(cells, name)
-    return build(_FRAME, native.columns, columns, _FRAME)
+    return build_table(_FRAME_NAME, native.columns, columns, _FRAME_NAME)
 
 
-def _cells(series: Any) -> list[Any]:
+def _series_to_cells(series: Any) -> list[Any]:
     """A column of pandas or polars as cells."""
     import narwhals
 
     fine = isinstance(series.dtype, narwhals.Datetime) and series.dtype.time_unit == "ns"
     if fine and series.implementation.is_polars():
-        with extra("tables", "reading nanoseconds needs pyarrow"):  # polars gives them as Python's
-            return convert(series.to_arrow())
-    cells: list[Any] = by_place(series)
+        with require_extra(
+            "tables", "reading nanoseconds needs pyarrow"
+        ):  # polars gives them as Python's
+            return arrow_to_cells(series.to_arrow())
+    cells: list[Any] = extract_cells(series)
     if series.dtype.is_float():
         return cells
     return [None if isinstance(x, float) and math.isnan(x) else x for x in cells]
@@ -104,25 +112,25 @@ def _check_text(cells: list[Any], name: str) -> None:
         raise SourceError(
             f"column {name!r} holds text with a lone surrogate, which no file can keep: decode "
             "it with the right encoding first",
-            file=_FRAME,
+            file=_FRAME_NAME,
         ) from None
 
 
-def from_file(path: Path, kind: str, progress: Progress | None = None) -> Table:
+def from_file(path: Path, kind: str, progress: ProgressCallback | None = None) -> Table:
     """The table of a file of Parquet or of Arrow (of Feather version 2 too); types as in
-    `convert`."""
-    with extra("tables", f"reading {kind} needs pyarrow"):
+    `arrow_to_cells`."""
+    with require_extra("tables", f"reading {kind} needs pyarrow"):
         import pyarrow.ipc
         import pyarrow.parquet
     file = str(path)
     try:
-        read = _parquet(path) if kind == "Parquet" else _arrow(path)
-        check_names(read.column_names, file)
+        read = _read_parquet(path) if kind == "Parquet" else _read_arrow(path)
+        check_column_names(read.column_names, file)
         # Damaged offsets would be followed out of the file.
         read.validate(full=True)
         columns = []
         for column, name in zip(read.columns, read.column_names, strict=True):
-            columns.append(_converted(column, name, file))
+            columns.append(_convert_column(column, name, file))
             if progress is not None:
                 progress(len(columns), read.num_columns)
     except SourceError:
@@ -132,11 +140,11 @@ def from_file(path: Path, kind: str, progress: Progress | None = None) -> Table:
         told = f"damaged or not {kind} ({reason}): copy or write it again"
         raise SourceError(told, file=file) from None
     if not len(read):
-        raise no_rows(file)
-    return build(path.stem, read.column_names, columns, file)
+        raise no_rows_error(file)
+    return build_table(path.stem, read.column_names, columns, file)
 
 
-def _parquet(path: Path) -> Any:
+def _read_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     # Not read_table: it would take a folder named "year=1988" for a column.
@@ -144,24 +152,24 @@ def _parquet(path: Path) -> Any:
         return opened.read()
 
 
-def _arrow(path: Path) -> Any:
+def _read_arrow(path: Path) -> Any:
     import pyarrow.ipc
 
     # Not memory-mapped: whoever shortens the file meanwhile would end this process.
     with pyarrow.OSFile(str(path)) as opened:
-        is_file = opened.read(len(FILE)) == FILE
+        is_file = opened.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         opened.seek(0)
         with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(opened) as reader:
             return reader.read_all()
 
 
-def convert(column: Any) -> list[Any]:
+def arrow_to_cells(column: Any) -> list[Any]:
     """An Arrow column as cells: numbers as they are, NaN kept, null as None.
 
     Lists of floats that have one length are vectors. Times finer than Python's become ISO text.
 
     >>> import pyarrow
-    >>> convert(pyarrow.chunked_array([[1.5, None]]))
+    >>> arrow_to_cells(pyarrow.chunked_array([[1.5, None]]))
     [1.5, None]
     """
     import pyarrow
@@ -174,7 +182,7 @@ def convert(column: Any) -> list[Any]:
     if types.is_string(kind) or types.is_large_string(kind) or (numbers and not column.null_count):
         return column.to_numpy().tolist()  # type: ignore[no-any-return]
     lists = types.is_list(kind) or types.is_large_list(kind)
-    if types.is_fixed_size_list(kind) or (lists and _even(column)):
+    if types.is_fixed_size_list(kind) or (lists and _has_equal_lengths(column)):
         if not types.is_floating(kind.value_type):
             return column.to_pylist()  # type: ignore[no-any-return]
         dtype = kind.value_type.to_pandas_dtype()
@@ -186,16 +194,18 @@ def convert(column: Any) -> list[Any]:
         try:
             column = column.cast(pyarrow.timestamp("us", kind.tz) if moment else other("us"))
         except pyarrow.ArrowInvalid:
-            return [each and _iso(each) for each in column.cast(pyarrow.string()).to_pylist()]
+            return [
+                each and _to_iso_text(each) for each in column.cast(pyarrow.string()).to_pylist()
+            ]
     return column.to_pylist()  # type: ignore[no-any-return]
 
 
-def _converted(column: Any, name: str, file: str) -> list[Any]:
+def _convert_column(column: Any, name: str, file: str) -> list[Any]:
     """A column as cells, refused where it has a day that Python's calendar has not."""
     from pyarrow import types
 
     try:
-        return convert(column)
+        return arrow_to_cells(column)
     except (OverflowError, ValueError):
         if not types.is_temporal(column.type):
             raise
@@ -206,7 +216,7 @@ def _converted(column: Any, name: str, file: str) -> list[Any]:
         ) from None
 
 
-def _even(column: Any) -> bool:
+def _has_equal_lengths(column: Any) -> bool:
     """Whether lists have one length, and nothing in them is missing."""
     from pyarrow import compute
 
@@ -214,10 +224,13 @@ def _even(column: Any) -> bool:
     return len(sizes) == 1 and sizes[0] > 0 and not compute.list_flatten(column).null_count
 
 
-def _iso(text: str) -> str:
+def _to_iso_text(text: str) -> str:
     """A time as Arrow writes it, in the form of Python's.
 
-    >>> _iso("1969-12-31 19:00:00.000000001-0500"), _iso("1970-01-01 00:00:00.000000001Z")
+    >>> (
+    ...     _to_iso_text("1969-12-31 19:00:00.000000001-0500"),
+    ...     _to_iso_text("1970-01-01 00:00:00.000000001Z"),
+    ... )
     ('1969-12-31T19:00:00.000000001-05:00', '1970-01-01T00:00:00.000000001+00:00')
     """
     text = text.replace(" ", "T", 1).replace("Z", "+0000")

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.database.faults import MixedColumn
-from qkv.errors import QkvError, warn
+from qkv.database.errors import MixedColumnWarning
+from qkv.errors import QkvError, warn_at_caller
 
 # The longest text or bytes in one cell: above it, a file is more often broken than rich.
-LONGEST = 16 * 2**20
+MAX_CELL_LENGTH = 16 * 2**20
 
 
 class SourceLimits(NamedTuple):
     """How much a reader accepts; what is more is refused where it is met."""
 
-    cell_characters: int = LONGEST
+    cell_characters: int = MAX_CELL_LENGTH
     columns: int | None = None
 
 
@@ -46,8 +46,8 @@ def limit_sources(limits: SourceLimits) -> Iterator[None]:
         _LIMITS.reset(token)
 
 
-_PLAIN = {str, int, float, bool, bytes, type(None)}
-_DATES = (datetime.date, datetime.datetime, datetime.time)
+_PLAIN_TYPES = {str, int, float, bool, bytes, type(None)}
+_DATE_TYPES = (datetime.date, datetime.datetime, datetime.time)
 
 
 class SourceError(QkvError, ValueError):
@@ -84,14 +84,16 @@ class Table:
         return len(next(iter(self.columns.values()), []))
 
 
-def build(name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], file: str) -> Table:
+def build_table(
+    name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], file: str
+) -> Table:
     """The table of these columns, or the error that says which name or cell cannot be kept."""
-    check_names(names, file)
+    check_column_names(names, file)
     pairs = zip(names, columns, strict=True)
-    return Table(name, {title: plain(column, title, file) for title, column in pairs})
+    return Table(name, {title: to_plain_column(column, title, file) for title, column in pairs})
 
 
-def check_names(
+def check_column_names(
     names: Sequence[Any], file: str, line: int | None = None, otherwise: str = ""
 ) -> None:
     """Refuse a table without columns, and column names that are empty, double or no text; what else
@@ -122,36 +124,36 @@ def check_columns(count: int, file: str, line: int | None = None) -> None:
         raise SourceError(f"{told}: leave some out", file=file, line=line)
 
 
-def no_rows(file: str) -> SourceError:
+def no_rows_error(file: str) -> SourceError:
     """The error for a table that has column names and nothing under them."""
     return SourceError("only column names, no rows: add at least one row", file=file)
 
 
-def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
+def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
     """The column with every cell as one of the plain types, and none too long."""
     cells = column if isinstance(column, list) else list(column)
     kinds = set(map(type, cells))
     if Decimal in kinds and kinds <= {Decimal, type(None)}:
-        cells = _decimals(cells, name)
-    elif (dates := _dates(cells, kinds)) is not None:
+        cells = _convert_decimals(cells, name)
+    elif (dates := _to_dates(cells, kinds)) is not None:
         cells = dates
-    elif not kinds <= _PLAIN:
+    elif not kinds <= _PLAIN_TYPES:
         # Only a cell of another type has to be looked into.
         for row, value in enumerate(cells):
-            if type(value) not in _PLAIN:
+            if type(value) not in _PLAIN_TYPES:
                 try:
-                    cells[row] = cell(value)
+                    cells[row] = to_plain_cell(value)
                 except (TypeError, RecursionError) as error:
                     raise SourceError(
                         f"row {row + 1} of column {name!r} holds {error}: "
                         "turn the column into text or numbers first",
                         file=file,
                     ) from None
-        cells = vectors(cells)
-    return bounded(cells, name, file)
+        cells = lists_to_vectors(cells)
+    return check_cell_lengths(cells, name, file)
 
 
-def vectors(column: list[Any]) -> list[Any]:
+def lists_to_vectors(column: list[Any]) -> list[Any]:
     """The column, with vectors for cells that are lists of as many floats each."""
     if not column or type(column[0]) not in (list, type(None)):
         return column
@@ -164,7 +166,7 @@ def vectors(column: list[Any]) -> list[Any]:
     return [None if cell is None else next(made) for cell in column]
 
 
-def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
+def check_cell_lengths(cells: list[Any], name: str, file: str) -> list[Any]:
     """The column, or the error of a cell that is too long."""
     kinds = set(map(type, cells))
     if not kinds & {str, bytes}:
@@ -181,7 +183,7 @@ def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
     return cells
 
 
-def _dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
+def _to_dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
     """A column of days, of moments or of times as Python has them, if it holds nothing else and
     nothing finer than microseconds; a day among moments is its midnight."""
     if any(kind.__name__ == "Timestamp" for kind in kinds):  # of pandas, with NaT for None
@@ -194,17 +196,21 @@ def _dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
         return [
             datetime.datetime.combine(x, midnight) if type(x) is datetime.date else x for x in cells
         ]
-    return cells if any(kinds - {type(None)} == {kind} for kind in _DATES) else None
+    return cells if any(kinds - {type(None)} == {kind} for kind in _DATE_TYPES) else None
 
 
-def cell(value: Any) -> Any:
+def to_plain_cell(value: Any) -> Any:
     """The plain cell that says the same: a date as ISO text, decimals as exact numbers or text; an
     array of floats is a vector.
 
-    >>> cell(datetime.date(1988, 4, 14)), cell(Decimal("12.50")), cell((1, np.float32(0.5)))
+    >>> (
+    ...     to_plain_cell(datetime.date(1988, 4, 14)),
+    ...     to_plain_cell(Decimal("12.50")),
+    ...     to_plain_cell((1, np.float32(0.5))),
+    ... )
     ('1988-04-14', 12.5, [1, 0.5])
     """
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN_TYPES:
         return value
     if type(value).__name__ in {"NAType", "NaTType"}:  # pandas' two other words for None
         return None
@@ -216,7 +222,7 @@ def cell(value: Any) -> Any:
         case datetime.date() | datetime.time():
             return value.isoformat()
         case Decimal():
-            return _decimals([value])[0]
+            return _convert_decimals([value])[0]
         case np.datetime64() | np.timedelta64():
             return None if np.isnat(value) else str(value)
         case datetime.timedelta() | uuid.UUID():
@@ -228,13 +234,13 @@ def cell(value: Any) -> Any:
             # A long double is its own item.
             if isinstance(item, np.generic):
                 raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
-            return cell(item)
+            return to_plain_cell(item)
         case np.ndarray() if value.ndim == 1 and value.dtype.kind == "f":
             return value
         case np.ndarray() | list() | tuple():
-            return [cell(item) for item in value]
+            return [to_plain_cell(item) for item in value]
         case dict() if all(isinstance(name, str) for name in value):
-            return {str(name): cell(item) for name, item in value.items()}
+            return {str(name): to_plain_cell(item) for name, item in value.items()}
         case int():
             return int(value)
         case float():
@@ -243,7 +249,7 @@ def cell(value: Any) -> Any:
             raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
 
 
-def _decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:
+def _convert_decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:
     """Decimals as ints or floats where every one of them keeps its value, else as text, which is
     told of a column that has a name."""
     numbers = [number for number in cells if number is not None]
@@ -254,5 +260,8 @@ def _decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:
         kind = str
         if name:
             told = f"column {name!r} is text for {len(odd):,} of {len(cells):,} cells"
-            warn(f"{told} that a float would not keep, such as {odd[0]}: round them", MixedColumn)
+            warn_at_caller(
+                f"{told} that a float would not keep, such as {odd[0]}: round them",
+                MixedColumnWarning,
+            )
     return [None if number is None else kind(number) for number in cells]

@@ -6,15 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv.database.sources.sql import Wish
-from qkv.database.sources.table import SourceError, Table, build, cell, check_names, no_rows
-from qkv.errors import extra
-from qkv.types import Progress
+from qkv.database.sources.sql import TableSelector
+from qkv.database.sources.table import (
+    SourceError,
+    Table,
+    build_table,
+    check_column_names,
+    no_rows_error,
+    to_plain_cell,
+)
+from qkv.errors import require_extra
+from qkv.util.types import ProgressCallback
 
-MAGIC = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
+WORKBOOK_MAGIC = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
 
 
-def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[str] | None) -> Table:
+def read_workbook(
+    path: Path,
+    wish: TableSelector,
+    progress: ProgressCallback | None,
+    missing: Sequence[str] | None,
+) -> Table:
     """The sheet that is wished for, by default the only one that is seen and holds something.
 
     Its first row names the columns. A whole number is an int where all numbers of its column are
@@ -22,12 +34,12 @@ def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[st
     saved; a cell is missing if it is empty, an error, or one of the words `missing`. Empty rows are
     left out, and columns without a name that hold nothing.
     """
-    with extra("tables", "reading a workbook needs python-calamine"):
+    with require_extra("tables", "reading a workbook needs python-calamine"):
         import python_calamine as calamine
     file = str(path)
     try:
         with calamine.load_workbook(path) as book:
-            name = wish.choose(_sheets(calamine, book, wish.table), file)
+            name = wish.choose_table(_list_sheets(calamine, book, wish.table), file)
             sheet = book.get_sheet_by_name(name)
             rows, (top, _) = sheet.to_python(), sheet.start or (0, 0)
     except calamine.PasswordError:
@@ -38,21 +50,23 @@ def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[st
         raise SourceError(f"the workbook cannot be read ({error}): {step}", file=file) from None
     rows = [row for row in rows if any(x != "" for x in row)]
     columns = [column for column in zip(*rows, strict=True) if any(x != "" for x in column)]
-    names = [str(*_whole([cell(column[0])])) for column in columns]
-    check_names(names, file, top + 1)
+    names = [str(*_floats_to_ints([to_plain_cell(column[0])])) for column in columns]
+    check_column_names(names, file, top + 1)
     if len(rows) == 1:
-        raise no_rows(file)
+        raise no_rows_error(file)
     if progress is not None:
         progress(len(rows) - 1, len(rows) - 1)
     words = {*(missing or ()), ""}
     cells = [
-        _whole([None if isinstance(x, str) and x.strip() in words else x for x in column[1:]])
+        _floats_to_ints(
+            [None if isinstance(x, str) and x.strip() in words else x for x in column[1:]]
+        )
         for column in columns
     ]
-    return build(name, names, cells, file)
+    return build_table(name, names, cells, file)
 
 
-def _sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
+def _list_sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
     """The sheets to choose from: all where one is `named`, else those seen that hold something."""
     sheets = [x for x in book.sheets_metadata if x.typ == calamine.SheetTypeEnum.WorkSheet]
     if named is None:
@@ -61,7 +75,7 @@ def _sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
     return [x.name for x in sheets]
 
 
-def _whole(cells: list[Any]) -> list[Any]:
+def _floats_to_ints(cells: list[Any]) -> list[Any]:
     """Excel's numbers are all floats: a column of whole ones is meant as ints."""
     floats = [x for x in cells if type(x) is float]
     if not all(x.is_integer() and abs(x) < 2**53 for x in floats):

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qkv.arrays import framework
-from qkv.arrays.functions import without_saved_tensor_hooks
-from qkv.types import Array
+from qkv.frameworks import load_framework
+from qkv.frameworks.torch_functions import without_saved_tensor_hooks
+from qkv.util.types import Array
 
-WORTH = 2**34
+MIN_PRODUCTS_TO_MEASURE = 2**34
 """Products of a call from which another backend may gain more than it takes to name it."""
 
 SDPA: Any = torch._C._nn.scaled_dot_product_attention
 """torch's operator itself: a program may have put `qkv.scaled_dot_product_attention` in the place
 of `torch.nn.functional.scaled_dot_product_attention`."""
 
-_FASTEST: dict[tuple[Any, ...], Any] = {}
+_FASTEST_BACKENDS: dict[tuple[Any, ...], Any] = {}
 
 
-def sdpa(
+def run_sdpa(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """SDPA of (batch, heads, rows, width), by the backend that was measured as the fastest."""
@@ -32,43 +32,43 @@ def sdpa(
     if key.shape[1] != query.shape[1]:  # torch.compile takes no condition that is not decided
         grouped = True
 
-    def attend() -> Array:
+    def call_sdpa() -> Array:
         out: Array = SDPA(query, key, value, mask, dropout, plain, scale=scale, enable_gqa=grouped)
         return out
 
-    if query.device.type != "cuda" or mask is not None or framework("torch").tracing(query):
-        return attend()
-    if query.numel() * key.shape[-2] < WORTH or dropout:
-        return attend()
-    kind = _kind(query, key, value, plain)
-    if kind not in _FASTEST:
+    if query.device.type != "cuda" or mask is not None or load_framework("torch").is_traced(query):
+        return call_sdpa()
+    if query.numel() * key.shape[-2] < MIN_PRODUCTS_TO_MEASURE or dropout:
+        return call_sdpa()
+    kind = _backend_signature(query, key, value, plain)
+    if kind not in _FASTEST_BACKENDS:
         if torch.cuda.is_current_stream_capturing():
-            return attend()
-        _FASTEST[kind] = _measured(attend, parts)
-    if _FASTEST[kind] is None:
-        return attend()
-    with sdpa_kernel(_FASTEST[kind]):
-        return attend()
+            return call_sdpa()
+        _FASTEST_BACKENDS[kind] = _measure_fastest(call_sdpa, parts)
+    if _FASTEST_BACKENDS[kind] is None:
+        return call_sdpa()
+    with sdpa_kernel(_FASTEST_BACKENDS[kind]):
+        return call_sdpa()
 
 
-def told(parts: Sequence[Array], plain: bool) -> str:
+def describe_backend(parts: Sequence[Array], plain: bool) -> str:
     """What was measured for calls like this one."""
     query, key, value = parts
-    backend = _FASTEST.get(_kind(query, key, value, plain))
+    backend = _FASTEST_BACKENDS.get(_backend_signature(query, key, value, plain))
     return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
 
 
-def _kind(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
-    learning = framework("torch").needs_gradient((query, key, value))
+def _backend_signature(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
+    learning = load_framework("torch").needs_gradient((query, key, value))
     shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
     return (*shapes, query.dtype, query.device, plain, learning)
 
 
-def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
+def _measure_fastest(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
     """The backend that clearly beats torch's own choice, None where none does."""
     wanted = [x for x in parts if x.requires_grad and torch.is_grad_enabled()]
 
-    def seconds() -> float:
+    def best_time_ms() -> float:
         times: list[float] = []
         for _ in range(6):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,12 +82,12 @@ def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
             times.append(start.elapsed_time(end))
         return min(times[1:])
 
-    best, least = None, seconds() * 0.97
+    best, least = None, best_time_ms() * 0.97
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         try:
             with sdpa_kernel(backend), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch says why a backend cannot
-                took = seconds()
+                took = best_time_ms()
         except RuntimeError:
             continue
         if took < least:

@@ -9,182 +9,204 @@ from typing import Any
 
 import torch
 
-from qkv.arrays import threads, tree
-from qkv.arrays.parted import is_parted
-from qkv.arrays.torch import HALF, finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
-from qkv.engines.call import Bare, Call
-from qkv.engines.native import backends, spans
-from qkv.engines.native.kernel import HIDES, as_mask, four_axes, kernel, smooth
-from qkv.masks import is_causal
+from qkv.engines.call import Call, ThreeArrayRunner
+from qkv.engines.native import backends, query_spans
+from qkv.engines.native.sdpa_kernel import (
+    MIN_KEYS_SHOWING_NAN,
+    allow_second_derivative,
+    as_four_axes,
+    kernel_mask,
+    run_kernel,
+)
+from qkv.frameworks import threads, tree
+from qkv.frameworks.dtensor import is_dtensor
+from qkv.frameworks.torch import HALF_DTYPES, is_finite
+from qkv.masks import is_plain_causal
 from qkv.masks.band import Band
-from qkv.types import Array, Arrays, Slopes
+from qkv.util.types import Array, Arrays, Gradients
 
-SHARED = 32
+QUERIES_PER_CORE = 32
 """Queries that torch's kernel on the CPU gives to one core."""
 
-SHORT = 512
+MAX_SHORT_CAUSAL_QUERIES = 512
 """Queries of a causal call, up to which asking for a second launch takes longer than the work."""
 
-TILED, LEARNED = 2**14, 2**16
+MIN_TILED_SCORES, MIN_TILED_GRADIENT_SCORES = 2**14, 2**16
 """Scores of a head from which on our kernels are quicker under a mask on CUDA; with a gradient."""
 
-FEW = 2**15
+MAX_FEW_OUTPUT_NUMBERS = 2**15
 """Numbers of an output that are looked at sooner than its last row is cut out."""
 
 
-def cannot(call: Call) -> str | None:
-    if call.fw.functional():  # type: ignore[attr-defined]
+def unsupported_reason(call: Call) -> str | None:
+    if call.fw.in_functional_transform():  # type: ignore[attr-defined]
         return "the kernel has no rules for torch.func and for forward-mode derivatives"
-    if is_parted(call.query) and call.query.is_cpu:
+    if is_dtensor(call.query) and call.query.is_cpu:
         return "torch has no rule for the CPU's kernel on DTensors"
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
-    if call.fw.tracing(call.query) or _splits(call):
+    if call.fw.is_traced(call.query) or _splits_keys(call):
         return None
     on_cpu = call.query.device.type == "cpu"
-    if not on_cpu and (call.rule is None or _heals(call)):
+    if not on_cpu and (call.rule is None or _repairs_nan(call)):
         return None
-    if (on_cpu or call.rule is not None) and not finite(call.query, call.key, call.value):
+    if (on_cpu or call.rule is not None) and not is_finite(call.query, call.key, call.value):
         return "an argument is not finite, which the kernel would hide, or leak past a mask"
     return None
 
 
-def declines(call: Call) -> str | None:
+def slower_reason(call: Call) -> str | None:
     parts = (call.query, call.key, call.value)
-    if not on_device(call):
+    if not is_on_device(call):
         return None
     surely = call.fw.surely
-    short = surely(call.n == call.m) and surely(call.n <= SHORT)
-    short = short and surely(math.prod(call.lead) * call.n <= 32 * SHORT)
+    short = surely(call.n == call.m) and surely(call.n <= MAX_SHORT_CAUSAL_QUERIES)
+    short = short and surely(math.prod(call.lead) * call.n <= 32 * MAX_SHORT_CAUSAL_QUERIES)
     rows = call.bias is not None and surely(call.bias.shape[-1] == 1) and surely(call.m > 1)
     if rows and call.fw.needs_gradient((call.bias,)):
         return "what is added to whole rows moves no weight, and its gradient here is rounding"
-    if _tiled(call) and triton().cannot(call) is None:
+    if _is_faster_tiled(call) and import_triton_engine().unsupported_reason(call) is None:
         return "our kernels go over a large mask by tiles, in a fraction of the time"
-    if not (short and is_causal(call.rule) and call.query.dtype in HALF):
+    if not (short and is_plain_causal(call.rule) and call.query.dtype in HALF_DTYPES):
         return None
-    if call.fw.needs_gradient(parts) or not _heals(call) or triton().cannot(call):
+    if (
+        call.fw.needs_gradient(parts)
+        or not _repairs_nan(call)
+        or import_triton_engine().unsupported_reason(call)
+    ):
         return None
     return "of a short causal call our kernel is one launch, and this one with its repair two"
 
 
-def _tiled(call: Call) -> bool:
+def _is_faster_tiled(call: Call) -> bool:
     """Has it a mask and the size for which our kernels are quicker on CUDA?
 
     Of a few queries torch's are, and of wide float32 with a gradient where a mask is no band.
     """
-    if (call.bias is None and (call.rule is None or is_causal(call.rule))) or call.n < 16:
+    if (call.bias is None and (call.rule is None or is_plain_causal(call.rule))) or call.n < 16:
         return False
     if not call.fw.needs_gradient((call.query, call.key, call.value)):
-        return call.n * call.m >= TILED
+        return call.n * call.m >= MIN_TILED_SCORES
     whole = call.bias is not None or not isinstance(call.rule, Band)
-    slow = whole and call.query.dtype not in HALF and call.query.shape[-1] > 64
-    return call.n * call.m >= LEARNED and not slow
+    slow = whole and call.query.dtype not in HALF_DTYPES and call.query.shape[-1] > 64
+    return call.n * call.m >= MIN_TILED_GRADIENT_SCORES and not slow
 
 
 def describe(call: Call) -> str:
     name = "torch's scaled_dot_product_attention"
-    if call.rule is not None and not is_causal(call.rule):
-        by_rows = not call.fw.tracing(call.query) and call.n > spans.ROWS
-        by_rows = by_rows and not spans.is_shared(call) and spans.pays(call, spans.tiling_of(call))
-        return f"{name}, {spans.ROWS} queries at a time" if by_rows else name
+    if call.rule is not None and not is_plain_causal(call.rule):
+        by_rows = not call.fw.is_traced(call.query) and call.n > query_spans.QUERIES_PER_SPAN
+        by_rows = (
+            by_rows
+            and not query_spans.can_trim_keys(call)
+            and query_spans.spans_pay_off(call, query_spans.build_tiling(call))
+        )
+        return f"{name}, {query_spans.QUERIES_PER_SPAN} queries at a time" if by_rows else name
     if call.query.device.type != "cuda":
         return name
-    parts = [four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
-    return name + backends.told(parts, call.rule is not None)
+    parts = [as_four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
+    return name + backends.describe_backend(parts, call.rule is not None)
 
 
-def on_device(call: Call) -> bool:
+def is_on_device(call: Call) -> bool:
     return bool(call.query.device.type == "cuda")
 
 
 def run(call: Call, told: list[Array] | None = None) -> Array:
-    """`told` is that of `kernel`."""
-    if _splits(call):
-        return _split(call)
-    plain = is_causal(call.rule)
-    if plain and call.query.device.type == "cuda" and _heals(call):
-        return _healing(call)
+    """`told` is that of `run_kernel`."""
+    if _splits_keys(call):
+        return _run_split_keys(call)
+    plain = is_plain_causal(call.rule)
+    if plain and call.query.device.type == "cuda" and _repairs_nan(call):
+        return _run_with_repair(call)
     parts, mask = (call.query, call.key, call.value), None
     if call.rule is not None and not plain:
-        if spans.is_shared(call):
-            return kernel(call, *spans.seen(call), plain, told)
-        by_rows = call.n > spans.ROWS and not call.dropout and not call.fw.tracing(call.query)
-        tiling = spans.tiling_of(call) if by_rows else None
-        if by_rows and spans.pays(call, tiling):
-            return spans.run(call, tiling)
-        mask = as_mask(call, calls.place(call))
-    return kernel(call, parts, mask, plain, told)
+        if query_spans.can_trim_keys(call):
+            return run_kernel(call, *query_spans.trim_keys(call), plain, told)
+        by_rows = (
+            call.n > query_spans.QUERIES_PER_SPAN
+            and not call.dropout
+            and not call.fw.is_traced(call.query)
+        )
+        tiling = query_spans.build_tiling(call) if by_rows else None
+        if by_rows and query_spans.spans_pay_off(call, tiling):
+            return query_spans.run_spans(call, tiling)
+        mask = kernel_mask(call, calls.make_block(call))
+    return run_kernel(call, parts, mask, plain, told)
 
 
 # What depends on the numbers
 
 
-def guarded(call: Call) -> Array | None:
+def run_guarded(call: Call) -> Array | None:
     """`run`, unless a NaN or an infinity among the numbers would be hidden or leak past the mask.
 
     On a CPU an argument that is not finite shows in the output, but in 16 bits and for fewer than
     HIDES keys. What leaks past the mask is NaN there; on the way back, 0 · ∞ may spoil what comes
     of a key that is masked out, or of a query that sees none.
     """
-    if call.query.device.type != "cpu" or _splits(call):
-        return None if cannot(call) else run(call)
-    hides = call.m < HIDES or call.query.dtype in HALF
-    if hides and not finite(call.query, call.key, call.value):
+    if call.query.device.type != "cpu" or _splits_keys(call):
+        return None if unsupported_reason(call) else run(call)
+    hides = call.m < MIN_KEYS_SHOWING_NAN or call.query.dtype in HALF_DTYPES
+    if hides and not is_finite(call.query, call.key, call.value):
         return None
     told: list[Array] = []
     out = run(call, told)
     if call.rule is None:
         return out
-    by_rows = call.n > spans.ROWS and not (is_causal(call.rule) or spans.is_shared(call))
+    by_rows = call.n > query_spans.QUERIES_PER_SPAN and not (
+        is_plain_causal(call.rule) or query_spans.can_trim_keys(call)
+    )
     # Some queries by themselves may be left so few keys that the kernel hides a NaN among them.
     looked = [call.key, call.query] if out.requires_grad or by_rows else []
-    if is_causal(call.rule) and call.n >= call.m:  # the last query sees every key
+    if is_plain_causal(call.rule) and call.n >= call.m:  # the last query sees every key
         looked.append(out[..., -1:, :])
-    elif call.rule.shared:  # a value that leaks is in every row, and a key in whole rows
+    elif (
+        call.rule.is_shared_by_queries
+    ):  # a value that leaks is in every row, and a key in whole rows
         if told:  # no sum of exponentials is finite whose query is not
             looked = looked[:1]
         looked += [out[..., :1, :], *(told or [out[..., :1]])]
     else:
         looked.append(out)
-    return out if finite(*looked) else None
+    return out if is_finite(*looked) else None
 
 
-def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
+def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
     """SDPA itself, for calls of this kind that are just what it takes."""
-    causal, bare = is_causal(call.rule), None
+    causal, bare = is_plain_causal(call.rule), None
     if call.rule is not None and not causal:
-        bare = next(iter(call.rule.arrays()), None)
-        if bare is None or bare.ndim not in (2, 4) or call.n >= spans.ROWS:
+        bare = next(iter(call.rule.list_arrays()), None)
+        if bare is None or bare.ndim not in (2, 4) or call.n >= query_spans.QUERIES_PER_SPAN:
             return None
     arrays: list[Any] = [call.query, call.key, call.value]
     shapes = [x.shape for x in arrays]
     if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):
         return None
-    if call.dropout or not shapes[0][-1] or _splits(call):
+    if call.dropout or not shapes[0][-1] or _splits_keys(call):
         return None
     if call.query.device.type == "cuda":
-        return _direct_on_device(call)
-    if call.query.device.type != "cpu" or call.query.dtype in HALF:
+        return _build_device_runner(call)
+    if call.query.device.type != "cpu" or call.query.dtype in HALF_DTYPES:
         return None
-    sdpa, scale = backends.SDPA, native.scale_of(call)
+    sdpa, scale = backends.SDPA, native.effective_scale(call)
     if scale != 1 / math.sqrt(shapes[0][-1]):  # torch's own, which takes less than reading it
         sdpa = partial(sdpa, scale=scale)
-    learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
+    learning, short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
     if call.rule is None and not (learning or short):
-        return Bare(sdpa)
-    alone, few = call.rule is None, call.query.numel() <= FEW
+        return ThreeArrayRunner(sdpa)
+    alone, few = call.rule is None, call.query.numel() <= MAX_FEW_OUTPUT_NUMBERS
     # The last query sees every key: what leaks past a causal mask to others is there too.
     last = causal and call.m <= call.n and not few
 
-    def careful(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
-        if short and not finite(query, key):
+    def run_checked(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
+        if short and not is_finite(query, key):
             return None
         out = sdpa(query, key, value, mask, 0.0, causal)
         if learning:
-            smooth(out, (query, key, value), mask, causal, scale)
+            allow_second_derivative(out, (query, key, value), mask, causal, scale)
         if alone:
             return out
         if few and not learning:
@@ -194,26 +216,28 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
             return out if top == top else None
         shown = out.detach().select(2, -1) if last else out
         spoils = () if not learning else (key,) if causal else (key, query)
-        return out if finite(shown, *spoils) else None
+        return out if is_finite(shown, *spoils) else None
 
     if alone or causal:
-        return Bare(careful)
-    return lambda query, key, value, score, weighting, mask, seed: careful(query, key, value, mask)
+        return ThreeArrayRunner(run_checked)
+    return lambda query, key, value, score, weighting, mask, seed: run_checked(
+        query, key, value, mask
+    )
 
 
-def _direct_on_device(call: Call) -> Bare | None:
+def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
     """The same on CUDA, where nothing may wait for the numbers."""
-    causal, scale = is_causal(call.rule), native.scale_of(call)
+    causal, scale = is_plain_causal(call.rule), native.effective_scale(call)
     sdpa = backends.SDPA
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
-    if call.rule is not None and (learning or not _heals(call)):
+    if call.rule is not None and (learning or not _repairs_nan(call)):
         return None
-    repair, width = mend().repair if causal else None, call.query.shape[-1]
+    repair, width = import_nan_repair().repair_in_place if causal else None, call.query.shape[-1]
     usual = not causal and scale == 1 / math.sqrt(width)  # what torch takes unless it is told
     # Other calls of this plan have lengths of as many binary digits.
     most = math.prod(call.lead) * width << (call.n.bit_length() + call.m.bit_length())
 
-    def attend(query: Array, key: Array, value: Array) -> Array | None:
+    def run_arrays(query: Array, key: Array, value: Array) -> Array | None:
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         # Asked as a whole first, which takes less; one column may lie so with any stride.
@@ -223,8 +247,8 @@ def _direct_on_device(call: Call) -> Bare | None:
             return None
         if causal and key.shape[2] > query.shape[2]:
             key, value = (x[:, :, : query.shape[2]] for x in (key, value))
-        if most >= backends.WORTH:
-            out = backends.sdpa((query, key, value), None, causal, scale)
+        if most >= backends.MIN_PRODUCTS_TO_MEASURE:
+            out = backends.run_sdpa((query, key, value), None, causal, scale)
         elif usual:
             out = sdpa(query, key, value)
         else:
@@ -232,31 +256,31 @@ def _direct_on_device(call: Call) -> Bare | None:
         if repair is not None:
             repair(out, query, key, value, scale)
         elif learning:
-            smooth(out, (query, key, value), None, False, scale)
+            allow_second_derivative(out, (query, key, value), None, False, scale)
         return out
 
-    return Bare(attend)
+    return ThreeArrayRunner(run_arrays)
 
 
 # A few queries among many keys, on a CPU
 
 
-def _splits(call: Call) -> bool:
+def _splits_keys(call: Call) -> bool:
     """Whether the kernel, which shares out queries and heads alone, would leave cores idle."""
-    if call.query.device.type != "cpu" or call.rule is not None or call.m < native.MANY:
+    if call.query.device.type != "cpu" or call.rule is not None or call.m < native.MIN_MANY_KEYS:
         return False
-    if call.fw.tracing(call.query) or call.fw.dtype(call.query) == "float64" or call.dropout:
+    if call.fw.is_traced(call.query) or call.fw.dtype_name(call.query) == "float64" or call.dropout:
         return False
-    if math.prod(call.lead) * call.n > SHARED:
+    if math.prod(call.lead) * call.n > QUERIES_PER_CORE:
         return False
     return not call.fw.needs_gradient((call.query, call.key, call.value))
 
 
-def _split(call: Call) -> Array:
+def _run_split_keys(call: Call) -> Array:
     """The kernel on parts of the keys as so many heads, merged by their log-sum-exps."""
     flash = torch._scaled_dot_product_flash_attention_for_cpu
     query = call.query
-    key, value = (calls.share_heads(call, x) for x in (call.key, call.value))
+    key, value = (calls.repeat_shared_heads(call, x) for x in (call.key, call.value))
     width = max(query.shape[-1], value.shape[-1])
     parts = [
         torch.nn.functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
@@ -264,17 +288,17 @@ def _split(call: Call) -> Array:
     ]
     query, key, value = (x.expand(*call.lead, *x.shape[-2:]).flatten(0, -3)[:, None]
                          if call.lead else x[None, None] for x in parts)  # fmt: skip
-    batch, count = query.shape[0], 4 * threads.CORES
+    batch, count = query.shape[0], 4 * threads.CORE_COUNT
     size = call.m // count
 
-    def some(start: int, heads: int, size: int) -> tuple[Array, Array]:
+    def run_part(start: int, heads: int, size: int) -> tuple[Array, Array]:
         end = start + heads * size
         k, v = (x[:, :, start:end].reshape(batch, heads, size, width) for x in (key, value))
-        return flash(query.expand(-1, heads, -1, -1), k, v, scale=native.scale_of(call))  # type: ignore[no-any-return]
+        return flash(query.expand(-1, heads, -1, -1), k, v, scale=native.effective_scale(call))  # type: ignore[no-any-return]
 
-    found = [some(0, count, size)]
+    found = [run_part(0, count, size)]
     if call.m % count:
-        found.append(some(count * size, 1, call.m % count))
+        found.append(run_part(count * size, 1, call.m % count))
     out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
     if not (torch.isfinite(lse).all() and torch.isfinite(out).all()):
         return streaming.run(call)[0].to(call.query.dtype)  # the kernel may have hidden a NaN
@@ -286,73 +310,81 @@ def _split(call: Call) -> Array:
 # A NaN behind the causal mask, on CUDA
 
 
-def mend() -> Any:
+def import_nan_repair() -> Any:
     """The repair by a kernel of our own: Triton is imported where it is needed only."""
-    from qkv.engines.triton import mend
+    from qkv.engines.triton import nan_repair
 
-    return mend
+    return nan_repair
 
 
-def triton() -> Any:
+def import_triton_engine() -> Any:
     from qkv.engines import triton
 
     return triton
 
 
-def _heals(call: Call) -> bool:
+def _repairs_nan(call: Call) -> bool:
     """Whether what a NaN behind the mask has spoiled is found and mended on the device itself."""
-    plain = is_causal(call.rule) and call.fw.dtype(call.query) != "float64" and not call.dropout
-    plain = plain and max(call.fw.shape(x)[-1] for x in (call.query, call.value)) <= 256
-    return plain and not call.fw.tracing(call.query) and native.has_triton()
+    plain = (
+        is_plain_causal(call.rule)
+        and call.fw.dtype_name(call.query) != "float64"
+        and not call.dropout
+    )
+    plain = plain and max(call.fw.static_shape(x)[-1] for x in (call.query, call.value)) <= 256
+    return plain and not call.fw.is_traced(call.query) and native.has_triton()
 
 
-def _healing(call: Call) -> Array:
+def _run_with_repair(call: Call) -> Array:
     fw = call.fw
     parts = (call.query, call.key, call.value)
     if not fw.needs_gradient(parts):
-        return _healed(call, kernel(call, parts, None, True))[0]
+        return _repair_output(call, run_kernel(call, parts, None, True))[0]
     held: list[Any] = []
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         inner = [x.detach().requires_grad_() for x in arrays[:3]]
         with torch.enable_grad():  # the kernel's own graph waits here for the way back
-            out = kernel(call, inner, None, True)
+            out = run_kernel(call, inner, None, True)
         held[:] = [out, inner]
-        mended, found = _healed(_of(call, arrays), out.data)
+        mended, found = _repair_output(_rebuild_call(call, arrays), out.data)
         return (mended,), (found, mended)
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
         main = torch.autograd.grad(held[0], held[1], gradients[0], retain_graph=True)
-        _heal_slopes(_of(call, arrays), main[0], gradients[0], kept)
+        _repair_query_gradient(_rebuild_call(call, arrays), main[0], gradients[0], kept)
         return (*main, *[None] * (len(arrays) - 3))
 
-    return fw.custom(forward, backward, dense.reference(call), tree.leaves(fw, call))[0]
+    return fw.custom_gradient(
+        forward, backward, dense.build_reference(call), tree.array_leaves(fw, call)
+    )[0]
 
 
-def _of(call: Call, arrays: Sequence[Array]) -> Call:
-    return tree.rebuild(call.fw, call, [x.detach() for x in arrays])
+def _rebuild_call(call: Call, arrays: Sequence[Array]) -> Call:
+    return tree.replace_arrays(call.fw, call, [x.detach() for x in arrays])
 
 
-def _seen(call: Call) -> list[Any]:
+def _visible_arrays(call: Call) -> list[Any]:
     """Query, and the keys and values that the last query sees, on four axes."""
     key, value = call.key, call.value
     if key.shape[-3:-2] != value.shape[-3:-2]:  # type: ignore[union-attr]
-        key, value = (calls.share_heads(call, x) for x in (key, value))
-    query, key, value = (four_axes(x, call.lead) for x in (call.query, key, value))
+        key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
+    query, key, value = (as_four_axes(x, call.lead) for x in (call.query, key, value))
     return [query, key[..., : call.n, :], value[..., : call.n, :]]
 
 
-def _healed(call: Call, out: Array) -> tuple[Array, Array]:
+def _repair_output(call: Call, out: Array) -> tuple[Array, Array]:
     """The output without what a NaN behind the causal mask has spoiled; and for the way back."""
     out = out.contiguous()
-    query, key, value = _seen(call)
-    found = mend().heal(four_axes(out, call.lead), query, key, value, native.scale_of(call))
+    query, key, value = _visible_arrays(call)
+    found = import_nan_repair().repair_output(
+        as_four_axes(out, call.lead), query, key, value, native.effective_scale(call)
+    )
     return out, found
 
 
-def _heal_slopes(call: Call, slopes: Array, along: Array, kept: Sequence[Array]) -> None:
+def _repair_query_gradient(call: Call, slopes: Array, along: Array, kept: Sequence[Array]) -> None:
     """The same for the gradient of the query, in place; those of key and value are right."""
-    dquery, along, out = (four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
-    query, key, value = _seen(call)
-    scale = native.scale_of(call)
-    mend().heal_backward(dquery, along, out, kept[0], query, key, value, scale)
+    dquery, along, out = (as_four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
+    query, key, value = _visible_arrays(call)
+    scale = native.effective_scale(call)
+    import_nan_repair().repair_query_gradient(dquery, along, out, kept[0], query, key, value, scale)

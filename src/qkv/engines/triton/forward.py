@@ -1,4 +1,5 @@
-"""out = Σⱼ α(s)ᵢⱼ vⱼ in tiles: `pool` does the sum, `merge` joins its parts if the keys were split.
+"""out = Σⱼ α(s)ᵢⱼ vⱼ in tiles: `pool_kernel` does the sum, `merge_kernel` joins its parts if the
+keys were split.
 
 No kernel uses atomics: a sum has one program.
 """
@@ -14,14 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, rooms, tiles
-from qkv.engines.triton.arguments import Arguments, rounded
-from qkv.engines.triton.kept import by_launches
+from qkv.engines.triton import launch, tiles, workspace
+from qkv.engines.triton.kernel_call import KernelCall, round_query
 from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.place import even, left_out, product, rows_in, rows_program, scored, tile_of
+from qkv.engines.triton.launch_replay import replay_launches
+from qkv.engines.triton.program import (
+    align_stride,
+    begin_row_program,
+    compute_product,
+    compute_tile_scores,
+    is_skipped,
+    load_mask_tile,
+    rows_per_lane,
+)
 from qkv.engines.triton.records import NarrowSizes
-from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, launched
-from qkv.engines.triton.weigh import chosen, sound, weigh
+from qkv.engines.triton.score_tile import is_all_finite, is_in_top_k, tile_weights
+from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NEG_INFINITY, jit_kernel
 
 
 @triton.jit
@@ -43,35 +52,37 @@ def pool_tiles(
     FLAT: tl.constexpr = F.WIDE and F.TMA and not CAREFUL
     STAGES: tl.constexpr = 1 if CAREFUL else None
     for t in tl.range(lo, hi, flatten=FLAT, num_stages=STAGES):
-        start, j, here, live, extra = tile_of(t, rows, keys, times, z, F, MASKED)
+        start, j, here, live, extra = load_mask_tile(t, rows, keys, times, z, F, MASKED)
         if F.WEIGHTING == "average":
             p = live.to(tl.float32) if RULED else tl.full((F.ROWS, F.COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
         else:
-            x, _ = product(rows, keys, start, here, F)
+            x, _ = compute_product(rows, keys, start, here, F)
             if F.FOLD:
                 factor = scales.scale
                 if ADDED:
                     x = x * scale + extra
                     factor = scales.times
-                s = tl.where(live, x, NONE) if RULED else x
+                s = tl.where(live, x, NEG_INFINITY) if RULED else x
                 new = tl.maximum(top, tl.max(s, 1) * factor)
-                base = tl.where(new == NONE, 0.0, new)
+                base = tl.where(new == NEG_INFINITY, 0.0, new)
                 p = tl.exp2(s * factor - base[:, None])
             else:
-                s, _, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+                s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, F.BASE, F)
                 if F.PAIRS == 2:
                     s = s + extra
                 if F.EXPONENTIAL:
                     if F.WEIGHTING == "topk":
-                        s = tl.where(chosen(s, j, rows.row_a, rows.row_b), s * LOG2E, NONE)
+                        s = tl.where(
+                            is_in_top_k(s, j, rows.row_a, rows.row_b), s * LOG2E, NEG_INFINITY
+                        )
                     if RULED:
-                        s = tl.where(live, s, NONE)
+                        s = tl.where(live, s, NEG_INFINITY)
                     new = tl.maximum(top, tl.max(s, 1))
-                    base = tl.where(new == NONE, 0.0, new)
+                    base = tl.where(new == NEG_INFINITY, 0.0, new)
                     p = tl.exp2(s - base[:, None])
                 else:
-                    p, _ = weigh(
+                    p, _ = tile_weights(
                         s, j, live, 0.0, 1.0, rows.row_a, rows.row_b, scales.alpha, F, RULED
                     )
             if F.EXPONENTIAL:
@@ -82,56 +93,60 @@ def pool_tiles(
             elif F.WEIGHTING == "normalized":
                 total += tl.sum(p, 1)
         if F.DROP:
-            p = p * tiles.kept_share(rows.drawn, j, z.dropped, scales.share)
+            p = p * tiles.dropout_factor(rows.drawn, j, z.dropped, scales.share)
         if CAREFUL:
             counts = p != 0 if F.SPARSE else live | (p != p)
             first, width = some
-            v = tiles.fetch_some(first + start * keys.v_m, here * keys.v_m, width, acc.shape[1])
-            acc = tiles.add_carefully(acc, p, v, counts, F.PRECISION)
+            v = tiles.load_some_columns(
+                first + start * keys.v_m, here * keys.v_m, width, acc.shape[1]
+            )
+            acc = tiles.add_product_nan_safe(acc, p, v, counts, F.PRECISION)
         else:
-            v = tiles.rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
+            v = tiles.load_row_tile(
+                keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA
+            )  # (COLS, d)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=F.PRECISION)
     return acc, top, total
 
 
 @triton.jit
-def nothing(F, WIDTH: tl.constexpr):
+def empty_state(F, WIDTH: tl.constexpr):
     """The state before the first tile, of values this wide."""
     return (
         tl.zeros((F.ROWS, WIDTH), dtype=tl.float32),
-        tl.full((F.ROWS,), NONE, dtype=tl.float32),
+        tl.full((F.ROWS,), NEG_INFINITY, dtype=tl.float32),
         tl.zeros((F.ROWS,), dtype=tl.float32),
     )
 
 
-@launched
-def pool(
+@jit_kernel
+def pool_kernel(
     given, at, counts, out, lse, kept, scales, steps, z, F: tl.constexpr
 ):  # fmt: skip
     """The output and log-sum-exp of one tile of queries; with SPLIT, of one part of the keys.
 
     A part goes to `out` (splits, …) unfinished, with its top in `lse` and its total in `kept`.
     """
-    if left_out(given, at, z, F):
+    if is_skipped(given, at, z, F):
         return
-    rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
+    rows, keys, spot, edges, part = begin_row_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
-    state = nothing(F, F.BLOCK_D)
+    state = empty_state(F, F.BLOCK_D)
     if F.LOWER and not F.LAYOUT and not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
     if not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
     if F.QUICK:
         acc, top, total = state
-        good = tl.max((tiles.finite(total) == 0).to(tl.int32), 0) == 0
+        good = tl.max((tiles.is_finite(total) == 0).to(tl.int32), 0) == 0
         acc = tl.where(good, acc, 0.0)
-        state = (acc, tl.where(good, top, NONE), tl.where(good, total, 0.0))
+        state = (acc, tl.where(good, top, NEG_INFINITY), tl.where(good, total, 0.0))
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
     if F.UPPER or (F.CUT and not F.ENDED) or F.LAYOUT or F.EDGES or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
-    rows_n = rows_in(z, F)
+    rows_n = rows_per_lane(z, F)
     lanes = tl.num_programs(0) // ((rows_n + F.ROWS - 1) // F.ROWS * z.splits)
     if F.SPLIT:
         line += tl.cast(part, tl.int64) * lanes * rows_n
@@ -140,13 +155,13 @@ def pool(
         there = line * F.D
         share = tl.full(total.shape, 1.0, tl.float32)
     else:
-        there = spot.batch * even(steps.o_b, F) + spot.head * even(steps.o_h, F)
-        there += spot.row * tl.cast(even(steps.o_n, F), tl.int64)
+        there = spot.batch * align_stride(steps.o_b, F) + spot.head * align_stride(steps.o_h, F)
+        there += spot.row * tl.cast(align_stride(steps.o_n, F), tl.int64)
         lines = tl.cast(lanes, tl.int64) * rows_n
-        share = finish(top, total, line, spot.inside, lse, kept, lines, F)
+        share = finish_rows(top, total, line, spot.inside, lse, kept, lines, F)
     odd = False
     if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE:
-        odd = sound(acc) == 0
+        odd = is_all_finite(acc) == 0
     if odd:
         # A value that does not count was multiplied by 0, and may be why the sum is not finite: do
         # it again and look at each, of few columns at a time, which makes for less to compile.
@@ -155,23 +170,23 @@ def pool(
         for first in tl.range(0, F.D, FEW):
             some = (value + first, F.D - first)
             seen, _, _ = pool_tiles(
-                nothing(F, FEW), rows, keys, some, scales, z, lo, hi, F, True, True
+                empty_state(F, FEW), rows, keys, some, scales, z, lo, hi, F, True, True
             )
-            put(seen, share, out + first, there, spot.inside, F.D - first)
+            store_rows(seen, share, out + first, there, spot.inside, F.D - first)
     else:
-        put(acc, share, out, there, spot.inside, F.D)
+        store_rows(acc, share, out, there, spot.inside, F.D)
 
 
 @triton.jit
-def finish(top, total, line, inside, lse, kept, lines, F):
+def finish_rows(top, total, line, inside, lse, kept, lines, F):
     """Write the log-sum-exp (or the total) and what the gradient needs of the row; what the pooled
     values are multiplied by."""
     share = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
     summary = total
     if F.EXPONENTIAL:
-        top = tl.where(top == NONE, 0.0, top)
+        top = tl.where(top == NEG_INFINITY, 0.0, top)
         logarithm = tl.log2(tl.where(total == 0, 1.0, total))
-        summary = tl.where(total == 0, NONE, (top + logarithm) * LN2)
+        summary = tl.where(total == 0, NEG_INFINITY, (top + logarithm) * LN2)
         if not F.APART:
             # An empty row has weights of 2^(−∞).
             top = tl.where(total == 0, INFINITY, top + logarithm)
@@ -188,7 +203,7 @@ def finish(top, total, line, inside, lse, kept, lines, F):
 
 
 @triton.jit
-def put(acc, share, out, there, inside, width):
+def store_rows(acc, share, out, there, inside, width):
     """Write the pooled values of rows, as many columns of them as there are."""
     column = tl.arange(0, acc.shape[1])[None, :]
     where = out + there[:, None] + column
@@ -196,22 +211,22 @@ def put(acc, share, out, there, inside, width):
     tl.store(where, acc, mask=inside[:, None] & (column < width))
 
 
-@launched
-def merge(parts, tops, totals, out, lse, kept, lines, splits, F: tl.constexpr):
+@jit_kernel
+def merge_kernel(parts, tops, totals, out, lse, kept, lines, splits, F: tl.constexpr):
     """One row's parts joined: each is scaled from its own top to the largest, and added."""
     line = tl.cast(tl.program_id(0), tl.int64)
     lines = tl.cast(lines, tl.int64)
     s = tl.arange(0, F.BLOCK_S)
     column = tl.arange(0, F.BLOCK_D)[None, :]
-    top = tl.full((1,), NONE, dtype=tl.float32)
+    top = tl.full((1,), NEG_INFINITY, dtype=tl.float32)
     if F.EXPONENTIAL:
-        highest = tl.full((F.BLOCK_S,), NONE, dtype=tl.float32)
+        highest = tl.full((F.BLOCK_S,), NEG_INFINITY, dtype=tl.float32)
         for start in tl.range(0, splits, F.BLOCK_S):
             there = (start + s) * lines + line
-            each = tl.load(tops + there, mask=start + s < splits, other=NONE)
+            each = tl.load(tops + there, mask=start + s < splits, other=NEG_INFINITY)
             highest = tl.maximum(highest, each, propagate_nan=tl.PropagateNan.ALL)
         top = tl.maximum(top, tl.max(highest, 0))
-    base = tl.where(top == NONE, 0.0, top)
+    base = tl.where(top == NEG_INFINITY, 0.0, top)
     total = tl.zeros((F.BLOCK_S,), dtype=tl.float32)
     acc = tl.zeros((F.BLOCK_S, F.BLOCK_D), dtype=tl.float32)
     for start in tl.range(0, splits, F.BLOCK_S):
@@ -224,7 +239,7 @@ def merge(parts, tops, totals, out, lse, kept, lines, splits, F: tl.constexpr):
             other=0.0,
         )
         if F.EXPONENTIAL:
-            scale = tl.exp2(tl.load(tops + there, mask=inside, other=NONE) - base)
+            scale = tl.exp2(tl.load(tops + there, mask=inside, other=NEG_INFINITY) - base)
             some = some * scale
             tile = tile * scale[:, None]
         total += some
@@ -232,30 +247,30 @@ def merge(parts, tops, totals, out, lse, kept, lines, splits, F: tl.constexpr):
     pooled = tl.sum(acc, 0)[None, :]
     whole = tl.sum(total, 0)[None]
     here = line + tl.arange(0, 1)
-    share = finish(top, whole, here, here >= 0, lse, kept, lines, F)
-    put(pooled, share, out, here * F.D, here >= 0, F.D)
+    share = finish_rows(top, whole, here, here >= 0, lse, kept, lines, F)
+    store_rows(pooled, share, out, here * F.D, here >= 0, F.D)
 
 
-@by_launches
-def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+@replay_launches
+def attend_forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, and of each row its top (in base 2) and 1 / total.
 
-    What is given is that of `Arguments`.
+    What is given is that of `KernelCall`.
     """
-    call = Arguments(*rounded(given))
-    out, lse, kept = fake(call.query, call.key, call.value)
+    call = KernelCall(*round_query(given))
+    out, lse, kept = allocate_outputs(call.query, call.key, call.value)
     if out.numel() == 0 or call.m == 0:
-        empty = -math.inf if call.facts["EXPONENTIAL"] else 0.0
+        empty = -math.inf if call.constexprs["EXPONENTIAL"] else 0.0
         return out.zero_(), lse.fill_(empty), kept.zero_()
-    pool_all(call, out, lse, kept)
+    launch_pool(call, out, lse, kept)
     return out, lse, kept
 
 
 @cache
-def _hopper(device: torch.device) -> Any:
+def _hopper_module(device: torch.device) -> Any:
     """The module of kernels for Hopper; None on others, and where Triton has another Gluon."""
     known = [3, 6] <= [int(x) for x in triton.__version__.split(".")[:2]] <= [3, 9]
-    if not known or launch.interpreted() or device.type != "cuda":
+    if not known or launch.is_interpreted() or device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device)[0] != 9:
         return None
@@ -264,66 +279,80 @@ def _hopper(device: torch.device) -> Any:
     return hopper
 
 
-def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Fill out, lse and kept."""
-    hopper = None if call.key_bias is None else _hopper(out.device)
-    if hopper is not None and hopper.fits(call):
-        hopper.pool(call, out, lse, kept)
+    hopper = None if call.key_bias is None else _hopper_module(out.device)
+    if hopper is not None and hopper.is_supported(call):
+        hopper.launch_pool(call, out, lse, kept)
         return
-    packed = call.n * call.group <= launch.FEW and call.group > 1 and call.layout is None
-    packed = packed and not call.facts["TANH"]
+    packed = (
+        call.n * call.group <= launch.MAX_PACKED_ROWS and call.group > 1 and call.layout is None
+    )
+    packed = packed and not call.constexprs["TANH"]
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
 
-    def run(tile: Tile) -> None:
+    def run_tile(tile: Tile) -> None:
         programs = lanes * -(-rows // tile.rows)
-        splits, span = call.parts(programs, call.m, tile.cols, tile.waves)
+        splits, span = call.split_loop(programs, call.m, tile.cols, tile.waves)
         # Scores that are made number by number are much code: a chunk of the width at a time.
-        wide = call.w > launch.HELD or (
-            call.w > 64 and call.facts["SCORES"] != call.facts["PRECISION"]
+        wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or (
+            call.w > 64 and call.constexprs["SCORES"] != call.constexprs["PRECISION"]
         )
         targets = (out, lse, kept)
         if splits > 1:
             shape = (splits, lanes * rows)
-            targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
-        for own, at, counts, at_columns, more in call.walks(tile, splits):
-            facts = call.known(own, wide, splits) | {"PACKED": packed, "FOLD": call.fold} | more
-            if call.quick and max(call.w, call.d) > 64:  # a mask's tile beside wide rows: too much
+            targets = (
+                call.allocate_buffer(*shape, call.d),
+                call.allocate_buffer(*shape),
+                call.allocate_buffer(*shape),
+            )
+        for own, at, counts, at_columns, more in call.tile_loops(tile, splits):
+            facts = (
+                call.pass_constexprs(own, wide, splits)
+                | {"PACKED": packed, "FOLD": call.folds_scale}
+                | more
+            )
+            if (
+                call.float_mask_bytes and max(call.w, call.d) > 64
+            ):  # a mask's tile beside wide rows: too much
                 facts |= {"QUICK": False, "FOLD": False}
             facts["LAID"] = facts["LAID"] and facts["QUICK"] and not packed
             if wide and packed:
                 facts["TMA"] = False  # stacked rows do not follow each other
             others = (call.gate_key, call.pairs, call.layout, *call.band)
-            added = call.facts["BIAS"] and call.weighting == "softmax"
+            added = call.constexprs["BIAS"] and call.weighting == "softmax"
             if wide and facts["CUT"] and added and all(x is None for x in others):
                 # A bias of −∞ beyond the last key, where the copy engine has values of 0, makes for
                 # one loop to compile.
                 cut = call.lengths is not None or not facts["TMA"]
                 facts |= {"ENDED": True, "CUT": cut}
-            sizes = call.sizes(
+            sizes = call.build_sizes(
                 heads=lanes // call.b, rows_n=rows, at_columns=at_columns, splits=splits, span=span
             )
             if call.d != facts["BLOCK_D"]:  # values that do not fill their tile
                 sizes = NarrowSizes(*sizes)
             grid = lanes * -(-rows // own.rows) * splits
-            call.start(pool, grid, (at, counts, *targets), out, (sizes,), facts, own)
+            call.launch_kernel(pool_kernel, grid, (at, counts, *targets), out, (sizes,), facts, own)
         if splits > 1:
             names = ("D", "BLOCK_D", "WEIGHTING", "EXPONENTIAL", "APART")
             joined = {name: facts[name] for name in names}
             joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))
             parts = (*targets, out, lse, kept)
-            launch.start(
-                merge, lanes * rows, parts, (), (lanes * rows, splits), joined,
+            launch.launch_kernel(
+                merge_kernel, lanes * rows, parts, (), (lanes * rows, splits), joined,
                 Tile(1, 1, 1, 4, 2),
             )  # fmt: skip
 
-    few = lanes < launch.processors(out.device) and rows <= launch.FEW
+    few = lanes < launch.count_processors(out.device) and rows <= launch.MAX_PACKED_ROWS
     name = "split" if few else "pool"
-    call.fitting(name, call.tile(name, rows), run)
+    call.run_with_fitting_tile(name, call.choose_tile(name, rows), run_tile)
 
 
-def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what `attend` gives."""
+def allocate_outputs(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what `attend_forward` gives."""
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
-    return out, rooms.new(query, rows), rooms.new(query, (2, *rows))
+    return out, workspace.allocate_buffer(query, rows), workspace.allocate_buffer(query, (2, *rows))

@@ -1,5 +1,5 @@
-"""softmax(scale · q·kᵀ + bias) v on Hopper, in Gluon: what `forward.pool` does, for rows of 16 bits
-without a mask.
+"""softmax(scale · q·kᵀ + bias) v on Hopper, in Gluon: what `forward.pool_kernel` does, for rows of
+16 bits without a mask.
 
 Triton's own loop leaves the matrix units idle while it takes exponentials. Here, as in
 FlashAttention-3, one warp copies tiles into a ring, and two teams of four warps, each with half of
@@ -27,21 +27,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.ahead import Heard
 from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, SIZES
+from qkv.engines.triton.precompile import CompileNotifier
+from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NEG_INFINITY, UNSPECIALIZED_NAMES
 
 # By their names from Triton 3.7 on, or before.
-load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-save = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-TILES = {128: Tile(64, 128, 128, 4, 3, described=True, registers=168)}
+TILES = {128: Tile(64, 128, 128, 4, 3, uses_descriptors=True, registers=168)}
 """The rows of a team, the keys of a stage and the stages, by the widths at which it was seen to be
 faster. A team's threads take 240 registers in the end, those of the warp that copies 24."""
 
 
 @gluon.jit
-def ring(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Barriers, each of which opens after so many arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -50,16 +50,16 @@ def ring(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def fetch(source, at, target, full, free, phase):
+def copy_tile(source, at, target, full, free, phase):
     """Copy a piece of `source` where it is free, or will be."""
     mbarrier.wait(free, phase)
     fence_async_shared()  # threads read the bias that stood there
     mbarrier.expect(full, source.block_type.nbytes)
-    load(source, at, full, target)
+    async_load(source, at, full, target)
 
 
 @gluon.jit
-def fill(tiles, bars, sources, heads, group, rows, jobs, count, F: gl.constexpr):
+def produce_tiles(tiles, bars, sources, heads, group, rows, jobs, count, F: gl.constexpr):
     """Copy what the teams read: each job's queries, then tiles of the rest, the last first."""
     q, k, v, added = tiles
     q_full, q_free, k_full, k_free, v_full = bars
@@ -71,49 +71,51 @@ def fill(tiles, bars, sources, heads, group, rows, jobs, count, F: gl.constexpr)
         h = job // rows % heads
         for team in gl.static_range(2):
             at = (b, h, (job % rows * 2 + team) * F.ROWS, 0)
-            fetch(query, at, q.index(team), q_full.index(team), q_free.index(team), turn & 1 ^ 1)
+            copy_tile(
+                query, at, q.index(team), q_full.index(team), q_free.index(team), turn & 1 ^ 1
+            )
         for i in range(count):
             row = (b, h // group, (count - 1 - i) * F.COLS)
             stage = step % F.STAGES
             free = step // F.STAGES & 1 ^ 1
-            fetch(bias, row, added.index(stage), k_full.index(stage), k_free.index(stage), free)
+            copy_tile(bias, row, added.index(stage), k_full.index(stage), k_free.index(stage), free)
             at = (b, h // group, row[2], 0)
-            fetch(key, at, k.index(stage), k_full.index(stage), k_free.index(stage), free)
+            copy_tile(key, at, k.index(stage), k_full.index(stage), k_free.index(stage), free)
             if step + 2 >= F.STAGES:  # two steps after a tile's keys its values are done with too
                 seen = step + 2 - F.STAGES
                 mbarrier.wait(k_free.index(seen % F.STAGES), seen // F.STAGES & 1)
             mbarrier.expect(v_full.index(stage), value.block_type.nbytes)
-            load(value, at, v_full.index(stage), v.index(stage))
+            async_load(value, at, v_full.index(stage), v.index(stage))
             step += 1
         turn += 1
 
 
 @gluon.jit
-def weigh(s, bias, top, total, scale):
+def online_softmax(s, bias, top, total, scale):
     """2^(s − top) of a tile of scores with the largest so far, by what earlier sums fade, the
     largest and the total."""
     x = s * scale + bias[None, :]
     new = gl.maximum(top, gl.max(x, 1))
-    base = gl.where(new == NONE, 0.0, new) * LOG2E
+    base = gl.where(new == NEG_INFINITY, 0.0, new) * LOG2E
     p = gl.exp2(x * LOG2E - base[:, None])
     fade = gl.exp2(top * LOG2E - base)
     return p, fade, new, total * fade + gl.sum(p, 1)
 
 
 @gluon.jit
-def half(p, dtype: gl.constexpr):
+def as_left_operand(p, dtype: gl.constexpr):
     """Weights as the left side of a product, in the registers where they are."""
     side: gl.constexpr = gl.DotOperandLayout(0, p.type.layout, 2)
     return gl.convert_layout(p.to(dtype), side, assert_trivial=True)
 
 
 @gluon.jit
-def tile(x, stage, F: gl.constexpr):
+def stage_tile(x, stage, F: gl.constexpr):
     return x.index(stage).reshape([F.COLS, F.D])
 
 
 @gluon.jit
-def work(
+def consume_tiles(
     tiles, bars, out, lse, kept, scale, heads, rows, jobs, count, n, m, team, F: gl.constexpr
 ):  # fmt: skip
     """One team's rows of each job."""
@@ -130,19 +132,21 @@ def work(
     turn = 0
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
         acc = gl.zeros([F.ROWS, F.D], gl.float32, deep)
-        top = gl.full([F.ROWS], NONE, gl.float32, by_row)
+        top = gl.full([F.ROWS], NEG_INFINITY, gl.float32, by_row)
         total = gl.zeros([F.ROWS], gl.float32, by_row)
         stage = step % F.STAGES
         mbarrier.wait(q_full.index(team), turn & 1)
         mbarrier.wait(k_full.index(stage), step // F.STAGES & 1)
-        keys = tile(k, stage, F).permute((1, 0))
+        keys = stage_tile(k, stage, F).permute((1, 0))
         s = warpgroup_mma(queries, keys, nothing, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s])
         bias = added.index(stage).reshape([F.COLS]).load(by_key)
         live = (count - 1) * F.COLS + gl.arange(0, F.COLS, by_key) < m
         mbarrier.arrive(k_free.index(stage))
-        p, fade, top, total = weigh(s, gl.where(live, bias, NONE), top, total, scale)
-        weights = half(p, q.dtype)
+        p, fade, top, total = online_softmax(
+            s, gl.where(live, bias, NEG_INFINITY), top, total, scale
+        )
+        weights = as_left_operand(p, q.dtype)
         last = step + count - 1
         following = step + 1
         ready = k_full.index(following % F.STAGES)
@@ -152,24 +156,24 @@ def work(
             phase = step // F.STAGES & 1
             step += 1
             stage = step % F.STAGES
-            keys = tile(k, stage, F).permute((1, 0))
+            keys = stage_tile(k, stage, F).permute((1, 0))
             s = warpgroup_mma(queries, keys, nothing, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), phase)
-            acc = warpgroup_mma(weights, tile(v, before, F), acc, is_async=True)
+            acc = warpgroup_mma(weights, stage_tile(v, before, F), acc, is_async=True)
             s = warpgroup_mma_wait(1, [s])
             bias = added.index(stage).reshape([F.COLS]).load(by_key)
             mbarrier.arrive(k_free.index(stage))
-            p, fade, top, total = weigh(s, bias, top, total, scale)
+            p, fade, top, total = online_softmax(s, bias, top, total, scale)
             # Here, since without its branch ptxas waits for acc before the exponentials.
             following = step + 1
             ready = k_full.index(following % F.STAGES)
             mbarrier.wait(ready, following // F.STAGES & 1, pred=step < last)
             acc, p = warpgroup_mma_wait(0, [acc, p])
             acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, deep))[:, None]
-            weights = half(p, q.dtype)
+            weights = as_left_operand(p, q.dtype)
         stage = step % F.STAGES
         mbarrier.wait(v_full.index(stage), step // F.STAGES & 1)
-        acc = warpgroup_mma(weights, tile(v, stage, F), acc, is_async=True)
+        acc = warpgroup_mma(weights, stage_tile(v, stage, F), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         some = total != 0
         share = gl.where(some, 1.0 / gl.where(some, total, 1.0), 0.0)
@@ -178,11 +182,11 @@ def work(
         fence_async_shared()
         first = (job % rows * 2 + team) * F.ROWS
         lane = job // rows
-        save(out, [lane // heads, lane % heads, first, 0], own)
+        async_store(out, [lane // heads, lane % heads, first, 0], own)
         i = first + gl.arange(0, F.ROWS, by_row)
         line = lane.to(gl.int64) * n + i
         lines = (jobs // rows).to(gl.int64) * n
-        height = gl.where(some, top * LOG2E + gl.log2(gl.where(some, total, 1.0)), NONE)
+        height = gl.where(some, top * LOG2E + gl.log2(gl.where(some, total, 1.0)), NEG_INFINITY)
         gl.store(lse + line, height * LN2, mask=i < n)
         gl.store(kept + line, gl.where(some, height, INFINITY), mask=i < n)
         gl.store(kept + lines + line, share, mask=i < n)
@@ -193,7 +197,7 @@ def work(
 
 
 @gluon.jit
-def described(base, b, h, rows, at_b, at_h, at_row, ROWS: gl.constexpr, F: gl.constexpr):
+def make_descriptor(base, b, h, rows, at_b, at_h, at_row, ROWS: gl.constexpr, F: gl.constexpr):
     """An array (B, H, rows, D) as the copy engine knows it, in pieces of ROWS."""
     size: gl.constexpr = [1, 1, ROWS, F.D]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(size, base.dtype.element_ty)
@@ -202,23 +206,23 @@ def described(base, b, h, rows, at_b, at_h, at_row, ROWS: gl.constexpr, F: gl.co
     )
 
 
-class Kernel(Heard, GluonJITFunction):
+class NotifyingGluonKernel(CompileNotifier, GluonJITFunction):
     """What `gluon.jit` makes, and such a one."""
 
 
-@partial(Kernel, do_not_specialize=SIZES)
+@partial(NotifyingGluonKernel, do_not_specialize=UNSPECIALIZED_NAMES)
 def pool_hopper(
     given, at, counts, out, lse, kept, scales, steps, z, lanes, rows, count, F: gl.constexpr
 ):  # fmt: skip
     """Jobs of 2 · ROWS queries, of which a processor has one after the other. The arrays are those
-    of `forward.pool`, so that either launch is made again alike."""
+    of `forward.pool_kernel`, so that either launch is made again alike."""
     n, m, heads, group = z.n, z.m, z.heads, z.group
     few = heads // group
     b = lanes // heads
-    query = described(given.query, b, heads, n, steps.q_b, steps.q_h, steps.q_n, F.ROWS, F)
-    key = described(given.key, b, few, m, steps.k_b, steps.k_h, steps.k_m, F.COLS, F)
-    value = described(given.value, b, few, m, steps.v_b, steps.v_h, steps.v_m, F.COLS, F)
-    target = described(out, b, heads, n, steps.o_b, steps.o_h, steps.o_n, F.ROWS, F)
+    query = make_descriptor(given.query, b, heads, n, steps.q_b, steps.q_h, steps.q_n, F.ROWS, F)
+    key = make_descriptor(given.key, b, few, m, steps.k_b, steps.k_h, steps.k_m, F.COLS, F)
+    value = make_descriptor(given.value, b, few, m, steps.v_b, steps.v_h, steps.v_m, F.COLS, F)
+    target = make_descriptor(out, b, heads, n, steps.o_b, steps.o_h, steps.o_n, F.ROWS, F)
     size: gl.constexpr = [1, 1, F.COLS]
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for(size, gl.float32)
     bias = tma.make_tensor_descriptor(
@@ -231,24 +235,36 @@ def pool_hopper(
         gl.allocate_shared_memory(key.dtype, [S, 1, 1, F.COLS, F.D], value.layout),
         gl.allocate_shared_memory(gl.float32, [S, 1, 1, F.COLS], flat),
     )
-    bars = (ring(2, 1), ring(2, 1), ring(S, 2), ring(S, 2), ring(S, 1))
+    bars = (
+        make_barriers(2, 1),
+        make_barriers(2, 1),
+        make_barriers(S, 2),
+        make_barriers(S, 2),
+        make_barriers(S, 1),
+    )
     sources = (query, key, value, bias)
     jobs = lanes * rows
     scale = scales.scale * LN2  # the bias is in base e
     gl.warp_specialize(
         [
-            (work, (tiles, bars, target, lse, kept, scale, heads, rows, jobs, count, n, m, 0, F)),
-            (work, (tiles, bars, target, lse, kept, scale, heads, rows, jobs, count, n, m, 1, F)),
-            (fill, (tiles, bars, sources, heads, group, rows, jobs, count, F)),
+            (
+                consume_tiles,
+                (tiles, bars, target, lse, kept, scale, heads, rows, jobs, count, n, m, 0, F),
+            ),
+            (
+                consume_tiles,
+                (tiles, bars, target, lse, kept, scale, heads, rows, jobs, count, n, m, 1, F),
+            ),
+            (produce_tiles, (tiles, bars, sources, heads, group, rows, jobs, count, F)),
         ],
         [4, 1],
         [240, 24],
     )
 
 
-def fits(call: Any) -> bool:
+def is_supported(call: Any) -> bool:
     """Whether it is a call that the kernel knows, and one that fills the device."""
-    if call.weighting != "softmax" or call.masked or call.key_bias is None:
+    if call.weighting != "softmax" or call.is_masked or call.key_bias is None:
         return False
     if call.gate_key is not None or call.seed is not None or call.query.element_size() != 2:
         return False
@@ -256,20 +272,20 @@ def fits(call: Any) -> bool:
         return False
     rows, cols, *_ = TILES[call.d]
     jobs = call.b * call.h * -(-call.n // (2 * rows))
-    full = jobs >= launch.processors(call.query.device) and call.m >= cols
-    even = call.described and 0 not in call.strides[:11]
+    full = jobs >= launch.count_processors(call.query.device) and call.m >= cols
+    even = call.can_use_descriptors and 0 not in call.strides[:11]
     *_, at_b, at_h = call.strides[:11]
     return full and even and (at_b | at_h) % 4 == 0 and call.key_bias.data_ptr() % 16 == 0
 
 
-def pool(call: Any, out: Tensor, lse: Tensor, kept: Tensor) -> None:
-    """Fill these as `forward.pool` does."""
+def launch_pool(call: Any, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Fill these as `forward.pool_kernel` does."""
     tile = TILES[call.d]
     lanes, rows = call.b * call.h, -(-call.n // (2 * tile.rows))
     facts = {"D": call.d, "ROWS": tile.rows, "COLS": tile.cols, "STAGES": tile.stages}
     arrays = (call.inputs, None, None, out, lse, kept)
     count = -(-call.m // tile.cols)
-    whole = (call.steps(out), call.sizes(), lanes, rows, count)
-    with launch.on(out.device):
-        programs = min(lanes * rows, launch.processors(out.device))
-        launch.start(pool_hopper, programs, arrays, call.floats, whole, facts, tile)
+    whole = (call.build_strides(out), call.build_sizes(), lanes, rows, count)
+    with launch.use_device(out.device):
+        programs = min(lanes * rows, launch.count_processors(out.device))
+        launch.launch_kernel(pool_hopper, programs, arrays, call.scales, whole, facts, tile)

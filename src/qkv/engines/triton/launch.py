@@ -13,27 +13,34 @@ import torch
 import triton
 from torch import Tensor
 
-from qkv.engines.triton import ahead, rooms
-from qkv.engines.triton.records import INTERPRETED, TOLD, Facts, Scales, facts_of
+from qkv.engines.triton import precompile, workspace
+from qkv.engines.triton.records import (
+    IS_INTERPRETED,
+    SPECIALIZED_SIZES,
+    Constexprs,
+    Scales,
+    intern_constexprs,
+)
 from qkv.errors import EngineError
 
-NARROWEST = 64
-HELD = 256
+MIN_BLOCK_COLUMNS = 64
+MAX_FORWARD_TILE_WIDTH = 256
 """The widest φ that a forward tile holds whole; a wider one is read in chunks."""
-HELD_BACK = 128
+MAX_BACKWARD_TILE_WIDTH = 128
 """The same on the way back, where the tile holds the gradients as well."""
-FEW = 64
+MAX_PACKED_ROWS = 64
 """Rows of queries, with those of the other heads that share the keys, that are stacked."""
-LEAST = 512
+MIN_ROWS_PER_PART = 512
 """Rows of a part, where a loop is split: fewer are not worth a second kernel to join them."""
 
 
 class Tile(NamedTuple):
     """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor.
 
-    `described` has its rows copied by descriptors, on devices that can; a thread has no more than
+    `uses_descriptors` has its rows copied by descriptors, on devices that can; a thread has no
+    more than
     `registers`, if they are given. `early` is started while the launch before it ends: its kernel
-    waits for that by itself (`tiles.wait`).
+    waits for that by itself (`tiles.wait_for_previous_launch`).
     """
 
     rows: int
@@ -42,35 +49,35 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     waves: int = 4
-    described: bool = False
+    uses_descriptors: bool = False
     registers: int | None = None
     early: bool = False
 
 
-OVERRIDE: dict[str, Tile] = {}
+TILE_OVERRIDES: dict[str, Tile] = {}
 """Tiles by hand, of "pool", "split", "to_keys", "to_queries", "to_pairs" and "mend"."""
 
 # Registers are bounded where the loop that is done again with care would take more, and leave room
 # for fewer programs.
-_QUICK = Tile(64, 64, 64, 4, 3, described=True)
-_TALL = _QUICK._replace(rows=128, warps=8, registers=128)
-QUICK = {
-    "pool": (_TALL, _TALL._replace(stages=2)),
-    "to_keys": (_QUICK, _QUICK._replace(stages=2, registers=168)),
-    "to_queries": (_TALL, _QUICK),
-    "to_pairs": (_QUICK._replace(stages=2, registers=168),) * 2,
+_FLOAT_MASK_TILE = Tile(64, 64, 64, 4, 3, uses_descriptors=True)
+_TALL_FLOAT_MASK_TILE = _FLOAT_MASK_TILE._replace(rows=128, warps=8, registers=128)
+FLOAT_MASK_TILES = {
+    "pool": (_TALL_FLOAT_MASK_TILE, _TALL_FLOAT_MASK_TILE._replace(stages=2)),
+    "to_keys": (_FLOAT_MASK_TILE, _FLOAT_MASK_TILE._replace(stages=2, registers=168)),
+    "to_queries": (_TALL_FLOAT_MASK_TILE, _FLOAT_MASK_TILE),
+    "to_pairs": (_FLOAT_MASK_TILE._replace(stages=2, registers=168),) * 2,
 }
 """Tiles where a float mask's −∞ is trusted, of 2 bytes a number and of 4, for widths up to 64."""
 
-SMALLER: dict[tuple[Any, ...], Tile] = {}
+SHRUNK_TILES: dict[tuple[Any, ...], Tile] = {}
 """What took the place of a tile that the device does not hold."""
 
-_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """What `torch.cuda.current_device` asks once it is sure that CUDA is there."""
 
 
 @cache
-def tile_of(
+def choose_tile(
     name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False,
     gated: bool = False, quick: int = 0,
 ) -> Tile:  # fmt: skip
@@ -81,16 +88,16 @@ def tile_of(
     bytes of its numbers where −∞ is trusted (`F.QUICK`).
     """
     wide = max(w, d)
-    if quick and wide <= 64 and name in QUICK:
-        return QUICK[name][quick == 4]
+    if quick and wide <= 64 and name in FLOAT_MASK_TILES:
+        return FLOAT_MASK_TILES[name][quick == 4]
     if name == "mend":
         # Small: most of its programs only look, and a large one takes longer to start.
         if wide * size > 256:
             return Tile(16, 16, 32, 4, 1)
         return Tile(64 if size == 2 else 32, 32, 32, 4, 1)
     if name == "split":
-        block = max(16, power_of_2(min(rows, FEW)))
-        if w > HELD or size == 4:
+        block = max(16, next_power_of_2(min(rows, MAX_PACKED_ROWS)))
+        if w > MAX_FORWARD_TILE_WIDTH or size == 4:
             return Tile(block, 64, 32, 4, 2)
         if wide > 128:
             return Tile(block, 32, 64, 4, 3)
@@ -99,44 +106,44 @@ def tile_of(
         return Tile(block, 128, 64, 8, 3, 1, True) if wide > 64 else Tile(block, 64, 64, 4, 3)
     if name == "to_pairs":
         if size == 4:
-            return Tile(64, 64 if wide > HELD_BACK else 32, 32, 4, 2)
+            return Tile(64, 64 if wide > MAX_BACKWARD_TILE_WIDTH else 32, 32, 4, 2)
         return Tile(64, 64, 64, 4, 3)
     if size == 4:
         if name == "pool":
             return Tile(64, 64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 32, 4, 2)
-        if wide > HELD_BACK:
+        if wide > MAX_BACKWARD_TILE_WIDTH:
             # Eight warps read outside of memory where values are 16 wide (Triton 3.6).
             return Tile(64, 32, 32, 8 if d > 32 else 4, 1)
         return Tile(64, 32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 32, 4, 1)
     if name == "pool":
-        if w > HELD:
-            return Tile(128, 256 if d <= 64 else 128, 64, 8, 3, 1, described=d <= 128)
+        if w > MAX_FORWARD_TILE_WIDTH:
+            return Tile(128, 256 if d <= 64 else 128, 64, 8, 3, 1, uses_descriptors=d <= 128)
         if d > 256:
             return Tile(64, 32, 64, 8, 2)
         if wide > 128:
             return Tile(128, 64, 64, 8, 2)
         if wide > 64:
-            return Tile(64, 64, 64, 4, 3, described=plain)
-        return Tile(128, 64, 64, 4, 3, described=ruled)
-    if w > HELD_BACK or d > HELD_BACK:
+            return Tile(64, 64, 64, 4, 3, uses_descriptors=plain)
+        return Tile(128, 64, 64, 4, 3, uses_descriptors=ruled)
+    if w > MAX_BACKWARD_TILE_WIDTH or d > MAX_BACKWARD_TILE_WIDTH:
         if d > 128:
             return Tile(64, 64, 64, 8, 2)
-        return Tile(128, 64, 64, 4, 3, described=name == "to_keys")
+        return Tile(128, 64, 64, 4, 3, uses_descriptors=name == "to_keys")
     if name == "to_queries":
         return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
     if ruled and wide <= 64:
-        return Tile(64, 64, 64, 4, 2, described=True)
+        return Tile(64, 64, 64, 4, 2, uses_descriptors=True)
     if wide > 64:
         if not plain or ruled:
-            return Tile(32, 64, 64, 4, 4, described=True)
+            return Tile(32, 64, 64, 4, 4, uses_descriptors=True)
         tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
-        return tile._replace(described=True)
+        return tile._replace(uses_descriptors=True)
     if banded or gated:  # a gate beside 128 queries does not fit the registers: five times as long
         return Tile(64, 64, 64, 4, 3)
-    return Tile(128, 64, 64, 4, 2, described=True)
+    return Tile(128, 64, 64, 4, 2, uses_descriptors=True)
 
 
-def shrunk(tile: Tile) -> Tile:
+def shrink_tile(tile: Tile) -> Tile:
     """The next smaller tile, for a device whose fast memory is too small for this one."""
     if tile.stages > 2:
         return tile._replace(stages=tile.stages - 1)
@@ -150,110 +157,111 @@ def shrunk(tile: Tile) -> Tile:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
-def copy_engine(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
     """Whether the device copies tiles by descriptors (Hopper and later)."""
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] >= 9)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def lend(at: int | None) -> None:
+def set_descriptor_memory(at: int | None) -> None:
     """Launches have their descriptors here from now on: one is over when the next begins. None:
     each has its own again, as others' must."""
-    triton.set_allocator(_scratch if at is None else lambda *_: at)
+    triton.set_allocator(_allocate_scratch if at is None else lambda *_: at)
 
 
 @cache
-def interpreted() -> bool:
-    return INTERPRETED
+def is_interpreted() -> bool:
+    return IS_INTERPRETED
 
 
-def power_of_2(x: int) -> int:
+def next_power_of_2(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
-def block_of(width: int, dtype: torch.dtype) -> int:
+def block_width(width: int, dtype: torch.dtype) -> int:
     """The columns of a tile that holds rows this wide.
 
     One column of 16-bit values in a tile of 16 came out wrong on an H200 (Triton 3.6), in one of
     64 right.
     """
-    return max(power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
+    return max(next_power_of_2(width), 16 if dtype == torch.float32 else MIN_BLOCK_COLUMNS)
 
 
 class Launch(NamedTuple):
     """A launch, to be made again for arrays of the same shapes, strides and dtypes: all that the
-    kernel takes after its arrays are these numbers. The first `taken` arrays are one record."""
+    kernel takes after its arrays are these numbers. The first `record_length` arrays are one
+    record."""
 
     compiled: Any
     grid: tuple[int, ...]
     numbers: tuple[Any, ...]
-    described: bool
-    taken: int
+    uses_descriptors: bool
+    record_length: int
 
     @property
-    def scratch(self) -> int:
+    def scratch_bytes(self) -> int:
         """Bytes that its descriptors take."""
-        if not self.described:
+        if not self.uses_descriptors:
             return 0
         about = self.compiled.metadata
         return int(about.global_scratch_size * about.num_ctas * math.prod(self.grid))
 
     @property
-    def how(self) -> tuple[Any, ...]:
+    def launcher_arguments(self) -> tuple[Any, ...]:
         """What Triton's launcher is told between the stream and the arrays."""
         return self.compiled.function, self.compiled.packed_metadata, None, None, None
 
-    def send(self, stream: int, arrays: Sequence[Any]) -> None:
+    def enqueue(self, stream: int, arrays: Sequence[Any]) -> None:
         """Launch with just what the kernel takes. A pointer is taken as it is, where of a tensor
         the driver would be asked where it lies."""
-        if self.described:
-            lend(None)  # a thread has its own
-        if hooked():
+        if self.uses_descriptors:
+            set_descriptor_memory(None)  # a thread has its own
+        if has_launch_hook():
             self.compiled[self.grid](*arrays, *self.numbers)
             return
-        self.compiled.run(*self.grid, stream, *self.how, *arrays, *self.numbers)
+        self.compiled.run(*self.grid, stream, *self.launcher_arguments, *arrays, *self.numbers)
 
 
-class Key(NamedTuple):
+class KernelKey(NamedTuple):
     """All that a kernel is compiled for: `str()` of it is meant to be read.
 
-    `odd` are the places of the arrays modulo 16, `strides` what Triton tells of a whole number: a
-    1, a multiple of 16 (2), or any other (0).
+    `misalignments` are the places of the arrays modulo 16, `integer_classes` what Triton tells of
+    a whole number: a 1, a multiple of 16 (2), or any other (0).
     """
 
     name: str
     kernel: int
     tile: Tile
     device: torch.device
-    facts: Facts
+    constexprs: Constexprs
     dtypes: tuple[torch.dtype | None, ...]
-    odd: tuple[int | None, ...]
-    strides: tuple[int, ...]
+    misalignments: tuple[int | None, ...]
+    integer_classes: tuple[int, ...]
 
     def __str__(self) -> str:
-        told = " ".join(str(x) for x in self.facts.known if type(x) is not bool)
+        told = " ".join(str(x) for x in self.constexprs.values if type(x) is not bool)
         dtype = str(self.dtypes[0]).removeprefix("torch.")
         return f"{self.name.strip('_')} of {dtype}: {told}"
 
 
-COMPILED: dict[Key, Any] = {}
+COMPILED_KERNELS: dict[KernelKey, Any] = {}
 """Kernels by all that they are specialised on: Triton's own look-up takes longer."""
-LARGE = 2**31 - 1
-MOST = 4096
+MAX_INT32 = 2**31 - 1
+MAX_CACHED_ENTRIES = 4096
 """Entries of a table of kernels or of launches."""
 
 
-def start(
+def launch_kernel(
     kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
     floats: tuple[float, ...], whole: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
 ) -> None:  # fmt: skip
@@ -265,11 +273,11 @@ def start(
     programs = programs if isinstance(programs, tuple) else (programs,)
     grid = (*programs, 1, 1)[:3]
     how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    known = facts_of(facts)
+    known = intern_constexprs(facts)
     named: dict[str, Any] = {"F": known} | how
     taken = len(arrays[0]) if isinstance(arrays[0], tuple) else 0
     numbers = (floats, *whole) if isinstance(floats, Scales) else (*floats, *whole)
-    if interpreted():
+    if is_interpreted():
         kernel[grid](*arrays, *numbers, **named)
         return
     if tile.registers is not None:
@@ -286,48 +294,48 @@ def start(
     records = [x for x in whole if isinstance(x, tuple)]
     sizes = whole[len(records) :]
     told = [*chain(*records), *sizes]
-    if max(told) <= LARGE:
+    if max(told) <= MAX_INT32:
         # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
         count = len(sizes)
-        told = [x[i] for x in records for i in TOLD.get(type(x), range(len(x)))]
-        told += [sizes[i] for i in _strides(kernel, -1 - count, count)]
+        told = [x[i] for x in records for i in SPECIALIZED_SIZES.get(type(x), range(len(x)))]
+        told += [sizes[i] for i in _specialized_integers(kernel, -1 - count, count)]
         told = [x if x == 1 else 2 * (x % 16 == 0) for x in told]
     dtypes = tuple([x if x is None else x.dtype for x in flat])
-    about = Key(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
-    compiled, listed = COMPILED.get(about), ahead.LISTED.get()
+    about = KernelKey(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
+    compiled, listed = COMPILED_KERNELS.get(about), precompile.DRY_RUN_JOBS.get()
     if compiled is None:
         even: tuple[Any, ...] = dtypes
         if taken:
             even = (type(arrays[0])(*dtypes[:taken]), *dtypes[taken:])
         given = arrays if any(odd) else even
-        untold = [_untold(x) if type(x) in TOLD else x for x in numbers]
-        job = partial(_compiled, kernel, grid, (*given, *untold), named, device)
+        untold = [_unspecialized_sizes(x) if type(x) in SPECIALIZED_SIZES else x for x in numbers]
+        job = partial(_compile_kernel, kernel, grid, (*given, *untold), named, device)
         if listed is None:
-            ahead.compile_all(COMPILED)
-            compiled = COMPILED.get(about) or job()
-            if len(COMPILED) >= MOST:
-                COMPILED.clear()
-            COMPILED[about] = compiled
+            precompile.compile_all_missing(COMPILED_KERNELS)
+            compiled = COMPILED_KERNELS.get(about) or job()
+            if len(COMPILED_KERNELS) >= MAX_CACHED_ENTRIES:
+                COMPILED_KERNELS.clear()
+            COMPILED_KERNELS[about] = compiled
         elif given is even:
             listed[about] = job
     if listed is not None:
         return
     # What is known at compile time is passed over, but counted.
-    made = Launch(compiled, grid, (*numbers, known), tile.described, taken)
+    made = Launch(compiled, grid, (*numbers, known), tile.uses_descriptors, taken)
     places = (tuple(at[:taken]), *at[taken:]) if taken else at
-    made.send(current_stream(device.index), places)
-    notes = rooms.NOTES.get()
+    made.enqueue(current_stream(device.index), places)
+    notes = workspace.CURRENT_RECORDING.get()
     if notes is not None:
         notes.launches.append((made, at))
-        notes.held.extend(flat)
+        notes.kept_alive.extend(flat)
 
 
-def _compiled(
+def _compile_kernel(
     kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any],
     device: torch.device,
 ) -> Any:  # fmt: skip
     """The kernel for these arrays, or for any of the dtypes given, and what launches it."""
-    with on(device):
+    with use_device(device):
         if isinstance(given[0], tuple):
             mocks = map(triton.MockTensor.wrap_dtype, given[0])
             given = (type(given[0])(*mocks), *given[1:])
@@ -337,44 +345,44 @@ def _compiled(
         return made
 
 
-def _untold(sizes: Any) -> Any:
+def _unspecialized_sizes(sizes: Any) -> Any:
     """Such of which Triton, which looks at each, learns no more than it is told, and their bits."""
-    kind, other = type(sizes), [7 + 2**40 * (x > LARGE) for x in sizes]
-    return kind(*[x if i in TOLD[kind] else other[i] for i, x in enumerate(sizes)])
+    kind, other = type(sizes), [7 + 2**40 * (x > MAX_INT32) for x in sizes]
+    return kind(*[x if i in SPECIALIZED_SIZES[kind] else other[i] for i, x in enumerate(sizes)])
 
 
 @cache
-def _strides(kernel: Any, first: int, count: int) -> tuple[int, ...]:
+def _specialized_integers(kernel: Any, first: int, count: int) -> tuple[int, ...]:
     """Which of so many whole numbers, from this parameter on, a kernel is compiled for."""
     params = kernel.params[first:][:count]
     return tuple(i for i, param in enumerate(params) if not param.do_not_specialize)
 
 
-def hooked() -> bool:
+def has_launch_hook() -> bool:
     """Whether a profiler of Triton's wants to hear of each launch."""
     hook = triton.knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
 
 
 def current_stream(index: int | None) -> int:
-    return _streams()(index)  # type: ignore[no-any-return]
+    return _stream_getter()(index)  # type: ignore[no-any-return]
 
 
 @cache
-def _streams() -> Any:
+def _stream_getter() -> Any:
     return triton.runtime.driver.active.get_current_stream
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    return nullcontext() if current(device.index) else torch.cuda.device(device)
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if is_current_device(device.index) else torch.cuda.device(device)
 
 
-def current(index: int | None) -> bool:
+def is_current_device(index: int | None) -> bool:
     """Whether a tensor's device is the one in use, as a CPU without an index always is."""
-    return index is None or bool(index == _device())
+    return index is None or bool(index == _current_device())
 
 
-def parts(
+def split_loop(
     device: torch.device, programs: int, rows: int, block: int, waves: int
 ) -> tuple[int, int]:
     """Into how many parts a loop over so many rows is split, and the tiles of each.
@@ -382,7 +390,11 @@ def parts(
     Where three of four processors are busy, nothing is if each program has one to itself or the
     parts would be few: joining them would take what is won.
     """
-    room, tiles, least = processors(device), -(-rows // block), max(LEAST // block, 1)
+    room, tiles, least = (
+        count_processors(device),
+        -(-rows // block),
+        max(MIN_ROWS_PER_PART // block, 1),
+    )
     full = programs >= 3 * room // 4 and (waves == 1 or tiles < 4 * least)
     if programs >= room or full or tiles < 2 * least:
         return 1, tiles

@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, rooms
-from qkv.engines.triton.kept import by_launches
-from qkv.engines.triton.operators import operator, refuse
-from qkv.engines.triton.tiles import lanes_of, launched
+from qkv.engines.triton import launch, workspace
+from qkv.engines.triton.launch_replay import replay_launches
+from qkv.engines.triton.tiles import jit_kernel, lanes_and_rows
+from qkv.engines.triton.torch_operator import refuse_second_derivative, register_operator
 
-TILE = 4096
+NUMBERS_PER_PROGRAM = 4096
 """Numbers that a program takes, unless one row is wider."""
 
 
 @triton.jit
-def _place(rows, F):
+def _locate_rows(rows, F):
     """This program's rows, where their numbers are, and which of these exist."""
     row = tl.program_id(0).to(tl.int64) * F.ROWS + tl.arange(0, F.ROWS)
     column = tl.arange(0, F.BLOCK)[None, :]
@@ -34,7 +34,7 @@ def _place(rows, F):
 
 
 @triton.jit
-def _scaled(x):
+def _scale_to_range(x):
     """x times a power of 2 that keeps its square in range, 1/‖that‖ (1 for 0), and the power."""
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 1)
@@ -45,17 +45,17 @@ def _scaled(x):
     return x, 1.0 / tl.sqrt(tl.where(total == 0, 1.0, total)), power
 
 
-@launched
-def _unit_kernel(x, out, rows, F: tl.constexpr):
-    _, at, inside = _place(rows, F)
-    y, short, _ = _scaled(tl.load(x + at, mask=inside, other=0.0))
+@jit_kernel
+def _normalize_kernel(x, out, rows, F: tl.constexpr):
+    _, at, inside = _locate_rows(rows, F)
+    y, short, _ = _scale_to_range(tl.load(x + at, mask=inside, other=0.0))
     tl.store(out + at, (y * short[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@launched
-def _unit_slope_kernel(g, x, dx, rows, F: tl.constexpr):
-    _, at, inside = _place(rows, F)
-    y, short, power = _scaled(tl.load(x + at, mask=inside, other=0.0))
+@jit_kernel
+def _normalize_backward_kernel(g, x, dx, rows, F: tl.constexpr):
+    _, at, inside = _locate_rows(rows, F)
+    y, short, power = _scale_to_range(tl.load(x + at, mask=inside, other=0.0))
     along = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     u = y * short[:, None]
     across = along - u * tl.sum(u * along, 1)[:, None]
@@ -65,12 +65,12 @@ def _unit_slope_kernel(g, x, dx, rows, F: tl.constexpr):
     tl.store(dx + at, across.to(dx.dtype.element_ty), mask=inside)
 
 
-@launched
+@jit_kernel
 def _square_kernel(x, out, factor, x_b, x_h, x_m, heads, length, length_out, rows, F: tl.constexpr):
     """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other; those of
     one head end with room up to `length_out`."""
-    row, _, inside = _place(rows, F)
-    lane, own = lanes_of(tl.program_id(0).to(tl.int64) * F.ROWS, length, F.ROWS)
+    row, _, inside = _locate_rows(rows, F)
+    lane, own = lanes_and_rows(tl.program_id(0).to(tl.int64) * F.ROWS, length, F.ROWS)
     at = (lane // heads).to(tl.int64) * x_b + (lane % heads).to(tl.int64) * x_h
     at += own.to(tl.int64) * x_m
     column = tl.arange(0, F.BLOCK)[None, :]
@@ -79,16 +79,16 @@ def _square_kernel(x, out, factor, x_b, x_h, x_m, heads, length, length_out, row
     tl.store(out + at, factor * tl.sum(y * y, 1), mask=row < rows)
 
 
-@launched
-def _square_slope_kernel(g, x, dx, factor, rows, F: tl.constexpr):
-    row, at, inside = _place(rows, F)
+@jit_kernel
+def _square_backward_kernel(g, x, dx, factor, rows, F: tl.constexpr):
+    row, at, inside = _locate_rows(rows, F)
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     steep = 2.0 * factor * tl.load(g + row, mask=row < rows, other=0.0)
     slope = tl.where((steep != 0)[:, None], y * steep[:, None], 0.0)  # not 0 · NaN
     tl.store(dx + at, slope.to(dx.dtype.element_ty), mask=inside)
 
 
-def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
+def _as_dense(x: Tensor) -> tuple[Tensor, Tensor]:
     """x, whose rows follow each other in memory in any order of the axes, else a copy of it; and
     room of the same strides, so that a transpose is not copied."""
     out = torch.empty_like(x)
@@ -98,7 +98,7 @@ def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, out
 
 
-def _along(grad: Tensor, x: Tensor, width: int) -> Tensor:
+def _match_layout(grad: Tensor, x: Tensor, width: int) -> Tensor:
     """The gradient, of so many numbers a row, in the order in which the rows of x lie."""
     steps = [step // max(x.shape[-1], 1) * width for step in x.stride()[:-1]]
     if grad.stride() == (*steps, 1):
@@ -106,9 +106,9 @@ def _along(grad: Tensor, x: Tensor, width: int) -> Tensor:
     return grad.new_empty_strided(grad.shape, (*steps, 1)).copy_(grad)
 
 
-def _launch(
+def _launch_rows(
     kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], numbers: tuple[float, ...] = (),
-    *whole: int, each: int = TILE,
+    *whole: int, each: int = NUMBERS_PER_PROGRAM,
 ) -> None:  # fmt: skip
     """Start a kernel on arrays of x's size, or of a number for each of its rows, whose programs
     take so many numbers each."""
@@ -116,62 +116,68 @@ def _launch(
         return
     w = x.shape[-1]
     rows = x.numel() // w
-    block = launch.power_of_2(w)
+    block = launch.next_power_of_2(w)
     tall = max(each // block, 1)
-    tile = launch.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
+    tile = launch.Tile(
+        tall, block, block, 4 if block <= NUMBERS_PER_PROGRAM else min(block // 1024, 16), 1
+    )
     facts = {"W": w, "ROWS": tall, "BLOCK": block}
-    with launch.on(x.device):
-        launch.start(kernel, -(-rows // tall), arrays, numbers, (*whole, rows), facts, tile)
+    with launch.use_device(x.device):
+        launch.launch_kernel(kernel, -(-rows // tall), arrays, numbers, (*whole, rows), facts, tile)
 
 
 def _fake_rows(x: Tensor, factor: float) -> Tensor:
-    return rooms.even(x, x.shape[:-1])[..., None]
+    return workspace.allocate_aligned(x, x.shape[:-1])[..., None]
 
 
-def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    return _dense(x)[1]
+def _fake_gradient(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return _as_dense(x)[1]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.numbers = inputs[1:]
 
 
-@operator(_fake_slope, refuse)
-@by_launches
-def _unit_backward(grad: Tensor, x: Tensor) -> Tensor:
-    x, dx = _dense(x)
-    _launch(_unit_slope_kernel, x, (_along(grad, x, x.shape[-1]), x, dx))
+@register_operator(_fake_gradient, refuse_second_derivative)
+@replay_launches
+def _normalize_rows_backward(grad: Tensor, x: Tensor) -> Tensor:
+    x, dx = _as_dense(x)
+    _launch_rows(_normalize_backward_kernel, x, (_match_layout(grad, x, x.shape[-1]), x, dx))
     return dx
 
 
-@operator(lambda x: _dense(x)[1], lambda ctx, grad: _unit_backward(grad, *ctx.saved_tensors), _save)
-@by_launches
-def unit(x: Tensor) -> Tensor:
+@register_operator(
+    lambda x: _as_dense(x)[1],
+    lambda ctx, grad: _normalize_rows_backward(grad, *ctx.saved_tensors),
+    _save_for_backward,
+)
+@replay_launches
+def normalize_rows(x: Tensor) -> Tensor:
     """x / ‖x‖ of each row, and 0 for 0: (…, width) in x's dtype.
 
     No square overflows or underflows. The gradient is (g − u (u·g)) / ‖x‖, and g for a row of 0.
     """
-    x, out = _dense(x)
-    _launch(_unit_kernel, x, (x, out))
+    x, out = _as_dense(x)
+    _launch_rows(_normalize_kernel, x, (x, out))
     return out
 
 
-@operator(_fake_slope, refuse)
-@by_launches
-def _square_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
-    x, dx = _dense(x)
-    _launch(_square_slope_kernel, x, (_along(grad, x, 1), x, dx), (factor,))
+@register_operator(_fake_gradient, refuse_second_derivative)
+@replay_launches
+def _squared_norms_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
+    x, dx = _as_dense(x)
+    _launch_rows(_square_backward_kernel, x, (_match_layout(grad, x, 1), x, dx), (factor,))
     return dx
 
 
-@operator(
+@register_operator(
     _fake_rows,
-    lambda ctx, grad: (_square_backward(grad, *ctx.saved_tensors, *ctx.numbers), None),
-    _save,
+    lambda ctx, grad: (_squared_norms_backward(grad, *ctx.saved_tensors, *ctx.numbers), None),
+    _save_for_backward,
 )
-@by_launches
-def square(x: Tensor, factor: float) -> Tensor:
+@replay_launches
+def squared_norms(x: Tensor, factor: float) -> Tensor:
     """factor · ‖x‖² of each row: (…, width) → (…, 1), float32, with gradient 2 · factor · g · x."""
     out = _fake_rows(x, factor)
     if not x.shape[-1]:
@@ -183,5 +189,5 @@ def square(x: Tensor, factor: float) -> Tensor:
     strides, (_, heads, length) = (0,) * missing + x.stride()[:-1], (1,) * missing + x.shape[:-1]
     room = out.stride(-3) if out.ndim > 2 else length
     sizes = (*strides, heads, length, room)
-    _launch(_square_kernel, x, (x, out), (factor,), *sizes, each=2 * TILE)
+    _launch_rows(_square_kernel, x, (x, out), (factor,), *sizes, each=2 * NUMBERS_PER_PROGRAM)
     return out

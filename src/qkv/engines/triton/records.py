@@ -15,39 +15,39 @@ from torch import Tensor
 
 from qkv.engines.triton.tiles import clamp
 
-INTERPRETED = type(clamp).__name__ == "InterpretedFunction"
+IS_INTERPRETED = type(clamp).__name__ == "InterpretedFunction"
 
 
-class Facts:
+class Constexprs:
     """What a kernel is compiled for, its parameter `F`: in the kernel, F.NAME is a constexpr."""
 
     def __init__(self, names: Iterable[str], known: Iterable[Any]) -> None:
         named = dict(zip(names, known, strict=True))
-        self.known = tuple(named.values())
-        self.told = "_".join(f"{name}{x}" for name, x in named.items())
+        self.values = tuple(named.values())
+        self.description = "_".join(f"{name}{x}" for name, x in named.items())
         for name, x in named.items():
-            setattr(self, name, x if INTERPRETED else tl.constexpr(x))
+            setattr(self, name, x if IS_INTERPRETED else tl.constexpr(x))
 
     def __repr__(self) -> str:
         """All of it: Triton tells by this what it has compiled."""
-        return self.told
+        return self.description
 
 
-_FACTS: dict[Any, Facts] = {}
+_INTERNED_CONSTEXPRS: dict[Any, Constexprs] = {}
 
 
-def facts_of(named: dict[str, Any]) -> Facts:
+def intern_constexprs(named: dict[str, Any]) -> Constexprs:
     """The facts of these names: one object for equal ones."""
     key = (tuple(named), tuple(named.values()))
-    found = _FACTS.get(key)
+    found = _INTERNED_CONSTEXPRS.get(key)
     if found is None:
-        found = _FACTS[key] = Facts(*key)
+        found = _INTERNED_CONSTEXPRS[key] = Constexprs(*key)
     return found
 
 
 class Arrays(NamedTuple):
     """The arrays of a call, as the operators take them; those that may be None are told of in
-    `ops`."""
+    `attend_operator`."""
 
     query: Tensor
     key: Tensor
@@ -67,7 +67,7 @@ class Arrays(NamedTuple):
     caps: Tensor | None = None
 
 
-ARRAYS = len(Arrays._fields)
+ARRAY_COUNT = len(Arrays._fields)
 
 
 class Scales(NamedTuple):
@@ -88,8 +88,8 @@ Strides = namedtuple(
 """Of query, key, value, bias, gate and mask by batch, head, row and key; of a result, and of what
 the gradient of weights reads."""
 
-_record: Any = namedtuple  # mypy knows fields that are spelled alone
-Sizes = _record(
+_untyped_namedtuple: Any = namedtuple  # mypy knows fields that are spelled alone
+Sizes = _untyped_namedtuple(
     "Sizes",
     "n m heads group rows_n lower upper size columns dropped hashed at_columns splits span",
     defaults=(0, 0, 0, 1, 0, 1, 0),
@@ -98,22 +98,22 @@ Sizes = _record(
 layout's blocks are of `size`, `columns` in a line; `hashed` heads make a batch of a dropout's; a
 loop is done in `splits` of `span` tiles."""
 
-NarrowSizes = _record("NarrowSizes", Sizes._fields)
+NarrowSizes = _untyped_namedtuple("NarrowSizes", Sizes._fields)
 """The same where even rows are compiled for: else 200 columns take ptxas 26 s and not 3."""
 
-TOLD = {Sizes: (2, 3), NarrowSizes: (0, 2, 3, 4)}
+SPECIALIZED_SIZES = {Sizes: (2, 3), NarrowSizes: (0, 2, 3, 4)}
 """Which of them are compiled for nevertheless: heads and group, and n and rows_n."""
 
-Rows = namedtuple("Rows", "base offset held i a cap row_a row_b pairs at drawn width")
-"""A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its
+QueryTile = namedtuple("QueryTile", "base offset held i a cap row_a row_b pairs at drawn width")
+"""A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.UnitTile`, and of each (ROWS, 1) its
 position, the gate's half, its cap, its thresholds, its place in the mask's array from `pairs`, and
 its hash; φ has `width` columns."""
 
-Spot = namedtuple("Spot", "batch head shared line row inside first last")
+TilePosition = namedtuple("TilePosition", "batch head shared line row inside first last")
 """Where the tile lies: its batch, the head of each row, that of the keys, each row's line in an
 array of one number a row, its position, whether it exists, and the first and the last."""
 
-Keys = namedtuple("Keys", "base step value v_m bias gate_key layout at p_m end side")
+KeyRange = namedtuple("KeyRange", "base step value v_m bias gate_key layout at p_m end side")
 """The keys of a head and what belongs to them, with the step from key to key; those of them that
 count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed. `side` is
-`tanh.Side` of them."""
+`tanh.UnitSide` of them."""

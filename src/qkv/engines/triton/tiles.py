@@ -12,18 +12,18 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.ahead import Kernel
+from qkv.engines.triton.precompile import NotifyingKernel
 
 # Imported by name: of what is reached by its module, Triton's cache on disk knows functions alone.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NONE = tl.constexpr(float("-inf"))
+NEG_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
-LOWEST = tl.constexpr(-3e38)
+LOWEST_FLOAT32 = tl.constexpr(-3e38)
 """Nearly the lowest number of float32, so that a score more or less does not make it −∞."""
-EIGHT = tl.constexpr(8)
+PARTIAL_SUM_COLUMNS = tl.constexpr(8)
 
-SIZES = (
+UNSPECIALIZED_NAMES = (
     "n", "m", "rows", "rows_a", "rows_b", "length", "length_out", "lines", "lower", "upper",
     "at_columns", "splits", "parts", "parts_lines", "count", "first_pair", "first_key", "keys_n",
     "top_k", "tiles_a", "jobs_a", "others_count", "words", "rows_own", "keys_own", "lanes_own",
@@ -31,8 +31,9 @@ SIZES = (
 )  # fmt: skip
 """Numbers that change from call to call, by name, where they are not in `records.Sizes`."""
 
-launched = partial(
-    triton.jit if triton.knobs.runtime.interpret else Kernel, do_not_specialize=SIZES
+jit_kernel = partial(
+    triton.jit if triton.knobs.runtime.interpret else NotifyingKernel,
+    do_not_specialize=UNSPECIALIZED_NAMES,
 )
 """A kernel that is launched. It is compiled once for all SIZES, where Triton would tell a 1 and a
 multiple of 16 from others. Of a stride it should: rows that begin evenly are read 16 bytes at once.
@@ -40,7 +41,7 @@ multiple of 16 from others. Of a stride it should: rows that begin evenly are re
 
 
 @triton.jit
-def bounds(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UPPER):
+def visible_tiles(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UPPER):
     """Which tiles the rows first … last may see, if lower ≤ j − i ≤ upper and j < end.
 
     Some pair counts in tiles lo … hi, and every pair in tiles inner_lo … inner_hi.
@@ -62,7 +63,7 @@ def bounds(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UPPER):
 
 
 @triton.jit
-def listed(counts, tile, lengths):
+def listed_tiles(counts, tile, lengths):
     """The same of a layout's list: the whole tiles stand first, unless a length may cut them."""
     lo = 0
     whole = tl.load(counts + tile * 2)
@@ -73,7 +74,7 @@ def listed(counts, tile, lengths):
 
 
 @triton.jit
-def wait(F):
+def wait_for_previous_launch(F):
     """Until the launch before this one has ended, where this one may have been started earlier."""
     if F.EARLY:
         tl.inline_asm_elementwise(
@@ -82,7 +83,7 @@ def wait(F):
 
 
 @triton.jit
-def lanes_of(first, length, ROWS: tl.constexpr):
+def lanes_and_rows(first, length, ROWS: tl.constexpr):
     """Which lane of `length` rows each of ROWS from `first` on is in, and which of its rows it is.
     One division of 64 bits: one for each row would take longer than to read it."""
     lane = first // length
@@ -96,7 +97,7 @@ def clamp(x, lo, hi):
 
 
 @triton.jit
-def portion(edges, part, span):
+def clip_to_part(edges, part, span):
     """What of these tiles the part has."""
     lo, inner_lo, inner_hi, hi = edges
     start = part * span
@@ -108,7 +109,7 @@ def portion(edges, part, span):
 
 
 @triton.jit
-def length_of(lengths, batch, m):
+def load_length(lengths, batch, m):
     """How many of a batch's m keys there are."""
     end = m
     if lengths is not None:
@@ -117,7 +118,7 @@ def length_of(lengths, batch, m):
 
 
 @triton.jit
-def alive(i, j, end, layout, z, F):
+def live_pairs(i, j, end, layout, z, F):
     """Which pairs of a tile count."""
     live = (i < z.n) & (j < end)
     if F.LOWER:
@@ -131,7 +132,7 @@ def alive(i, j, end, layout, z, F):
 
 
 @triton.jit
-def ruled(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = False):
+def apply_mask_array(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = False):
     """What a tile of a mask's own array adds to the scores, and which pairs then count.
 
     QUICK lets a −∞ rule pairs out by itself, as long as their scores are finite.
@@ -143,12 +144,12 @@ def ruled(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = Fals
         added = read.to(tl.float32)
         counts = live
         if not QUICK:
-            counts = added > NONE
+            counts = added > NEG_INFINITY
     if MASKED:
         counts = counts & live
     if F.PAIRS == 2:
         if F.APART:  # a row of the lowest numbers has equal weights, and log₂e times them is −∞
-            added = tl.maximum(added, LOWEST / tl.maximum(times, 1.0))
+            added = tl.maximum(added, LOWEST_FLOAT32 / tl.maximum(times, 1.0))
         added = added * times
         if not QUICK:
             added = tl.where(counts, added, 0.0)
@@ -156,7 +157,7 @@ def ruled(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = Fals
 
 
 @triton.jit
-def mixed(x):
+def mix_bits(x):
     """Wellons' lowbias32, of uint32: `qkv.engines.dropout` has it for all other engines."""
     x = (x ^ (x >> 16)) * tl.cast(0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) * tl.cast(0x846CA68B, tl.uint32)
@@ -166,21 +167,21 @@ def mixed(x):
 @triton.jit
 def row_hash(seed, lane, i, hashed):
     """Of rows i of a lane, one batch and one head, of which `hashed` make a batch."""
-    x = mixed(tl.load(seed).to(tl.uint32, bitcast=True))
-    x = mixed(x ^ tl.cast(lane // hashed, tl.uint32))
-    x = mixed(x ^ tl.cast(lane % hashed, tl.uint32))
-    return mixed(x ^ tl.cast(i, tl.uint32))
+    x = mix_bits(tl.load(seed).to(tl.uint32, bitcast=True))
+    x = mix_bits(x ^ tl.cast(lane // hashed, tl.uint32))
+    x = mix_bits(x ^ tl.cast(lane % hashed, tl.uint32))
+    return mix_bits(x ^ tl.cast(i, tl.uint32))
 
 
 @triton.jit
-def kept_share(of_row, j, dropped, share):
+def dropout_factor(of_row, j, dropped, share):
     """0 for the weights of a tile that are dropped, `share` for the others."""
-    x = mixed(of_row ^ tl.cast(j, tl.uint32)) & tl.cast(0x7FFFFFFF, tl.uint32)
+    x = mix_bits(of_row ^ tl.cast(j, tl.uint32)) & tl.cast(0x7FFFFFFF, tl.uint32)
     return tl.where(x >= tl.cast(dropped, tl.uint32), share, 0.0)
 
 
 @triton.jit
-def fetch(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows at these offsets, (rows, BLOCK), with 0 beyond their width."""
     column = tl.arange(0, BLOCK)[None, :]
     if WIDTH == BLOCK:
@@ -193,15 +194,18 @@ def fetch(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fetch_some(base, offset, width, BLOCK: tl.constexpr):
+def load_some_columns(base, offset, width, BLOCK: tl.constexpr):
     """The same of as many columns as `width` says when it runs."""
     column = tl.arange(0, BLOCK)[None, :]
     return tl.load(base + offset[:, None] + column, mask=column < width, other=0.0)
 
 
 @triton.jit
-def described(base, rows, step, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """A matrix as `rows_at` reads it: a descriptor for the copy engine, or the pointer itself."""
+def make_descriptor(
+    base, rows, step, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr
+):
+    """A matrix as `load_row_tile` reads it: a descriptor for the copy engine, or the pointer
+    itself."""
     if TMA:
         source = tl.make_tensor_descriptor(base, [rows, WIDTH], [step, 1], [ROWS, BLOCK])
     else:
@@ -210,17 +214,17 @@ def described(base, rows, step, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def rows_at(source, start, step, here, WIDTH, BLOCK: tl.constexpr, TMA: tl.constexpr):
+def load_row_tile(source, start, step, here, WIDTH, BLOCK: tl.constexpr, TMA: tl.constexpr):
     """The tile of rows that begins at `start`; beyond the last row it holds that row, or 0."""
     if TMA:
         x = source.load([start, 0])
     else:
-        x = fetch(source + start * step, here * step, WIDTH, BLOCK)
+        x = load_rows(source + start * step, here * step, WIDTH, BLOCK)
     return x
 
 
 @triton.jit
-def width_of(width, F):
+def load_width(width, F):
     """How many columns φ and ψ have: some, where the device alone knows, in whole chunks."""
     columns = F.W
     if width is not None:
@@ -229,7 +233,7 @@ def width_of(width, F):
 
 
 @triton.jit
-def products(
+def add_wide_product(
     x, left, left_at, right, right_at, width,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr = False,
 ):  # fmt: skip
@@ -242,33 +246,35 @@ def products(
             a = left.load([left_at, start])
             b = right.load([right_at, start])
         elif WIDTH % CHUNK == 0:
-            a = fetch(left + start, left_at, CHUNK, CHUNK)
-            b = fetch(right + start, right_at, CHUNK, CHUNK)
+            a = load_rows(left + start, left_at, CHUNK, CHUNK)
+            b = load_rows(right + start, right_at, CHUNK, CHUNK)
         else:
-            a = fetch_some(left + start, left_at, WIDTH - start, CHUNK)
-            b = fetch_some(right + start, right_at, WIDTH - start, CHUNK)
+            a = load_some_columns(left + start, left_at, WIDTH - start, CHUNK)
+            b = load_some_columns(right + start, right_at, WIDTH - start, CHUNK)
         x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
     return x
 
 
 @triton.jit
-def folded(x):
+def fold_columns(x):
     """Sums of every eighth column of a product, (rows, 8), which add up to those of its rows.
 
     A thread holds such columns, so that threads exchange nothing while a loop adds these up.
     """
-    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // EIGHT, EIGHT)), 1)
+    return tl.sum(
+        tl.reshape(x, (x.shape[0], x.shape[1] // PARTIAL_SUM_COLUMNS, PARTIAL_SUM_COLUMNS)), 1
+    )
 
 
 @triton.jit
-def finite(x):
+def is_finite(x):
     return tl.abs(x.to(tl.float32)) < INFINITY
 
 
 @triton.jit
-def add_carefully(acc, p, v, counts, PRECISION: tl.constexpr):
+def add_product_nan_safe(acc, p, v, counts, PRECISION: tl.constexpr):
     """acc + p · v, where a value that does not count cannot spoil the sum by being NaN or ∞."""
-    odd = (finite(v) == 0).to(v.dtype)
+    odd = (is_finite(v) == 0).to(v.dtype)
     spoiled = tl.dot(counts.to(v.dtype), odd, input_precision=PRECISION)
     acc = tl.dot(p.to(v.dtype), tl.where(odd == 0, v, 0.0), acc, input_precision=PRECISION)
     return tl.where(spoiled > 0, float("nan"), acc)

@@ -12,21 +12,28 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import gradients, launch
-from qkv.engines.triton.arguments import Arguments, Numbers
-from qkv.engines.triton.kept import by_launches
+from qkv.engines.triton import backward as gradients
+from qkv.engines.triton import launch
+from qkv.engines.triton.kernel_call import KernelCall, Numbers
 from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.place import keys_of, place, product, scored, tile_of
+from qkv.engines.triton.launch_replay import replay_launches
+from qkv.engines.triton.program import (
+    compute_product,
+    compute_tile_scores,
+    load_mask_tile,
+    load_query_tile,
+    locate_keys,
+)
 from qkv.engines.triton.records import Arrays
-from qkv.engines.triton.tiles import launched
-from qkv.engines.triton.weigh import Back, kept_of, weigh
+from qkv.engines.triton.score_tile import SavedRows, load_row_statistics, tile_weights
+from qkv.engines.triton.tiles import jit_kernel
 
 TILE = Tile(64, 64, 64, 4, 3)
-PLAIN = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False)
+BASE_CONSTEXPRS = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False)
 
 
-@launched
-def weigh_pairs(given, lse, out, scales, steps, z, F: tl.constexpr):
+@jit_kernel
+def weights_kernel(given, lse, out, scales, steps, z, F: tl.constexpr):
     """A tile of the weights of each head of a batch, or of their mean."""
     batch = tl.program_id(2)
     t = tl.program_id(0)
@@ -42,15 +49,15 @@ def weigh_pairs(given, lse, out, scales, steps, z, F: tl.constexpr):
     near = tl.arange(0, F.ROWS)[:, None] * steps.o_n + tl.arange(0, F.COLS)[None, :]
     for head in range(z.heads):
         lane = batch * z.heads + head
-        rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
-        keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
-        top, share, _ = kept_of(Back(None, None, lse, None), spot.line, F)
-        start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, True)
-        x, _ = product(rows, keys, start, here, F)
-        s, _, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+        rows, spot = load_query_tile(given, steps, tl.program_id(1), lane, z, F)
+        keys = locate_keys(given, None, 0, steps, spot.batch, spot.shared, z, F)
+        top, share, _ = load_row_statistics(SavedRows(None, None, lse, None), spot.line, F)
+        start, j, here, live, extra = load_mask_tile(t, rows, keys, scales.times, z, F, True)
+        x, _ = compute_product(rows, keys, start, here, F)
+        s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, F.BASE, F)
         if F.PAIRS == 2:
             s += extra
-        alpha, _ = weigh(
+        alpha, _ = tile_weights(
             s, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b, scales.alpha, F, True
         )
         if F.MEAN:
@@ -62,66 +69,74 @@ def weigh_pairs(given, lse, out, scales, steps, z, F: tl.constexpr):
         tl.store(out + near, (total * scales.share).to(out.dtype.element_ty), mask=within)
 
 
-def weights(
+def compute_weights(
     query: Tensor, key: Tensor, lse: Tensor, scale: float, upper: int | None, mean: bool,
     pairs: Tensor | None = None, times: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """query (B, H, n, d), key (B, Hₖ, m, d), lse (B, H, n) → (B, n, m), or of heads (B, H, n, m).
 
-    With `upper` the pair i, j counts if j − i ≤ upper; `pairs` are those of `ops`.
+    With `upper` the pair i, j counts if j − i ≤ upper; `pairs` are those of `attend_operator`.
     The gradient is the whole one: that of the log-sum-exp, which must be the one of these scores,
     is part of it.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     given = (query, key, lse.float().contiguous(), pairs, scale, upper, times, mean)
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    found: Tensor = (_Weights.apply if learns else _weights)(*given)
+    found: Tensor = (_WeightsFunction.apply if learns else _launch_weights)(*given)
     return found.squeeze(1) if mean else found
 
 
-def _arguments(
+def _build_call(
     query: Tensor, key: Tensor, lse: Tensor, pairs: Tensor | None, scale: float,
     upper: int | None, times: float, mean: bool,
-) -> Arguments:  # fmt: skip
+) -> KernelCall:  # fmt: skip
     arrays, numbers = Arrays(query, key, key, pairs=pairs), Numbers(scale, upper=upper, times=times)
-    call = Arguments(*arrays, *numbers)
-    call.floats = call.floats._replace(share=1 / call.h if mean else 1.0)
+    call = KernelCall(*arrays, *numbers)
+    call.scales = call.scales._replace(share=1 / call.h if mean else 1.0)
     return call
 
 
-@by_launches
-def _weights(*given: Any) -> Tensor:
-    call, lse, mean = _arguments(*given), given[2], given[-1]
+@replay_launches
+def _launch_weights(*given: Any) -> Tensor:
+    call, lse, mean = _build_call(*given), given[2], given[-1]
     out = call.query.new_empty((call.b, 1 if mean else call.h, call.n, call.m))
-    wide = max(launch.power_of_2(call.w), 16)
+    wide = max(launch.next_power_of_2(call.w), 16)
     own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
-    call.facts = call.facts | PLAIN | own
+    call.constexprs = call.constexprs | BASE_CONSTEXPRS | own
 
-    def run(tile: Tile) -> None:
+    def run_tile(tile: Tile) -> None:
         facts = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": call.m % tile.cols != 0}
         grid = -(-call.m // tile.cols), -(-call.n // tile.rows), call.b
-        call.start(weigh_pairs, grid, (lse, out), out, (call.sizes(),), call.facts | facts, tile)
+        call.launch_kernel(
+            weights_kernel,
+            grid,
+            (lse, out),
+            out,
+            (call.build_sizes(),),
+            call.constexprs | facts,
+            tile,
+        )
 
-    call.fitting("weigh_pairs", TILE, run)
+    call.run_with_fitting_tile("weigh_pairs", TILE, run_tile)
     return out
 
 
-@by_launches
-def _weights_backward(*given: Any) -> tuple[Tensor, Tensor]:
+@replay_launches
+def _launch_weights_backward(*given: Any) -> tuple[Tensor, Tensor]:
     *arguments, along = given
-    return gradients.weights_backward(_arguments(*arguments), along, given[2])
+    return gradients.weights_backward(_build_call(*arguments), along, given[2])
 
 
-class _Weights(torch.autograd.Function):
+class _WeightsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         ctx.save_for_backward(*given[:4])
         ctx.numbers = given[4:]
-        found: Tensor = _weights(*given)
+        found: Tensor = _launch_weights(*given)
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, along: Tensor) -> tuple[Any, ...]:
-        dquery, dkey = _weights_backward(*ctx.saved_tensors, *ctx.numbers, along)
+        dquery, dkey = _launch_weights_backward(*ctx.saved_tensors, *ctx.numbers, along)
         return dquery, dkey, *(None,) * 6

@@ -1,0 +1,190 @@
+"""What is written on the command line alone: a condition without quotes, `column=text`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from qkv.database.parsing import parse_cell_like, parse_number
+from qkv.errors import ArgumentError
+
+# `column=`, but none of ==, <=, >=, !=.
+_EQUALS = re.compile(r"(?P<column>[^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*")
+_JOINS = re.compile(r"\s(?:and|or)\s", re.I)
+_STRING = re.compile(
+    r"""(?P<quote>['"])
+    (?:(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*+|(?:(?P=quote){2}|(?!(?P=quote)).)*+)
+    (?P=quote)(?=[\s)]|$)""",
+    re.VERBOSE,
+)
+"""A string in which a backslash escapes a quote; if that one has no end, a plain backslash."""
+_TOKENS = re.compile(
+    r"""(?P<quote>["'])(?:(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*+|.*)(?P=quote)|`[^`]*+`|\w+|.""",
+    re.DOTALL,
+)
+"""A string, up to the last quote if all others are escaped; a name in backticks, a word, or one
+character."""
+_SPACE = re.compile(r"\s*")
+_LEADS = re.compile(r"(?:\s*(?:\(|not\b(?=\s*[^\s=<>!])))+\s*", re.I)
+"""What stands before a comparison: brackets that open groups, not."""
+_ENDS = re.compile(r"\s*\)(?:\s*\))*\s*(?:(?:and|or)\b\s*|$)|\s+(?:and|or)\s+|\s+$", re.I)
+"""What stands after a comparison: brackets that close groups, and, or."""
+_JOINED = re.compile(r"\s+(?:and|or)\s+(?:\(\s*)*", re.I)
+_COMPARED = re.compile(
+    r"""(?:not\s++)?(?:\(\s*+)*+(?:
+        (?:`[^`]*+`\s*?|(?:(?!\s(?:and|or)\s)[^=<>!'"`()])+?)
+        (?:
+            [=<>] | !=
+            | \s(?:not\s+)?in\s*[(\[]
+            | \sis\s+(?:not\s+)?(?:none|null)\b
+            | \s(?:not\s+)?(?:between\s|like\s*['"])
+        )
+        | (?:'[^'\n]*+'|"[^"\n]*+")\s+(?:not\s+)?in\s
+    )""",
+    re.I | re.VERBOSE,
+)
+"""The beginning of a comparison, after and, or."""
+_WITHIN = re.compile(
+    r"(?:(?P<sign>&&?|\|\|?)\s*+|[,;]\s*+|(?<!\s)\s++)"
+    r"(?P<name>[^\W\d]\w*+)\s*+(?P<sign_after>[<>]=?|!=|==?)"
+)
+"""Another comparison inside of a text that lacks quotes."""
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse an argument whose bytes are no text in the terminal's encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{what} is not valid UTF-8: {text!a}") from None
+
+
+def parse_assignment(text: str, example: Mapping[str, Any]) -> tuple[str, Any]:
+    """`column=text` as the column and its cell, of the kind that the example row has.
+
+    >>> (
+    ...     parse_assignment("year=1988", {"year": 1965}),
+    ...     parse_assignment("title=1984", {"title": "Emma"}),
+    ... )
+    (('year', 1988), ('title', '1984'))
+    """
+    column, equals, cell = text.partition("=")
+    if not equals or not column:
+        raise ArgumentError(f"--set: expected COLUMN=TEXT, not {text!r}")
+    return column, parse_cell_like(cell, example.get(column), column)
+
+
+def join_conditions(conditions: Sequence[str] | None, columns: Collection[str] = ()) -> str | None:
+    """All conditions as one expression; `column=text` needs no quotes.
+
+    Text without quotes ends where ` and ` or ` or ` begins another condition, so that
+    `title=Pride and Prejudice` is one text and `genre=tea and n=2` are two conditions. Text in
+    which `columns` seem to be compared otherwise is refused.
+
+    >>> join_conditions(["genre=science fiction", "year > 1950"])
+    "(`genre` == 'science fiction') and (year > 1950)"
+    >>> join_conditions(["genre = 'drama'"])
+    "`genre` == 'drama'"
+    >>> join_conditions(["genre=tea and n=2"])
+    "`genre` == 'tea' and `n` in (2, '2')"
+    """
+    parts = [_Condition(text, columns).expression() for text in conditions or ()]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return " and ".join(f"({part})" for part in parts)
+
+
+class _Condition:
+    """One condition of the command line, read from left to right."""
+
+    def __init__(self, text: str, columns: Collection[str]):
+        self.text, self.columns = text, columns
+        self.at = self.open = 0
+
+    def expression(self) -> str:
+        """The condition with quotes around its texts; as it stands where no text lacks them."""
+        parts: list[str] = []
+        while self.at < len(self.text):
+            if lead := _LEADS.match(self.text, self.at):
+                self.open += lead[0].count("(")
+            else:
+                lead = _SPACE.match(self.text, self.at)
+            assert lead is not None
+            parts.append(lead[0])
+            self.at = lead.end()
+            parts.append(self._comparison())
+            if end := _ENDS.match(self.text, self.at):
+                self.open -= end[0].count(")")
+                parts.append(end[0])
+                self.at = end.end()
+        return "".join(parts).strip() if self.text.strip() else self.text
+
+    def _comparison(self) -> str:
+        """One comparison, up to `and`, `or`, or the bracket that closes a group."""
+        begin, equals = self.at, _EQUALS.match(self.text, self.at)
+        column = "" if equals is None else equals["column"].strip()
+        if equals is not None and (column in self.columns or not _JOINS.search(column)):
+            value = _STRING.match(self.text, equals.end())
+            if value is not None:  # in quotes, as in SQL
+                self.at = value.end()
+                return f"`{column}` == {value[0]}"
+            if self.text[equals.end() : equals.end() + 1] != "`":
+                self.at = self._end_of_text(equals.end())
+                return f"`{column}` {self._wish(self.text[equals.end() : self.at], column)}"
+        depth, self.at = 0, begin
+        while self.at < len(self.text):
+            if depth == 0 and _ENDS.match(self.text, self.at):
+                break
+            token = _TOKENS.match(self.text, self.at)
+            assert token is not None
+            depth += (token[0] in "([{") - (token[0] in ")]}")
+            self.at = token.end()
+        return self.text[begin : self.at]
+
+    def _end_of_text(self, at: int) -> int:
+        """Where text without quotes ends: before a condition, or the bracket of its group."""
+        depth = 0
+        while at < len(self.text):
+            if _JOINED.match(self.text, at) and self._begins_condition(
+                _JOINED.match(self.text, at).end()  # type: ignore[union-attr]
+            ):
+                return at
+            depth += (self.text[at] == "(") - (self.text[at] == ")")
+            if depth < 0 and self.open and _ENDS.match(self.text, at):
+                return at
+            at += 1
+        return at
+
+    def _begins_condition(self, at: int) -> bool:
+        """Whether a comparison, or a column by itself, stands here."""
+        if _COMPARED.match(self.text, at):
+            return True
+        word = re.match(r"(?:not\s+)?([^\s()]+)\s*(?=\)|$)", self.text[at:], re.I)
+        return word is not None and word[1] in self.columns
+
+    def _wish(self, text: str, column: str) -> str:
+        """What a column is compared with, by a text without quotes."""
+        text = text.rstrip() if self.at < len(self.text) else text
+        other = next(
+            (
+                found
+                for found in _WITHIN.finditer(text)
+                if found["sign"] or found["name"].strip() in self.columns
+            ),
+            None,
+        )
+        if other is not None:
+            name, first = other["name"].strip(), text[: other.start()].rstrip(" ,;")
+            both = "or" if "|" in (other["sign"] or "") else "and"
+            raise ArgumentError(
+                f"--where: {self.text!r} compares {column!r} with the text {text!r}, in which "
+                f"{name!r} seems to be compared too. Write \"{column}='{first}' {both} "
+                f'{name}{other["sign_after"]}…" for both conditions, or the whole text in '
+                f"quotes: {column}={text!r}"
+            )
+        found: Any = parse_number(text)
+        if found is None:
+            found = {"true": True, "false": False}.get(text.lower())
+        # The column may hold numbers or digits as text.
+        return f"== {text!r}" if found is None else f"in ({found!r}, {text!r})"

@@ -1,0 +1,280 @@
+"""`qkv import`, `add`, `remove`, `info`, `versions`, `check`, `compact`: keep a database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from qkv.cli import arguments, options, terminal
+from qkv.cli.command import EXIT_DAMAGED, EXIT_OK, Result
+from qkv.cli.source import (
+    is_url,
+    open_source,
+    open_store,
+    open_store_or_remote,
+    parse_key,
+    pick_columns,
+)
+from qkv.database import parsing
+from qkv.errors import (
+    ArgumentError,
+    escape_control_characters,
+    format_plural,
+    require_parent_folder,
+)
+
+if TYPE_CHECKING:
+    from qkv.database import Database
+    from qkv.serve.remote_database import RemoteDatabase
+    from qkv.util.types import ProgressCallback
+
+
+def import_(
+    source: options.Source,
+    path: options.Folder,
+    key: options.Key = None,
+    value: options.Value = None,
+    encoder: options.Encoder = None,
+    unique: Annotated[
+        bool, options.make_option("--unique", "Refuse a key that is there already.")
+    ] = False,
+    append: Annotated[
+        bool, options.make_option("--append", "Add the rows to a database that is there.")
+    ] = False,
+    table: options.TableName = None,
+    missing: options.Missing = None,
+    names: options.Names = None,
+    token: options.Token = None,
+) -> Result:
+    """Read SOURCE into the new database PATH, all of it or nothing."""
+    from qkv.database import Database
+
+    how = options.ReadOptions(table=table, missing=missing, names=names, token=token)
+    if append:
+        if key or value or encoder or unique:
+            raise ArgumentError("--append takes columns and encoder as the database has them")
+        with open_store(path) as database:
+            with terminal.show_progress("importing") as progress:
+                first = next(database.rows(), {})
+                text = [name for name, cell in first.items() if isinstance(cell, str)]
+                read, _ = _read_columns(source, how, progress, text)
+                rows = (
+                    dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
+                )
+                database.extend(rows, progress=progress)
+            return _state_result(database)
+    if path.exists():
+        raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
+    require_parent_folder(path)
+    with terminal.show_progress("importing") as progress:
+        read, own = _read_columns(source, how, progress)
+        columns = {
+            "key": pick_columns(key or own["key"]),
+            "value": pick_columns(value or own["value"]),
+        }
+        kept: dict[str, Any] = {"path": path, "encoder": encoder, "unique": unique}
+        made = Database.from_columns(read, **columns, **kept, progress=progress)
+    with made:
+        return _state_result(made)
+
+
+def _read_columns(
+    source: str,
+    how: options.ReadOptions,
+    progress: ProgressCallback | None,
+    text: Sequence[str] = (),
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The columns of SOURCE, of CSV some as text, and which are key and value where it says so."""
+    from qkv.database import sources
+    from qkv.database.table.schema import rows_to_columns
+
+    if not is_url(source):
+        found = sources.read(source, **how.table_options(), text=text, progress=progress)
+        return dict(found.columns), {"key": [], "value": []}
+    with open_source(source, how) as database:
+        about = database.info()
+        own = {"key": about["key"], "value": about["value"]}
+        return dict(rows_to_columns(database.rows())), own
+
+
+def add(
+    path: options.FolderOrUrl,
+    key: Annotated[str, options.make_argument("KEY", "The key.")],
+    value: Annotated[
+        str | None, options.make_argument("[VALUE]", "The value, where it is one column.")
+    ] = None,
+    cells: Annotated[
+        list[str] | None,
+        options.make_option("--set COLUMN=TEXT", "A column's cell; give it again for more."),
+    ] = None,
+    update: Annotated[
+        bool, options.make_option("--update", "Replace the newest row that has this key.")
+    ] = False,
+    token: options.Token = None,
+) -> Result:
+    """Add one row to the database PATH.
+
+    A PATH that is not there is made. The first row fixes the types; later ones are read as the
+    columns are.
+    """
+    if (value is None) == (not cells):
+        raise ArgumentError("add: give a VALUE, or --set for each column")
+    for text in (key, value or "", *(cells or ())):
+        arguments.check_text(text, "what was given")
+    with open_store_or_remote(path, token, create=True) as database:
+        about, example = database.info(), next(database.rows(count=1), {})
+        keys, columns = about["key"] or ["key"], about["value"] or ["value"]
+        wanted = parse_key(database, key, "the key") if example else parsing.guess_cell(key)
+        if value is None:
+            given = dict(arguments.parse_assignment(text, example) for text in cells or ())
+        elif len(columns) > 1:
+            raise ArgumentError(f"add: a value is {', '.join(columns)}: use --set for each")
+        else:
+            given = {
+                columns[0]: parsing.parse_cell_like(value, example.get(columns[0]), "the value")
+            }
+        if update and wanted in database:
+            if not given.keys() <= set(columns):
+                raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
+            many = len(columns) > 1
+            now = {**database[wanted], **given} if many else given[columns[0]]
+            inserted = database.update(wanted, now)
+        else:
+            parts = wanted if len(keys) > 1 else (wanted,)
+            # A value's columns that nobody set are empty.
+            empty = dict.fromkeys(about["value"])
+            database.extend([empty | dict(zip(keys, parts, strict=True)) | given])
+            inserted = 1
+        return _state_result(database, bool(inserted) if update else None)
+
+
+def remove(
+    path: options.FolderOrUrl,
+    keys: Annotated[list[str], options.make_argument("KEYS...", "The keys, exactly.")],
+    token: options.Token = None,
+) -> Result:
+    """Remove every row that has one of KEYS. If a key is absent, nothing is removed."""
+    with open_store_or_remote(path, token) as database:
+        removed = database.remove([parse_key(database, key, "the key") for key in keys])
+        data = {"path": str(path), "removed": removed, "rows": len(database)}
+    return Result(
+        data, lambda: terminal.print_line(f"{path}: {format_plural(removed, 'row')} removed")
+    )
+
+
+def info(
+    source: options.Source,
+    key: options.Key = None,
+    value: options.Value = None,
+    read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
+) -> Result:
+    """Say what SOURCE holds: rows, columns, encoder, size."""
+    from rich.filesize import decimal
+
+    with open_source(source, read, key=key, value=value) as database:
+        about, described = database.info(), database.describe()
+    types = {name: column["type"] for name, column in described.items()}
+    missing_cells = {name: column["missing"] for name, column in described.items()}
+    told = [
+        f"{name} ({kind}, {count:,} missing)"
+        if (count := missing_cells[name])
+        else f"{name} ({kind})"
+        for name, kind in types.items()
+    ]
+    data = {**about, "types": types, "missing": missing_cells}
+    shown = {
+        **about,
+        "columns": ", ".join(told),
+        "encoder": (about["encoder"] or {}).get("kind"),
+        "bytes": None if about["bytes"] is None else decimal(about["bytes"]),
+    }
+    return Result(data, lambda: terminal.print_pairs(shown))
+
+
+def versions(path: options.FolderOrUrl, token: options.Token = None) -> Result:
+    """List the versions of the database PATH, for --at."""
+    with open_store_or_remote(path, token) as database:
+        found = [terminal.public_fields(version) for version in database.versions()]
+
+    def print_versions() -> None:
+        rows = [
+            tuple(terminal.format_cell(version[name]) for name in VERSION_COLUMNS)
+            for version in found
+        ]
+        numbers = ("number", "added", "removed", "rows")
+        terminal.print_table(VERSION_COLUMNS, rows, right=numbers, whole=numbers)
+
+    return Result({"path": str(path), "versions": found}, print_versions)
+
+
+VERSION_COLUMNS = ("number", "time", "what", "added", "removed", "rows")
+
+
+def check(
+    path: options.Folder,
+    repair: Annotated[
+        bool, options.make_option("--repair", "Mend what a crash left behind; delete no rows.")
+    ] = False,
+) -> Result:
+    """Verify every file of the database PATH.
+
+    Ends with 3 while something is damaged.
+    """
+    from qkv.database import check as check_store
+
+    with terminal.show_progress("checking") as progress:
+        problems = check_store(path, repair=repair, progress=progress)
+    left = [problem for problem in problems if not problem.repaired]
+    data = {
+        "path": str(path),
+        "clean": not left,
+        "problems": [terminal.public_fields(problem) for problem in problems],
+    }
+
+    def print_problems() -> None:
+        for problem in problems:
+            state = "repaired: " if problem.repaired else ""
+            terminal.print_line(f"{state}{problem.file}: {escape_control_characters(problem.what)}")
+        if not problems:
+            terminal.print_line(f"{path}: clean")
+        elif not left:
+            terminal.print_line(f"{path}: clean now")
+
+    return Result(data, print_problems, EXIT_DAMAGED if left else EXIT_OK)
+
+
+def compact(path: options.Folder) -> Result:
+    """Shrink the database PATH.
+
+    Removed rows and older versions are dropped for good, and small files merged.
+    """
+    with open_store(path) as database, terminal.show_progress("compacting") as progress:
+        report = database.compact(progress=progress)
+    data = {"path": str(path), **terminal.public_fields(report)}
+
+    def print_report() -> None:
+        dropped = format_plural(report.dropped_rows, "removed row")
+        past = format_plural(report.dropped_versions, "older version")
+        terminal.print_line(
+            f"{path}: {format_plural(report.rows, 'row')}; dropped {dropped}, {past}"
+        )
+        if report.held:
+            held = ", ".join(map(str, report.held))
+            terminal.print_note(
+                f"qkv: kept version {held}, which somebody reads: compact again later"
+            )
+        if report.unfinished:
+            terminal.print_note(f"qkv: not finished: {report.unfinished}")
+
+    return Result(data, print_report)
+
+
+def _state_result(database: Database | RemoteDatabase, inserted: bool | None = None) -> Result:
+    """What a database holds after a change; of an update, whether it inserted."""
+    path, rows, version = str(database.path), len(database), database.version
+    data: dict[str, Any] = {"path": path, "rows": rows, "version": version}
+    if inserted is not None:
+        data["inserted"] = inserted
+    told = "inserted, as no row had the key; " if inserted else ""
+    line = f"{path}: {told}{format_plural(rows, 'row')}, version {version}"
+    return Result(data, lambda: terminal.print_line(line))

@@ -1,0 +1,275 @@
+"""`qkv weights`: a sentence that attends to itself, as a heatmap."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from qkv.cli import files, options, terminal
+from qkv.cli.command import Result
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+    from rich.text import Text
+
+    Weights: TypeAlias = "np.ndarray[Any, Any]"
+    from qkv.transformers.captured_attention import CapturedAttention
+
+MAX_WORDS = 200
+DEFAULT_TEMPERATURE = 0.3
+PALE_RGB, DEEP_RGB = (255, 245, 240), (165, 15, 21)
+SHADES = " ░▒▓█"
+MAX_WORD_CHARACTERS, MAX_LABEL_CHARACTERS = 24, 14
+# A cell's width in characters, for numbers and for bare colour.
+NUMBER_WIDTH, BARE_WIDTH = 4, 2
+
+
+def weights(
+    sentence: Annotated[list[str], options.make_argument("SENTENCE", "Words.")],
+    temperature: Annotated[
+        float, options.make_option("NUMBER", "Lower: each word looks at fewer. Higher: at more.")
+    ] = DEFAULT_TEMPERATURE,
+    others: Annotated[
+        bool,
+        options.make_option("--others", "A word looks at the other words only, not at itself."),
+    ] = False,
+    causal: Annotated[
+        bool, options.make_option("--causal", "A word looks only at itself and those before it.")
+    ] = False,
+    model: Annotated[
+        bool,
+        options.make_option("--model", "The weights of a model's head (the bundled MiniLM's)."),
+    ] = False,
+    head: Annotated[
+        str | None,
+        options.make_option(
+            "LAYER.HEAD", "Which of its 6 × 12 heads; by default the one that looks farthest."
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None, options.make_option("FILE", "Draw it into this file too (.png, .svg or .pdf).")
+    ] = None,
+    page: Annotated[
+        Path | None, options.make_option("--html FILE", "Write it as a page too.")
+    ] = None,
+) -> Result:
+    """Draw how much each word of SENTENCE attends to each other.
+
+    Every word is a query and a key: its vector comes from the Words encoder, its score is the
+    cosine over the temperature, its weights the softmax. A row sums to 1. Such words look most at
+    themselves; --model shows a head of a small transformer, and in files all of them.
+    """
+    text = " ".join(sentence)
+    words = split_words(text)
+    if not words:
+        raise ArgumentError(f"the sentence {text!r} has no words")
+    if len(words) > MAX_WORDS:
+        raise ArgumentError(f"the sentence has {len(words)} words; at most {MAX_WORDS} are drawn")
+    if not (model or head):
+        alpha = compute_weights(words, temperature, others=others, causal=causal)
+        found, seen, title = {"words": words, "weights": alpha.tolist()}, None, ""
+    elif others or causal or temperature != DEFAULT_TEMPERATURE:
+        raise ArgumentError("--model: its weights are its own: leave out the other options")
+    else:
+        wish = None if head is None else parse_head(head)
+        seen, layer, at = capture_model_weights(text, wish)
+        words, alpha = seen.labels or [], seen.weights[layer, at]
+        title = f"layer {layer}, head {at} of all-MiniLM-L6-v2"
+        found = {"words": words, "layer": layer, "head": at, "weights": alpha.tolist()}
+    every = None if head else seen
+    written = []
+    if png is not None:
+        bare: dict[str, Any] = {"xlabel": "", "ylabel": "", "figsize": (2.6, 2.6)}
+        files.write_figure(
+            png, _build_figure(words, alpha) if every is None else every.plot(**bare)
+        )
+        written.append(str(png))
+    if page is not None:
+        text = _build_page(words, alpha) if every is None else every.to_html()
+        files.write_file(page, text.encode())
+        written.append(str(page))
+    return Result(
+        {**found, "written": written}, lambda: _print_heatmap(words, alpha, written, title)
+    )
+
+
+def _build_figure(words: list[str], alpha: Weights) -> Figure:
+    from qkv.plot import heatmaps
+
+    side = min(max(0.42 * len(words) + 1.2, 3.0), 14.0)
+    ticks: dict[str, Any] = {"xticks": words, "yticks": words}
+    return heatmaps(alpha, figsize=(side, side), annotate=True, **ticks)
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text, and the signs between them; marks and joiners stay with what they join.
+
+    >>> split_words("the dog's tail, हिन्दी")
+    ['the', "dog's", 'tail', ',', 'हिन्दी']
+    """
+    import unicodedata
+
+    marks = {c for c in text if unicodedata.category(c)[0] == "M" or c in "\u200c\u200d"}
+    own, tones = "".join(map(re.escape, sorted(marks))), "\U0001f3fb-\U0001f3ff"
+    word, sign = rf"\w[\w{own}]*", rf"[^\w\s](?:\u200d[^\w\s]|[{own}{tones}])*"
+    return re.findall(rf"{word}(?:['’-]{word})*|{sign}", text)
+
+
+def compute_weights(words: list[str], temperature: float, *, others: bool, causal: bool) -> Weights:
+    """softmax(cos(wᵢ, wⱼ) / τ), a row per word."""
+    import numpy as np
+
+    import qkv
+    from qkv.database.encoders import Words
+    from qkv.scores import Cosine
+
+    score = Cosine(temperature)
+    vectors = Words().encode(words)
+    seen = np.ones((len(words), len(words)), dtype=bool)
+    if causal:
+        seen &= np.tri(len(words), dtype=bool)
+    if others:
+        seen &= ~np.eye(len(words), dtype=bool)
+    return np.asarray(qkv.weights(vectors, vectors, score=score, mask=seen))
+
+
+def _build_page(words: list[str], alpha: Weights) -> str:
+    """The page of this one head."""
+    from qkv.page.heads import heads_view
+    from qkv.page.html_file import render_page
+
+    return render_page([heads_view(alpha[None, None], ["words"], labels=words)], "Self-attention")
+
+
+def _print_heatmap(words: list[str], alpha: Weights, written: list[str], title: str) -> None:
+    out = terminal.make_console()
+    coloured = out.is_terminal and out.color_system is not None and not out.no_color
+    for row in render_heatmap(words, alpha, out.width, coloured, terminal.is_ascii_only()):
+        if out.is_terminal:
+            out.print(row, no_wrap=True, crop=False, overflow="ignore")
+        else:
+            print(row.plain.rstrip())
+    if title:
+        terminal.print_line()
+        terminal.print_line(title, "dim")
+    for name in written:
+        terminal.print_note(f"wrote {name}")
+
+
+def render_heatmap(
+    words: list[str], alpha: Weights, width: int, coloured: bool, ascii_only: bool
+) -> list[Text]:
+    """The lines of the picture: percentages, or shades where they do not fit, in panels of
+    columns as wide as the screen."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    words = [
+        w if cell_len(w) <= MAX_WORD_CHARACTERS else w[: MAX_WORD_CHARACTERS // 2] + "…"
+        for w in words
+    ]
+    longest = max(map(cell_len, words))
+    margin = min(longest, MAX_LABEL_CHARACTERS, max(width // 3, 1)) + 1
+    room = max(width - margin, BARE_WIDTH)
+    # Without colours only numbers tell more than a few weights apart.
+    numbers = len(words) * NUMBER_WIDTH <= room or (not coloured and room >= 2 * NUMBER_WIDTH)
+    size = NUMBER_WIDTH if numbers else BARE_WIDTH
+    if numbers and len(words) * (longest + 1) <= room:
+        size = max(longest + 1, NUMBER_WIDTH)
+    panels = math.ceil(len(words) / max(room // size, 1))
+    per_panel = math.ceil(len(words) / panels)
+    top = float(alpha.max()) or 1.0
+    lines = []
+    for start in range(0, len(words), per_panel):
+        columns = range(start, min(start + per_panel, len(words)))
+        if start:
+            lines.append(Text())
+        lines += _render_headings([words[j] for j in columns], margin, size)
+        for i, word in enumerate(words):
+            text = Text(set_cell_size(word, margin - 1) + " ")
+            for j in columns:
+                weight = float(alpha[i, j])
+                text.append(
+                    *_render_cell(weight, weight / top, numbers, size, coloured, ascii_only)
+                )
+            lines.append(text)
+    return lines
+
+
+def _render_headings(words: list[str], margin: int, size: int) -> list[Text]:
+    """The words above their columns, from top to bottom unless all fit."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    if all(cell_len(word) < size for word in words):
+        return [
+            Text(" " * margin + "".join(" " * (size - cell_len(w) - 1) + w + " " for w in words))
+        ]
+    height = max(map(len, words))
+    stood = [word.rjust(height) for word in words]
+
+    def heading_cell(letter: str) -> str:
+        right = " " * (size - 1 - cell_len(letter) - bool(size > BARE_WIDTH))
+        return set_cell_size(f"{right} {letter}" if cell_len(letter) < size else letter, size)
+
+    return [
+        Text(" " * margin + "".join(heading_cell(word[k]) for word in stood)) for k in range(height)
+    ]
+
+
+def _render_cell(
+    weight: float, share: float, numbers: bool, size: int, coloured: bool, ascii_only: bool
+) -> tuple[str, str]:
+    """One cell: its text and its style."""
+    if numbers:
+        text = f"{100 * weight:.0f} ".rjust(size)
+    elif coloured:
+        text = " " * size
+    else:
+        shades = " .:*#" if ascii_only else SHADES
+        text = shades[round(share * (len(shades) - 1))] * size
+    if not coloured:
+        return text, ""
+    share = min(max(share, 0.0), 1.0)
+    red, green, blue = (round(p + share * (d - p)) for p, d in zip(PALE_RGB, DEEP_RGB, strict=True))
+    ink = "#ffffff" if share > 0.5 else "#333333"
+    return text, f"{ink} on #{red:02x}{green:02x}{blue:02x}"
+
+
+MODEL_LAYERS, MODEL_HEADS = 6, 12
+
+
+def parse_head(text: str) -> tuple[int, int]:
+    """The layer and the head of "5.11".
+
+    >>> parse_head("5.11")
+    (5, 11)
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if found is None or int(found[1]) >= MODEL_LAYERS or int(found[2]) >= MODEL_HEADS:
+        raise ArgumentError(
+            f"--head: expected LAYER.HEAD, layers 0 to {MODEL_LAYERS - 1} and heads 0 to "
+            f"{MODEL_HEADS - 1}, "
+            f"not {text!r}"
+        )
+    return int(found[1]), int(found[2])
+
+
+def capture_model_weights(
+    sentence: str, wish: tuple[int, int] | None
+) -> tuple[CapturedAttention, int, int]:
+    """What the model weighs while it reads, from word to word, and a layer and a head of it:
+    without a wish, those that look farthest."""
+    from qkv.page.sentence import find_farthest_head, load_minilm
+
+    reader, tokenizer = load_minilm()
+    from qkv.transformers import capture
+
+    with capture(reader) as seen:
+        reader(**tokenizer(sentence, return_tensors="pt"))
+    told = seen.words(tokenizer, sentence)
+    return told, *(wish or divmod(find_farthest_head(told.weights), MODEL_HEADS))

@@ -1,0 +1,79 @@
+"""The tokens of some words, in less time than the tokenizer takes to be loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from qkv.database.table.cells import encode_utf8
+
+MAX_LETTERS, MAX_WORD_LETTERS = 1 << 14, 256
+"""Letters that are worth it, together and in one word."""
+
+_SPECIAL_CHARACTERS = " ▁<"
+_NO_NUMBER = sys.maxsize
+_VOCABULARY_START, _VOCABULARY_END = b'"vocab":', b'"merges":'
+
+
+class BytePairTokenizer:
+    """Byte pairs, by the numbers of the `vocabulary` alone: of neighbours whose union is a piece,
+    those with the lowest number are joined first. Where merges are listed by the number of what
+    they make, as in wordllama's file, that is what they say.
+
+    >>> pieces = BytePairTokenizer(
+    ...     {"▁": 9, "a": 5, "b": 6, "ab": 3, "▁a": 4, "<0xC3>": 1, "<0xA9>": 2}
+    ... )
+    >>> pieces("ab"), pieces("aé")
+    ([9, 3], [4, 1, 2])
+    """
+
+    def __init__(self, vocabulary: dict[str, int]):
+        self._number_by_piece = vocabulary
+
+    @classmethod
+    def from_file(cls, path: Path) -> BytePairTokenizer:
+        """Of a tokenizer's file, whose merges are not read."""
+        text = path.read_bytes()
+        begin = text.index(_VOCABULARY_START) + len(_VOCABULARY_START)
+        return cls(
+            json.loads(text[begin : text.index(_VOCABULARY_END, begin)].rstrip().rstrip(b","))
+        )
+
+    @staticmethod
+    def can_tokenize(words: Sequence[str]) -> bool:
+        """Whether these words are few, and words: several spaces, or what is in angles, may be
+        pieces of their own."""
+        if sum(map(len, words)) > MAX_LETTERS or max(map(len, words), default=0) > MAX_WORD_LETTERS:
+            return False
+        together = "".join(words)
+        return not any(x in together for x in _SPECIAL_CHARACTERS)
+
+    def __call__(self, word: str) -> list[int]:
+        number, parts = self._number_by_piece, list[str]()
+        for letter in f"▁{word}" if word else "":
+            if letter in number:
+                parts.append(letter)
+            else:
+                parts += [f"<0x{byte:02X}>" for byte in encode_utf8(letter)]
+        get = number.get
+        union = [get(one + two, _NO_NUMBER) for one, two in pairwise(parts)]
+        while union and (first := min(union)) < _NO_NUMBER:
+            at = union.index(first) if union.count(first) == 1 else self._first_pair(union, parts)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            del union[at]
+            if at:
+                union[at - 1] = get(parts[at - 1] + parts[at], _NO_NUMBER)
+            if at < len(union):
+                union[at] = get(parts[at] + parts[at + 1], _NO_NUMBER)
+        return [number[part] for part in parts]
+
+    def _first_pair(self, union: list[int], parts: list[str]) -> int:
+        """Where to join first: one piece may be made of several pairs."""
+        number = self._number_by_piece
+        return min(
+            (joined, number[parts[at]], number[parts[at + 1]], at)
+            for at, joined in enumerate(union)
+        )[-1]

@@ -1,0 +1,1 @@
+"""Rows as frames, files and pictures."""

@@ -1,0 +1,1 @@
+"""Filters (`where`): expressions, comparisons and the columns they read."""

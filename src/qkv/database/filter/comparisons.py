@@ -1,0 +1,443 @@
+"""Comparisons of columns, as operations on arrays: what is equal, less, or a part of a text."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import operator
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from qkv.database import parsing
+from qkv.database.table import cells, columns
+from qkv.database.table.columns import INEXACT_NUMBER, MISSING, NUMERIC_KINDS, OTHER, TEXT, Column
+from qkv.errors import ArgumentError, DtypeError
+from qkv.util.deadline import check_deadline
+
+if TYPE_CHECKING:
+    from qkv.database.filter.column_chunk import ColumnChunk
+
+_ORDER_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_MIRRORED_OPERATORS: dict[type, type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+}
+_SAMPLE_ROWS = 4096
+"""Rows in which an error looks for an example."""
+
+
+class DistinctTexts(NamedTuple):
+    """The different texts of a column, as dates too where any is one, which of them each row has,
+    (m,), −1 where none, and about how many bytes that takes."""
+
+    texts: list[str]
+    dates: list[Any]
+    text_index: np.ndarray
+    size_bytes: int
+
+
+class FilterResult(NamedTuple):
+    """Of each row whether it passes, and whether that is known: one without the cell that is
+    compared neither passes nor does it pass what is not so."""
+
+    passes: np.ndarray
+    is_known: np.ndarray
+
+    def __invert__(self) -> FilterResult:
+        return FilterResult(self.is_known & ~self.passes, self.is_known)
+
+    def __and__(self, other: FilterResult) -> FilterResult:
+        false = (self.is_known & ~self.passes) | (other.is_known & ~other.passes)
+        return FilterResult(self.passes & other.passes, (self.is_known & other.is_known) | false)
+
+    def __or__(self, other: FilterResult) -> FilterResult:
+        return ~(~self & ~other)
+
+
+Condition = Callable[["ColumnChunk"], FilterResult]
+
+
+class ColumnName(NamedTuple):
+    """A column, by its name."""
+
+    column: str
+
+
+class Constant(NamedTuple):
+    """A cell that is given."""
+
+    cell: Any
+
+
+Operand = ColumnName | Constant
+
+
+def suppress_nan_warnings(passes: Condition) -> Condition:
+    """Without warnings: the codes of text, taken for numbers, may be NaN of any kind."""
+
+    def evaluate_quietly(table: ColumnChunk) -> FilterResult:
+        with np.errstate(invalid="ignore"):
+            return passes(table)
+
+    return evaluate_quietly
+
+
+def combine_conditions(parts: Sequence[Condition], all_of: bool) -> Condition:
+    if not parts:
+        return constant_condition(all_of)
+
+    def evaluate_all(table: ColumnChunk) -> FilterResult:
+        found = parts[0](table)
+        for part in parts[1:]:
+            check_deadline()
+            found = found & part(table) if all_of else found | part(table)
+        return found
+
+    return evaluate_all
+
+
+def constant_condition(passes: bool) -> Condition:
+    return lambda table: _uniform_result(len(table), passes)
+
+
+def _uniform_result(rows: int, passes: bool) -> FilterResult:
+    return FilterResult(np.full(rows, passes), np.ones(rows, bool))
+
+
+def truth_condition(name: str) -> Condition:
+    """Cells that Python calls true: not 0, not False, not an empty text."""
+
+    def evaluate_truth(table: ColumnChunk) -> FilterResult:
+        column = table.read_column(name)
+        empty = _equal_to_constant(table, name, column, 0) | _equal_to_constant(
+            table, name, column, ""
+        )
+        known = column.kinds != MISSING
+        return FilterResult(known & ~empty, known)
+
+    return evaluate_truth
+
+
+def membership_condition(left: Operand, members: Sequence[Operand]) -> Condition:
+    """left == member, for any of them. Of a constant and constants too."""
+    if isinstance(left, Constant):
+        names = [side for side in members if isinstance(side, ColumnName)]
+        if any(
+            _cells_equal(left.cell, side.cell) for side in members if isinstance(side, Constant)
+        ):
+            return constant_condition(True)
+        return combine_conditions(
+            [membership_condition(name, [left]) for name in names], all_of=False
+        )
+    name = left.column
+
+    def evaluate_membership(table: ColumnChunk) -> FilterResult:
+        column, true = table.read_column(name), np.zeros(len(table), bool)
+        constants = [side.cell for side in members if isinstance(side, Constant)]
+        if constants and len(constants) == len(members):
+            _check_comparable(table, name, constants)
+        for side in members:
+            check_deadline()
+            if isinstance(side, Constant):
+                true |= _equal_to_constant(table, name, column, side.cell)
+                if (moment := parsing.parse_moment(side.cell)) is not None:
+                    _mark_same_moments(table, name, column, moment, true)
+            else:
+                true |= _equal_columns(table, name, column, side.column)
+        return FilterResult(true, np.ones(len(table), bool))
+
+    return evaluate_membership
+
+
+def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any) -> np.ndarray:
+    """Which cells equal a constant."""
+    kind = columns.cell_kind_code(cell)
+    if kind == MISSING:
+        return np.asarray(column.kinds == MISSING)
+    code = np.uint64(columns.encode_cell(cell, kind))
+    if kind not in NUMERIC_KINDS:
+        same = np.asarray((column.kinds == kind) & (column.codes == code))
+        if kind == OTHER and (other := _alternative_vector_form(cell)) is not None:
+            same |= (column.kinds == kind) & (
+                column.codes == np.uint64(columns.encode_cell(other, kind))
+            )
+        return same
+    near: np.ndarray = column.numbers == code.view(np.float64)
+    near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
+    # Two numbers that are no floats may share the float that is nearest to both.
+    unsure = (
+        np.flatnonzero(near & (column.kinds == INEXACT_NUMBER)) if kind == INEXACT_NUMBER else None
+    )
+    near &= (
+        (column.kinds == INEXACT_NUMBER)
+        if kind == INEXACT_NUMBER
+        else (column.kinds != INEXACT_NUMBER)
+    )
+    if unsure is not None and len(unsure):
+        near[unsure] = [_cells_equal(x, cell) for x in table.read_cells(name, unsure)]
+    return near
+
+
+def _alternative_vector_form(cell: Any) -> Any:
+    """A vector as the list of its numbers, and such a list as a vector; else None."""
+    if isinstance(cell, np.ndarray) and cell.ndim == 1:
+        return cell.tolist()
+    return np.array(cell, float) if cells.is_number_list(cell) else None
+
+
+def _equal_columns(table: ColumnChunk, name: str, column: Column, other: str) -> np.ndarray:
+    """Which cells of two columns are equal; a missing one equals a missing one."""
+    second = table.read_column(other)
+    numeric = np.isin(column.kinds, NUMERIC_KINDS) & np.isin(second.kinds, NUMERIC_KINDS)
+    alike = (column.kinds == second.kinds) & (column.codes == second.codes)
+    same: np.ndarray = np.where(numeric, column.numbers == second.numbers, alike)
+    unsure = np.flatnonzero(
+        same & numeric & ((column.kinds == INEXACT_NUMBER) | (second.kinds == INEXACT_NUMBER))
+    )
+    if len(unsure):
+        pairs = zip(table.read_cells(name, unsure), table.read_cells(other, unsure), strict=True)
+        same[unsure] = [_cells_equal(a, b) for a, b in pairs]
+    return same
+
+
+def order_condition(op: ast.cmpop, left: Operand, right: Operand) -> Condition:
+    """left < right, and the like."""
+    if isinstance(left, Constant):
+        if isinstance(right, Constant):
+            if not isinstance(left.cell, str | int | float) or (
+                isinstance(left.cell, str) != isinstance(right.cell, str)
+            ):
+                raise _type_mismatch_error(
+                    cells.format_cell(left.cell), cells.format_cell(right.cell)
+                )
+            passes = bool(_ORDER_OPERATORS[type(op)](left.cell, right.cell))
+            return constant_condition(passes)
+        return order_condition(_MIRRORED_OPERATORS[type(op)](), right, left)
+    compare, name = _ORDER_OPERATORS[type(op)], left.column
+    if isinstance(right, ColumnName):
+        return lambda table: _order_columns(table, compare, name, right.column)
+    cell = columns.normalize_cell(right.cell)
+    kind = columns.cell_kind_code(cell)
+
+    def evaluate_order(table: ColumnChunk) -> FilterResult:
+        column = table.read_column(name)
+        known = column.kinds != MISSING
+        if kind == MISSING:
+            return FilterResult(np.zeros(len(table), bool), np.zeros(len(table), bool))
+        _check_comparable(table, name, [cell], order=True)
+        if kind == TEXT:
+            return FilterResult(_compare_text(table, name, cell, compare), known)
+        number = float(columns.encode_column([cell]).numbers[0])
+        true = compare(column.numbers, number) & known
+        if kind == INEXACT_NUMBER or table.cell_kind_counts(name)[INEXACT_NUMBER]:
+            near = known & (column.numbers == number)
+            at = np.flatnonzero(
+                near & ((column.kinds == INEXACT_NUMBER) | (kind == INEXACT_NUMBER))
+            )
+            true[at] = [bool(compare(x, cell)) for x in table.read_cells(name, at)]
+        return FilterResult(true, known)
+
+    return evaluate_order
+
+
+def _order_columns(
+    table: ColumnChunk, compare: Callable[[Any, Any], Any], one: str, two: str
+) -> FilterResult:
+    a, b = table.read_column(one), table.read_column(two)
+    for name in (one, two):
+        _check_ordered_kinds(name, table.cell_kind_counts(name))
+    texts = [table.cell_kind_counts(name)[TEXT] > 0 for name in (one, two)]
+    if texts[0] != texts[1] and all(table.cell_kind_counts(name)[1:].any() for name in (one, two)):
+        raise _type_mismatch_error(
+            f"column {one!r} holds {_describe_column_content(table, one)}", f"column {two!r}"
+        )
+    known = (a.kinds != MISSING) & (b.kinds != MISSING)
+    true = np.asarray(compare(a.numbers, b.numbers)) & known
+    unsure = known & ((a.kinds == TEXT) | (a.kinds == INEXACT_NUMBER) | (b.kinds == INEXACT_NUMBER))
+    if unsure.any():
+        at = np.flatnonzero(unsure)
+        pairs = zip(table.read_cells(one, at), table.read_cells(two, at), strict=True)
+        true[at] = [
+            bool(
+                compare(
+                    *_comparable_moments(one, x, parsing.parse_moment(y))
+                    or (columns.normalize_cell(x), columns.normalize_cell(y))
+                )
+            )
+            for x, y in pairs
+        ]
+    return FilterResult(true, known)
+
+
+def substring_condition(right: Operand, left: Operand) -> Condition:
+    """left in right: a part of a text."""
+    if isinstance(right, Constant) or not isinstance(left, Constant):
+        wish = "a list of what a column may be, or a text in a column"
+        told = right.cell if isinstance(right, Constant) else right.column
+        raise ArgumentError(
+            f"where: in {cells.format_cell(told)} is not understood: in needs {wish}"
+        )
+    part, name = left.cell, right.column
+    if not isinstance(part, str):
+        raise ArgumentError(
+            f"where: {cells.format_cell(part)} in {name}: only text can be a part of a column's "
+            "text; "
+            f"for a list of what it may be, write {name} in [{cells.format_cell(part)}]"
+        )
+
+    def evaluate_substring(table: ColumnChunk) -> FilterResult:
+        _check_comparable(table, name, [part], order=True)
+        known = table.read_column(name).kinds != MISSING
+        texts, _, place, _ = table.read_texts(name)
+        return FilterResult(_expand_to_rows([part in text for text in texts], place), known)
+
+    return evaluate_substring
+
+
+def _compare_text(
+    table: ColumnChunk, name: str, text: str, compare: Callable[[Any, Any], Any]
+) -> np.ndarray:
+    """Of each row its text, or the moment that it is, compared with another."""
+    texts, dates, place, _ = table.read_texts(name)
+    # A month, or a year, is where it begins.
+    part = re.fullmatch(r"\d{4}(-\d\d)?", text, re.ASCII)
+    moment = parsing.parse_moment(text + "-01-01"[len(text) - 4 :] if part else text)
+    if moment is None and dates and None not in dates:
+        raise DtypeError(
+            f"where: column {name!r} holds dates and is compared with {cells.format_cell(text)}: "
+            "write "
+            "a date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
+        )
+    if moment is None or not dates:
+        return _expand_to_rows([compare(x, text) for x in texts], place)
+    pairs = zip(texts, dates, strict=True)
+    return _expand_to_rows(
+        [compare(*_comparable_moments(name, date, moment) or (x, text)) for x, date in pairs], place
+    )
+
+
+def _expand_to_rows(verdicts: Sequence[Any], place: np.ndarray) -> np.ndarray:
+    """What was said of each different text, for the rows that have it."""
+    return np.asarray(np.array([*map(bool, verdicts), False])[place])
+
+
+def _comparable_moments(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
+    """A cell and the moment it is compared with, both as moments; None where one is none. Where
+    the one that is given has no zone, the hours count that the cell's own clock showed."""
+    own = None if isinstance(date, str) else parsing.parse_moment(date)
+    if (
+        own is None
+        or moment is None
+        or isinstance(own, datetime.time) != isinstance(moment, datetime.time)
+    ):
+        return None
+    if moment.tzinfo is None:
+        return own.replace(tzinfo=None), moment
+    if own.tzinfo is None:
+        raise DtypeError(
+            f"where: column {name!r} holds moments without a zone and is compared with one that "
+            f"has one, {moment.isoformat()}: write it without one"
+        )
+    return own, moment
+
+
+def _mark_same_moments(
+    table: ColumnChunk, name: str, column: Column, moment: Any, true: np.ndarray
+) -> None:
+    """Which other cells are dates that mean this moment, in `passes`. Without a zone it is what a
+    cell's own clock showed, so that one with a zone has to be looked at."""
+    first = table.read_cells(name, np.flatnonzero(column.kinds == TEXT)[:1])
+    if moment.tzinfo is not None or getattr(first[0] if first else None, "tzinfo", None):
+        texts, dates, place, _ = table.read_texts(name)
+        pairs = [_comparable_moments(name, date, moment) for date in dates or texts]
+        true |= _expand_to_rows([pair is not None and pair[0] == pair[1] for pair in pairs], place)
+        return
+    for date in parsing.equivalent_dates(moment):
+        code = np.uint64(columns.encode_cell(date, TEXT))
+        at = np.flatnonzero((column.kinds == TEXT) & (column.codes == code) & ~true)
+        true[at] = [not isinstance(x, str) for x in table.read_cells(name, at)]
+
+
+def read_distinct_texts(table: ColumnChunk, name: str) -> DistinctTexts:
+    """The different texts of a column."""
+    column = table.read_column(name)
+    at = np.flatnonzero(column.kinds == TEXT)
+    _, first, back = np.unique(column.codes[at], return_index=True, return_inverse=True)
+    place = np.full(len(table), -1, np.int32)
+    place[at] = back
+    found = table.read_cells(name, at[first])
+    texts = [str(columns.normalize_cell(x)) for x in found]
+    dates = [None if isinstance(x, str) else x for x in found]
+    dates = dates if any(dates) else []
+    return DistinctTexts(
+        texts, dates, place, place.nbytes + sum(map(sys.getsizeof, (*texts, *dates)))
+    )
+
+
+def _cells_equal(a: Any, b: Any) -> bool:
+    return bool(columns.normalize_cell(a) == columns.normalize_cell(b))
+
+
+def _check_comparable(
+    table: ColumnChunk, name: str, constants: Sequence[Any], order: bool = False
+) -> None:
+    """Refuse to compare text with numbers, which would find nothing without a word."""
+    census, told = table.cell_kind_counts(name), cells.format_cell(constants[0])
+    kinds = {columns.cell_kind_code(cell) for cell in constants} - {MISSING}
+    texts, numbers = bool(census[TEXT]), bool(census[list(NUMERIC_KINDS)].any())
+    if order:
+        _check_ordered_kinds(name, census)
+        if OTHER in kinds:
+            raise ArgumentError(f"where: column {name!r} is not compared with {told}")
+    if not kinds or not (texts or numbers):
+        return
+    if kinds == {OTHER}:
+        if not census[OTHER]:
+            held = columns.describe_kinds(census)
+            raise DtypeError(f"where: column {name!r} holds {held}, and never equals {told}")
+        return
+    wants_text, wants_number = TEXT in kinds, bool(kinds & set(NUMERIC_KINDS))
+    if order:
+        wrong = numbers if wants_text else texts
+    else:
+        wrong = not ((wants_text and texts) or (wants_number and numbers))
+    if wrong:
+        raise _type_mismatch_error(
+            f"column {name!r} holds {_describe_column_content(table, name)}", told
+        )
+
+
+def _describe_column_content(table: ColumnChunk, name: str) -> str:
+    """The kinds of a column, and one of the texts that make it one of text."""
+    told = columns.describe_kinds(table.cell_kind_counts(name))
+    at = np.flatnonzero(table.read_column(name).kinds == TEXT)[:_SAMPLE_ROWS]
+    texts = [str(columns.normalize_cell(x)) for x in table.read_cells(name, at)]
+    strange = next((x for x in texts if not x[:1].isdigit()), texts[0] if texts else None)
+    return told if strange is None else f"{told}, such as {cells.format_cell(strange)},"
+
+
+def _check_ordered_kinds(name: str, census: np.ndarray) -> None:
+    if census[OTHER]:
+        raise ArgumentError(
+            f"where: column {name!r} holds {census[OTHER]:,} cells that have no order (bytes, "
+            "tuples, vectors, lists): compare columns of numbers, text or dates"
+        )
+
+
+def _type_mismatch_error(one: str, two: str) -> DtypeError:
+    return DtypeError(
+        f"where: {one} and is compared with {two}: text is not compared with numbers. Write the "
+        "constant as the column has it; or, where a few words stand among numbers, name them as "
+        "missing when the table is read"
+    )

@@ -1,0 +1,120 @@
+"""The few rows that queries look at, out of the store and back into it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from qkv.database.query.arguments import encode_numbers, score_beside
+from qkv.database.table.schema import rows_to_columns
+from qkv.errors import CombinationError
+from qkv.frameworks import get_framework
+from qkv.frameworks.ragged import EncodedQuery
+from qkv.util.types import Array
+
+if TYPE_CHECKING:
+    from qkv.database.database import Database
+    from qkv.scores import Score, ScoreLike
+
+
+class MemoryRows(NamedTuple):
+    """u rows by their ids, with the vectors of their keys (u, d) and their values (u, d_v); which
+    of them each query looks at, (n, k), the best first; and where there is one, (n, k)."""
+
+    ids: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    row_positions: np.ndarray
+    is_found: np.ndarray
+
+
+def encode_memory_query(database: Database[Any, Any], query: Array) -> Array:
+    """Queries (n, d) as they are compared: keys of numbers are encoded, with gradients."""
+    view = database._nonempty_view()
+    if view.schema.key_kind != "number" and not view.has_number_keys:
+        return query
+    return encode_numbers(view, query)[0]
+
+
+def own_score(database: Database[Any, Any], query: Array) -> Score:
+    """The score of the database's encoder, with its arrays where the query is."""
+    return score_beside(database._nonempty_view(), None, query)
+
+
+def find_memory_rows(
+    database: Database[Any, Any], query: Array, k: int, score: ScoreLike | None = None
+) -> MemoryRows:
+    """The k rows that match each query (n, d) best, of those that have a value. Numbers are in the
+    keys' own units.
+
+    >>> from qkv import Database
+    >>> D = Database(np.eye(3), np.array([[10.0], [20.0], [30.0]]))
+    >>> found = find_memory_rows(D, np.array([[0.0, 0.5, 1.0]]), 2)
+    >>> found.value[found.row_positions].tolist()
+    [[[30.0], [20.0]]]
+    """
+    from qkv.attention import find_nearest_rows
+
+    view = database._nonempty_view()
+    if not view.schema.can_pool_values:
+        raise CombinationError(
+            f"the values are of type {view.schema.value_kind}, and only numbers can be pooled: "
+            "keep numbers or vectors as values"
+        )
+    query = encode_memory_query(database, query)
+    view.check_query(EncodedQuery(query))
+    allowed = view.mask_missing_values(None)[0]
+    rows = view.open_vectors(allowed)
+    scores, places = find_nearest_rows(
+        rows, query, min(k, rows.shape[0]), score=score_beside(view, score, query)
+    )
+    fw = get_framework(query)
+    live = fw.to_numpy(scores) > -np.inf
+    ids = view.ids if allowed is None or rows.allowed is not None else view.ids[allowed]
+    ids, at = np.unique(ids[np.where(live, fw.to_numpy(places), 0)], return_inverse=True)
+    value = view.snapshot.read_tensor("value", ids)
+    return MemoryRows(ids, view.read_key_vectors(ids), value, at.reshape(live.shape), live)
+
+
+def can_update_keys(database: Database[Any, Any]) -> bool:
+    """Whether the keys are their own vectors, so that a row may get another."""
+    view = database._nonempty_view()
+    return view.schema.key_kind == "vector" and view.encoder.is_identity
+
+
+def update_memory_rows(
+    database: Database[Any, Any], ids: np.ndarray, key: np.ndarray | None, value: np.ndarray
+) -> int:
+    """Other values, and other keys where given, for some rows: a new version. How many there were;
+    those that went meanwhile do not come back."""
+    with database._exclusive_lock():
+        view = database._view
+        here = np.isin(ids, view.ids)
+        ids, value, key = ids[here], value[here], None if key is None else key[here]
+        if not len(ids):
+            return 0
+        schema, rows = view.schema, view.read_rows(ids.tolist())
+        for i, row in enumerate(rows):
+            if key is not None:
+                row[schema.key[0]] = key[i]
+            if schema.value_kind == "vector":
+                row[schema.value[0]] = value[i]
+            else:
+                row |= dict(zip(schema.value, value[i].tolist(), strict=True))
+        database._write_rows(rows_to_columns(rows), remove=ids.tolist(), what="learn")
+    return len(ids)
+
+
+def forget_rows(database: Database[Any, Any], keys: Any) -> int:
+    """Take out every row of these keys; what the encoder learned of them goes too.
+
+    Answers are then as if the rows had never been there, unless `Database.learn` was told of them
+    in its pairs: what it made of these stays, until `encode` with another encoder. How many went.
+    """
+    with database._exclusive_lock():
+        gone = database.remove(keys)
+        view = database._view
+        if len(view) and view.setting_number("fitted") and not view.encoder.is_identity:
+            database.encode(what="forget")
+    return gone

@@ -1,0 +1,1 @@
+"""Queries: arguments, execution, calibration and influence."""

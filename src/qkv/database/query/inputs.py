@@ -1,0 +1,184 @@
+"""Queries and keys in any form (array, tensor, Series, list) as cells.
+
+Which meaning a form has is decided here, once for every entry point:
+
+| keys | one query | several queries |
+|---|---|---|
+| a number | a number, an array () | a list, an array (n,) or (n, 1) |
+| tuples of w numbers or dates | a tuple, list or array (w,) | a list of such, an array (n, w) |
+| vectors of w numbers | a list or array (w,) | a list of such, an array (n, w) |
+| other tuples of w cells | a tuple, a mapping, one cell | a list, an array (n, w) or (n,) |
+| text, dates, other cells | a cell, an array () of one | a list, an array (n,) or (n, 1) |
+
+Columns of pandas, polars and pyarrow are lists of their cells. An array of numbers where no key is
+made of numbers is an encoded vector (w,), or several (n, w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from qkv.database.table import cells
+from qkv.database.table.schema import extract_cells
+from qkv.errors import DtypeError, ShapeError
+from qkv.frameworks import as_plain_array, get_framework, is_array, to_numpy
+
+NUMERIC = ("float", "int", "uint", "bool", "bfloat", "complex")
+"""How the names of dtypes begin whose arrays hold numbers."""
+
+_PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, type(None)})
+
+
+class Batch(list[Any]):
+    """A list whose elements are queries, whatever they are: one of numbers is no key."""
+
+
+def as_cells(query: Any, kind: str | None = None) -> Any:
+    """A query as an array of numbers, a cell or a list of cells.
+
+    `kind` is the kind of the keys, None where the caller does not know it.
+
+    >>> as_cells(np.array(["aple", "peer"])), as_cells(np.array("aple")), as_cells(np.str_("aple"))
+    (['aple', 'peer'], 'aple', 'aple')
+    """
+    if type(query) in _PLAIN:
+        return query
+    if isinstance(query, np.generic):
+        return _scalar(query)
+    if not is_array(query):
+        return _column(query)
+    query = as_plain_array(query, "query")
+    if holds_numbers(query):
+        return query
+    return _listed(query, kind)
+
+
+def holds_numbers(array: Any) -> bool:
+    """Whether the elements of an array are numbers, and not text, dates or objects.
+
+    >>> holds_numbers(np.zeros(2)), holds_numbers(np.array(["a"])), holds_numbers(np.array([None]))
+    (True, False, False)
+    """
+    return get_framework(array).dtype_name(array).startswith(NUMERIC)
+
+
+def as_key(key: Any, kind: str) -> Any:
+    """A key in any form as the database has it, to be looked up.
+
+    >>> as_key(np.array([100, 1]), "tuple"), as_key([100.0, 1.0], "tuple")
+    ((100, 1), (100.0, 1.0))
+    """
+    if type(key) is str or (type(key) is tuple and kind != "vector"):
+        return key
+    if kind == "vector":
+        key = key if is_array(key) else as_cells(key)
+        return as_floats(key) if isinstance(key, list | tuple) else key
+    key = as_cells(key, kind)
+    if kind == "tuple":
+        return as_tuple(key)
+    return to_numpy(key).item() if is_array(key) and not key.shape else key
+
+
+def as_tuple(key: Any) -> Any:
+    """A list, an array (w,) or a Series as a key of several columns; other cells as they are."""
+    if is_array(key) and len(key.shape) == 1:
+        return tuple(to_numpy(key).tolist())
+    if not isinstance(key, Mapping | str | bytes):
+        key = as_cells(key)
+    if not isinstance(key, list | tuple):
+        return key
+    if not any(is_array(part) for part in key):
+        return tuple(key)
+    return tuple(to_numpy(x).item() if is_array(x) and not x.shape else x for x in key)
+
+
+def as_floats(query: Any) -> np.ndarray:
+    """A vector, or several, as one array; text is refused, also where it reads as numbers."""
+    array = np.asarray(query)
+    if array.dtype.kind in "US":
+        raise DtypeError(
+            "query must be a vector of numbers, as the keys are: real numbers are needed, not text"
+        )
+    return array.astype(float, copy=False)
+
+
+def as_tuples(array: Any, columns: str) -> tuple[list[Any], bool]:
+    """An array of numbers as keys of several columns, and whether it is a single one."""
+    rows = to_numpy(array)
+    if rows.ndim > 2:
+        raise ShapeError(
+            f"query has shape {tuple(rows.shape)}, but a key is {columns}: expected one key, "
+            "(columns,), or several, (queries, columns)"
+        )
+    if rows.ndim == 2:
+        return list(map(tuple, rows.tolist())), False
+    return [tuple(rows.tolist()) if rows.ndim else rows.item()], True
+
+
+def is_flat(query: Any) -> bool:
+    """Whether a list holds single cells, so that it may be a key of several columns.
+
+    >>> is_flat([1.0, 2.0]), is_flat([(1.0, 2.0)]), is_flat([])
+    (True, False, False)
+    """
+    return bool(query) and not any(
+        isinstance(x, list | tuple | Mapping | Set) or len(getattr(x, "shape", ())) > 0
+        for x in query
+    )
+
+
+def is_number_key(key: Any) -> bool:
+    """Whether a key is several numbers or dates, so that an array may be one.
+
+    >>> is_number_key((100.0, 1)), is_number_key(("Emma", 1815)), is_number_key(3.5)
+    (True, False, False)
+    """
+    if not isinstance(key, tuple) or not key:
+        return False
+    return all(cells.cell_kind(part) in ("number", "date") for part in key)
+
+
+def _scalar(query: np.generic) -> Any:
+    """A scalar of NumPy as Python's where that has the same kind."""
+    if isinstance(query, np.str_):
+        return str(query)
+    if isinstance(query, np.datetime64):
+        return cells.to_python_datetime(query)
+    return query
+
+
+def _column(query: Any) -> Any:
+    """A column of another library as a list of its cells."""
+    found = extract_cells(query)
+    if found is query and hasattr(query, "tolist") and hasattr(query, "dtype"):
+        found = query.tolist()  # an array of pandas, such as a Categorical
+    return found
+
+
+def _listed(query: Any, kind: str | None) -> Any:
+    """An array of text, dates or objects as a list of its cells, or as its one cell."""
+    array = to_numpy(query)
+    if array.dtype.kind == "M":  # Python's times end at microseconds
+        array = array.astype("M8[us]")
+    found = array.tolist()
+    if not isinstance(query, np.ndarray):  # the texts of TensorFlow are bytes
+        found = _decoded(found)
+    if array.ndim < 2 or kind in ("vector", "json"):
+        return found
+    if array.ndim == 2 and kind in (None, "tuple") and (array.shape[1] > 1 or kind == "tuple"):
+        return list(map(tuple, found))
+    if array.ndim == 2 and array.shape[1] == 1:
+        return [row[0] for row in found]
+    what = "cells of several columns" if kind == "tuple" else "text" if kind is None else kind
+    raise ShapeError(
+        f"query has shape {tuple(array.shape)}, but the keys are {what}: expected (queries,)"
+    )
+
+
+def _decoded(found: Any) -> Any:
+    if isinstance(found, list):
+        return list(map(_decoded, found))
+    return found.decode() if isinstance(found, bytes) else found

@@ -1,0 +1,244 @@
+"""Shelves: where immutable files are kept, a folder or memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from qkv.database.errors import unwritable_error
+from qkv.database.storage import safe_open, segments
+from qkv.database.storage.layout import (
+    IDS_TENSOR,
+    Layout,
+    Tensor,
+    Tensors,
+    check_tensor_name,
+    storage_dtype,
+)
+from qkv.database.storage.segments import FileColumn, FileMetadata, Segment, SegmentEntry
+from qkv.frameworks.ragged import concat_ragged
+from qkv.util.logging import debug_logger
+
+
+class FileSystem:
+    """The calls that make a file durable. Tests put a file system that forgets in their place."""
+
+    def write(self, path: Path, chunks: Iterable[Any]) -> None:
+        with open(path, "wb", opener=safe_open.open_regular_file) as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            self.fsync(file.fileno(), path)
+
+    def fsync(self, file: int, path: Path) -> None:
+        os.fsync(file)
+
+    def sync_file(self, path: Path) -> None:
+        """Make a file durable that somebody else has written."""
+        file = os.open(path, os.O_RDONLY)
+        try:
+            self.fsync(file, path)
+        finally:
+            os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def fsync_folder(self, folder: Path) -> None:
+        self.sync_file(folder)
+
+
+class MemoryBlobStorage:
+    """A shelf in memory: what was put there is never cut or changed, and goes with the process."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, Segment] = {}
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}
+
+    def write_segment(
+        self, file: str, layout: Layout, parts: Sequence[Segment], notes: FileMetadata
+    ) -> tuple[int, bytes]:
+        """Keep the parts as one segment; give its size and checksum."""
+        ids = _join_read_only([part.ids for part in parts])
+        tensors: dict[str, Tensor] = {
+            n: (concat_ragged if n == layout.ragged_name else _join_read_only)(
+                [part.tensors[n] for part in parts]
+            )
+            for n in layout.tensor_names
+        }
+        self._segments[file] = Segment(ids, tensors)
+        return ids.nbytes + sum(tensor.nbytes for tensor in tensors.values()), b""
+
+    def write_arrays(self, file: str, arrays: Tensors, notes: FileMetadata) -> tuple[int, bytes]:
+        for name, array in arrays.items():
+            check_tensor_name(name)
+            storage_dtype(name, array, least=0)
+        self._arrays[file] = {name: _join_read_only([array]) for name, array in arrays.items()}
+        return sum(array.nbytes for array in arrays.values()), b""
+
+    def sync_storage(self) -> None:
+        """After this, what was put survives a loss of power, on a disk."""
+
+    def read_segment(self, entry: SegmentEntry, layout: Layout) -> Segment:
+        return self._segments[entry.file]
+
+    def read_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
+        return dict(self._arrays[file])
+
+    def verify_file(self, file: str, size: int, checksum: bytes) -> None:
+        """Read all of a file and raise `Damaged` where it is not what was written."""
+
+    def discard_file(self, file: str) -> OSError | None:
+        """Remove a file; returns why that failed."""
+        self._segments.pop(file, None)
+        self._arrays.pop(file, None)
+        return None
+
+    def list_files(self) -> list[str]:
+        """The names of all segments, arrays and temporary files that are there."""
+        return [*self._segments, *self._arrays]
+
+
+class DiskBlobStorage:
+    """A shelf in a folder: written under another name, synced, renamed; read through a map."""
+
+    def __init__(self, folder: Path, files: FileSystem | None = None) -> None:
+        self._folder = folder
+        self._file_system = files or FileSystem()
+        self._open_segments: WeakValueDictionary[str, Segment] = WeakValueDictionary()
+
+    def write_segment(
+        self, file: str, layout: Layout, parts: Sequence[Segment], notes: FileMetadata
+    ) -> tuple[int, bytes]:
+        rows = sum(len(part.ids) for part in parts)
+        columns: list[FileColumn] = [
+            (IDS_TENSOR, np.dtype("<i8"), (rows,), [part.ids for part in parts])
+        ]
+        ragged = layout.ragged_name
+        if ragged is not None:
+            whole = concat_ragged([part.tensors[ragged] for part in parts])
+            columns.append(
+                (ragged + segments.STARTS_SUFFIX, np.dtype("<i8"), (rows + 1,), [whole.starts])
+            )
+        for name, dtype, dims in layout.fields:
+            if name == ragged:
+                columns.append((name, dtype, whole.flat.shape, [whole.flat]))
+            else:
+                some = [np.asarray(part.tensors[name]) for part in parts]
+                columns.append((name, dtype, (rows, *dims), some))
+        return self._write_file(file, columns, {**notes, "layout": layout.to_text()})
+
+    def write_arrays(self, file: str, arrays: Tensors, notes: FileMetadata) -> tuple[int, bytes]:
+        columns: list[FileColumn] = []
+        for name, array in arrays.items():
+            check_tensor_name(name)
+            columns.append((name, storage_dtype(name, array, least=0), array.shape, [array]))
+        columns.sort(key=lambda column: (-column[1].itemsize, column[0]))
+        return self._write_file(file, columns, notes)
+
+    def sync_storage(self) -> None:
+        try:
+            self._file_system.fsync_folder(self._folder)
+        except OSError as error:
+            raise unwritable_error(self._folder, error) from error
+
+    def read_segment(self, entry: SegmentEntry, layout: Layout) -> Segment:
+        segment = self._open_segments.get(entry.file)
+        if segment is None or segment.is_truncated:
+            segment = segments.open_segment(self._file_path(entry.file), entry, layout)
+            self._open_segments[entry.file] = segment
+            if log := debug_logger():
+                log.debug("read %s: %d rows", self._file_path(entry.file), entry.rows)
+        return segment
+
+    def read_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
+        if log := debug_logger():
+            log.debug("read %s: arrays of the encoder", self._file_path(file))
+        return segments.open_arrays(self._file_path(file), size)
+
+    def verify_file(self, file: str, size: int, checksum: bytes) -> None:
+        path = self._file_path(file)
+        found = sha256()
+        length = 0
+        try:
+            with open(path, "rb", opener=safe_open.open_regular_file) as source:
+                while chunk := source.read(segments.CHUNK_BYTES):
+                    length += len(chunk)
+                    found.update(chunk)
+        except OSError as error:
+            raise segments.unreadable_file_error(path, error) from error
+        if length != size:
+            raise segments.damaged_file_error(
+                path, f"it has {length:,} bytes, and {size:,} were written"
+            )
+        if found.digest() != checksum:
+            raise segments.damaged_file_error(
+                path, "its content is not what was written (the checksum differs)"
+            )
+
+    def discard_file(self, file: str) -> OSError | None:
+        self._open_segments.pop(file, None)
+        # What cannot be removed now is removed by the next writer.
+        try:
+            self._file_system.unlink(self._file_path(file))
+        except OSError as error:
+            return error
+        return None
+
+    def list_files(self) -> list[str]:
+        return sorted(
+            name
+            for name in safe_open.list_names(self._folder)
+            if name.endswith(
+                (segments.SEGMENT_SUFFIX, segments.SEGMENT_SUFFIX + segments.TEMPORARY_SUFFIX)
+            )
+        )
+
+    def _file_path(self, file: str) -> Path:
+        # A catalogue from elsewhere must not name files outside of its folder.
+        if segments.file_number(file.removesuffix(segments.TEMPORARY_SUFFIX)) is None:
+            raise segments.damaged_file_error(
+                self._folder / "catalogue.sqlite", f"it names the file {file!r}"
+            )
+        return self._folder / file
+
+    def _write_file(
+        self, file: str, columns: Sequence[FileColumn], notes: FileMetadata
+    ) -> tuple[int, bytes]:
+        checksum = sha256()
+        length = 0
+
+        def checksummed_chunks() -> Iterator[Any]:
+            nonlocal length
+            for chunk in segments.iterate_file_chunks(columns, notes):
+                checksum.update(chunk)
+                length += len(chunk)
+                yield chunk
+
+        path = self._file_path(file)
+        temporary = self._file_path(file + segments.TEMPORARY_SUFFIX)
+        try:
+            self._file_system.write(temporary, checksummed_chunks())
+            self._file_system.rename(temporary, path)
+        except OSError as error:
+            raise unwritable_error(path, error) from error
+        return length, checksum.digest()
+
+
+BlobStorage = MemoryBlobStorage | DiskBlobStorage
+
+
+def _join_read_only(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """One array of one's own that nobody can change."""
+    joined = np.array(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
+    joined.flags.writeable = False
+    return joined

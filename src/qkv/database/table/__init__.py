@@ -1,0 +1,1 @@
+"""The table of a database: schema, cells, columns, encoding and views."""

@@ -1,0 +1,143 @@
+"""8-bit codes of vectors, and how far each vector may lie from its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import unknown_name_error
+from qkv.frameworks import lazy as made
+from qkv.frameworks import threads
+from qkv.frameworks.lazy import LazyArray
+from qkv.frameworks.norms import residual_spread, row_norms
+from qkv.frameworks.stored_rows import QuantizedKeys
+
+VECTORS_PER_BLOCK = 4096
+"""Vectors whose residuals are bounded together."""
+
+VECTORS_PER_STRIP = 256
+"""Vectors that are rounded together: few enough to stay in a core's cache."""
+
+MIN_CODED_WIDTH = 32
+"""Numbers in a vector from which codes are kept beside it: fewer are read as fast as they are."""
+
+PRECISIONS = ("float32", "float16", "int8")
+"""The numbers that keys' vectors can be kept as."""
+
+MIN_SCALE = 1e-37
+"""The least scale whose inverse float32 has: smaller numbers are rounded to 0."""
+
+BOUND_NAMES = ("scale", "residual", "norm", "spread")
+
+BOUND_TENSORS = ("near.bounds", "near.block")
+"""The tensors that bound codes."""
+
+
+def check_precision(precision: str | None) -> str | None:
+    """The precision that is asked for, refused where there is none of that name."""
+    if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
+        raise unknown_name_error("precision", precision, PRECISIONS)
+    return precision
+
+
+def quantize_int8(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(m, d) → int8 (m, d) and float32 (m,), whose product is the vectors to 1/254 of the largest
+    number of each.
+
+    >>> code, scale = quantize_int8(np.array([[0.5, -1.27]]))
+    >>> code.tolist(), f"{scale[0]:.2f}"
+    ([[50, -127]], '0.01')
+    """
+    # As `quantize_with_bounds` rounds them, which bounds these very codes.
+    code, scale = _round_to_int8(vectors.astype(np.result_type(vectors, np.float32), copy=False))
+    return code.astype(np.int8), scale
+
+
+def _round_to_int8(
+    vectors: np.ndarray, out: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The codes, as numbers of the vectors' type, and the scales."""
+    top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
+    scale = (top / 127).astype(np.float32)
+    sound = np.isfinite(scale) & (scale > MIN_SCALE)
+    code = np.multiply(vectors, (1 / np.where(sound, scale, 1))[:, None], out=out)
+    if not sound.all():
+        code[~sound] = 0
+    return np.rint(code, out=code), scale
+
+
+def quantize_with_bounds(
+    vectors: np.ndarray, first: int, keep: bool = True
+) -> dict[str, np.ndarray]:
+    """The codes of vectors (m, d), of rows with ids from `first` on, as tensors:
+    `quantize_with_bounds` (m, d),
+    `quantize_with_bounds.bounds` (m, 4) and `quantize_with_bounds.block` (m,), which `read_codes`
+    reads. Without `keep`, the bounds alone: the vectors are kept as codes themselves.
+
+    >>> made = quantize_with_bounds(np.array([[0.5, -1.27]], np.float32), 7)
+    >>> made["near"].tolist(), made["near.block"].tolist()
+    ([[50, -127]], [7])
+    """
+    vectors = np.asarray(vectors)
+    count, kind = len(vectors), np.result_type(vectors.dtype, np.float32)
+    code, block = np.empty(vectors.shape, np.int8), np.empty(count, np.uint32)
+    bounds = np.empty((count, len(BOUND_NAMES)), np.float32)
+
+    def quantize_block(start: int) -> None:
+        at = slice(start, start + VECTORS_PER_BLOCK)
+        left = np.empty(vectors[at].shape, kind)
+        norm, residual = np.empty(len(left)), np.empty(len(left))
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(left), VECTORS_PER_STRIP):
+                strip = slice(begin, begin + VECTORS_PER_STRIP)
+                here = slice(
+                    start + begin, min(start + begin + VECTORS_PER_STRIP, start + len(left))
+                )
+                key, some = vectors[here].astype(kind, copy=False), left[strip]
+                code[here], bounds[here, 0] = _round_to_int8(key, some)
+                some *= bounds[here, :1]
+                np.subtract(key, some, out=some)
+                # A residual may be too long; of ‖k‖ scores are made, which need all its digits.
+                wide = key.astype(float, copy=False)
+                norm[strip] = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+                residual[strip] = row_norms(some)
+            # The product with the scale and the difference are rounded.
+            lost = 2 * np.finfo(kind).eps * norm
+            together = residual_spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
+            bounds[at, 1], bounds[at, 2] = _round_up(residual + lost), norm
+            bounds[at, 3] = _round_up(np.asarray(together, np.float32))
+        block[at] = (first + start) % 2**32
+
+    if count <= VECTORS_PER_BLOCK:
+        quantize_block(0)
+    else:
+        with threads.single_threaded_blas():
+            threads.map_parallel(quantize_block, range(0, count, VECTORS_PER_BLOCK))
+    made = dict(zip(BOUND_TENSORS, (bounds, block), strict=True))
+    return {"near": code, **made} if keep else made
+
+
+def quantize_lazily(vectors: np.ndarray, first: int) -> dict[str, LazyArray]:
+    """What `quantize_with_bounds` gives, made when it is read: of many vectors by the thread that
+    writes them."""
+    return made.lazy_arrays(
+        lambda start, stop: quantize_with_bounds(vectors[start:stop], first + start), len(vectors)
+    )
+
+
+def read_codes(tensors: Any) -> QuantizedKeys | None:
+    """The codes among the tensors of some rows; None where they have none."""
+    bounds = tensors.get("near.bounds")
+    if bounds is not None:
+        code = tensors["near"] if "near" in tensors else tensors["code"]
+        scale, residual, norm, spread = bounds.T
+        return QuantizedKeys(code, scale, residual, norm, spread, tensors["near.block"])
+    if "scale" in tensors and tensors["code"].dtype == np.int8:
+        return QuantizedKeys(tensors["code"], tensors["scale"])
+    return None
+
+
+def _round_up(x: np.ndarray) -> np.ndarray:
+    """Not less than the number that was rounded to x."""
+    return np.nextafter(x * np.float32(1 + 1e-6), np.float32(np.inf))

@@ -1,0 +1,217 @@
+"""Which engine runs a call: the first, in order of speed, that gives no reason against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, Literal
+
+from qkv.engines import dense, lowered, native, streaming, triton, weights
+from qkv.engines.call import Call
+from qkv.engines.gaussian_pruning import engine as near
+from qkv.errors import EngineError, unknown_name_error
+from qkv.frameworks.tree import format_record
+from qkv.util.logging import debug_logger
+from qkv.util.types import Array
+
+ENGINES: tuple[ModuleType, ...] = (
+    weights,
+    native,
+    near,
+    triton,
+    lowered,
+    streaming,
+    dense,
+)
+ENGINES_BY_NAME = {engine.NAME: engine for engine in ENGINES}
+EngineName = Literal["weights", "native", "near", "triton", "lowered", "streaming", "dense"]
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that runs a call, and the reasons against those asked before it."""
+
+    engine: ModuleType
+    refusals: tuple[tuple[str, str], ...]
+
+    def run(self, call: Call) -> tuple[Array | None, Array | None, Array | None]:
+        return self.add_weights(call, self.engine.run(call))
+
+    def build_runner(self, call: Call) -> Callable[[Call], Any]:
+        """`run` for later calls of this kind, or None of it: choose anew."""
+        run: Any = (
+            self.engine.build_runner(call)
+            if hasattr(self.engine, "build_runner")
+            else self.engine.run
+        )
+        if not call.wants_weights:
+            return run  # type: ignore[no-any-return]
+
+        def run_with_weights(call: Call) -> Any:
+            found = run(call)
+            return None if found is None else self.add_weights(call, found)
+
+        return run_with_weights
+
+    def build_direct_runner(self, call: Call) -> Any:
+        """The same of the arguments of `attend`, where the engine has that for all that is asked
+        of it; else None."""
+        gives = not call.wants_weights or self.engine is weights
+        return (
+            self.engine.build_direct_runner(call)
+            if gives and hasattr(self.engine, "build_direct_runner")
+            else None
+        )
+
+    def add_weights(
+        self, call: Call, found: tuple[Array | None, Array | None, Array | None]
+    ) -> tuple[Array | None, Array | None, Array | None]:
+        """The results with the weights that were asked of an engine that gives none."""
+        if not call.wants_weights or self.engine is weights:
+            return found
+        alone = replace(call, value=None, wants_lse=False)
+        return *found[:2], weights.run(alone)[2]
+
+
+def choose_engine(call: Call, name: str | None = None) -> EngineChoice:
+    """The engine for a call; a name insists on one, unless that one cannot."""
+    if name is not None:
+        if not isinstance(name, str) or name not in ENGINES_BY_NAME:
+            raise unknown_name_error("engine", name, ENGINES_BY_NAME)
+        reason = _precision_refusal(ENGINES_BY_NAME[name], call) or ENGINES_BY_NAME[
+            name
+        ].unsupported_reason(call)
+        if reason:
+            raise EngineError(f"engine {name!r} cannot serve this call: {reason}")
+        return EngineChoice(ENGINES_BY_NAME[name], ())
+    refusals: list[tuple[str, str]] = []
+    for engine in ENGINES:
+        reason = _precision_refusal(engine, call)
+        reason = reason or (
+            engine.shape_based_reason(call) if hasattr(engine, "shape_based_reason") else None
+        )
+        reason = reason or engine.unsupported_reason(call) or engine.slower_reason(call)
+        if not reason:
+            choice = EngineChoice(engine, tuple(refusals))
+            _log_choice(call, choice)
+            return choice
+        refusals.append((engine.NAME, reason))
+    raise EngineError("no engine serves this call: " + "; ".join(r for _, r in refusals))
+
+
+def _precision_refusal(engine: ModuleType, call: Call) -> str | None:
+    if call.may_exceed_float64 and not hasattr(engine, "CHECKS_OVERFLOW"):
+        return (
+            f"float64 may not hold the scores of {format_record(call.score)}, which it does not "
+            "look at"
+        )
+    if hasattr(engine, "UPCASTS") or not call.exceeds_float32:
+        return None
+    return (
+        f"float32 does not hold the scores of {format_record(call.score)}, so they are made in "
+        "float64"
+    )
+
+
+def _log_choice(call: Call, choice: EngineChoice) -> None:
+    # What is compiled holds no logging.
+    log = None if call.fw.is_traced(call.query) else debug_logger()
+    if log is not None:
+        told = (
+            f"engine {choice.engine.NAME} for {format_record(call.score)}, "
+            f"{format_record(call.weighting)}"
+        )
+        log.debug("; ".join([told, *(f"not {name}: {why}" for name, why in choice.refusals)]))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found, shown in lines."""
+
+    engine: str
+    refusals: tuple[tuple[str, str], ...]
+    call: Call
+    detail: str
+    is_plan_cached: bool = False
+    pending_compilation: str | None = None
+
+    @property
+    def flops(self) -> float | None:
+        """Floating-point operations of the forward pass, in the blocks that the mask leaves."""
+        if not self._has_known_shapes:
+            return None
+        call = self.call
+        pairs = call.n * call.m
+        if call.rule is not None:
+            tiling = streaming.build_tiling(call, *streaming.block_size(call))
+            pairs = sum(rows.size * span.size for rows, keys in tiling for span in keys)
+        wide = call.fw.static_shape(call.query)[-1] * 2 + streaming.numbers_per_pair(call) * 4 + 4
+        wide += 0 if call.value is None else call.fw.static_shape(call.value)[-1] * 2
+        return float(math.prod(call.lead) * pairs * wide)
+
+    @property
+    def bytes(self) -> float | None:
+        """Bytes of the arguments and of the output."""
+        if not self._has_known_shapes:
+            return None
+        call = self.call
+        given = [x for x in (call.query, call.key, call.value) if x is not None]
+        numbers = sum(math.prod(call.fw.static_shape(x)) for x in given)
+        width = call.m if call.value is None else call.fw.static_shape(call.value)[-1]
+        numbers += math.prod(call.lead) * call.n * width
+        size = {"float64": 8, "float32": 4}.get(call.fw.dtype_name(call.query), 2)
+        return float(numbers * size)
+
+    @property
+    def _has_known_shapes(self) -> bool:
+        shapes = (
+            *self.call.fw.static_shape(self.call.query),
+            *self.call.fw.static_shape(self.call.key),
+        )
+        return None not in shapes
+
+    def __repr__(self) -> str:
+        call = self.call
+        shape = (*call.lead, call.n, call.m)
+        told = f"{format_record(call.score)} → {format_record(call.weighting)}"
+        told += "" if call.rule is None else f" under {call.rule}"
+        told += f", scores {shape}, {call.fw.dtype_name(call.query)} on {call.fw.name}"
+        lines = [f"engine: {self.engine} ({self.detail})", f"call:   {told}"]
+        if self.flops is not None and self.bytes is not None:
+            work = f"{_format_si(self.flops)}FLOP forward, {_format_si(self.bytes)}B in and out"
+            lines.append(f"work:   about {work}")
+        if self.is_plan_cached:
+            lines.append("plan:   kept from an earlier call of this kind, so nothing is chosen")
+        if self.pending_compilation is not None:
+            lines.append(f"kernels: {self.pending_compilation}")
+        lines += [f"not {name}: {reason}" for name, reason in self.refusals]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What `warm` did: which engine the next such call takes, and what was compiled for it."""
+
+    engine: str
+    compiled: tuple[str, ...]
+    seconds: float
+    is_plan_cached: bool
+
+    def __repr__(self) -> str:
+        lines = [
+            f"engine: {self.engine}",
+            f"plan:   {'kept' if self.is_plan_cached else 'not kept'}",
+        ]
+        if not self.compiled:
+            return "\n".join([*lines, "nothing was left to compile ahead"])
+        lines.append(f"compiled in {self.seconds:.1f} s:")
+        return "\n".join([*lines, *(f"  {name}" for name in self.compiled)])
+
+
+def _format_si(number: float) -> str:
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:.0f} "

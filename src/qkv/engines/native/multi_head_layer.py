@@ -1,0 +1,68 @@
+"""MultiHead(x, x, x), its projections and all, as one operator of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qkv.frameworks import load_framework
+from qkv.frameworks.torch import HALF_DTYPES, HAS_MKL
+from qkv.util.types import Array
+
+TORCH = load_framework("torch")
+
+MAX_CPU_QUERIES, MAX_PROJECTION_PRODUCTS = 64, 2**22
+"""Queries up to which the operator is quicker on a CPU than the parts of a layer; and products of a
+projection from which, without MKL, it is not but for weights."""
+
+
+def run(
+    x: Array,
+    heads: int,
+    parameters: Sequence[Array | None],
+    mask: Array | None,
+    padding: bool,
+    weights: str | None,
+) -> tuple[Array, Array | None] | None:
+    """The output and α; None where the operator takes no such arrays, or the parts are quicker, or
+    what is masked out has spoiled its answer."""
+    on_cpu = x.is_cpu
+    if not on_cpu and not (mask is weights is None):  # where no NaN may be looked for
+        return None
+    if not _is_supported(x, heads, parameters):
+        return None
+    if (
+        on_cpu
+        and weights is None
+        and not HAS_MKL
+        and x.numel() * x.shape[-1] >= MAX_PROJECTION_PRODUCTS
+    ):
+        return None
+    if mask is not None:
+        fits = tuple(mask.shape) == (x.shape[0 if padding else 1], x.shape[1])
+        if not fits or mask.dtype != torch.bool or mask.device != x.device:
+            return None
+    operator: Any = torch._native_multi_head_attention
+    out, alpha = operator(
+        *(x, x, x, x.shape[-1], heads, *parameters, mask, weights is not None),
+        *(weights != "heads", None if mask is None else int(padding)),
+    )
+    if on_cpu and not TORCH.is_surely_finite(out):
+        return None
+    return out, None if weights is None else alpha
+
+
+def _is_supported(x: Array, heads: int, parameters: Sequence[Array | None]) -> bool:
+    """Whether it takes x, and is quicker: half precision on CUDA, on a CPU the rest in short."""
+    if x.is_nested or TORCH.apply_autocast(x) is not x:
+        return False
+    shape, dtype = x.shape, x.dtype
+    first = parameters[0]
+    if first is None or len(shape) != 3 or shape[-1] != first.shape[-1] or 0 in shape or heads % 2:
+        return False
+    half = dtype in HALF_DTYPES
+    if half or shape[1] > MAX_CPU_QUERIES if x.is_cpu else not (half and x.is_cuda):
+        return False
+    return all(y is not None and y.dtype is dtype for y in parameters)

@@ -1,0 +1,209 @@
+"""The kernel on spans of queries, each with the keys that a mask leaves it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qkv.engines import call as calls
+from qkv.engines import dense, streaming
+from qkv.engines.call import Call
+from qkv.engines.native.sdpa_kernel import MIN_KEYS_SHOWING_NAN, kernel_mask, run_kernel
+from qkv.frameworks import tree
+from qkv.util.types import Array, Arrays, Gradients, Span
+
+QUERIES_PER_SPAN = 64
+"""Queries per call of the kernel where a mask leaves only part of the keys to each."""
+
+MAX_MASK_NUMBERS = 2**24
+"""Numbers of a mask that the kernel may be given at once."""
+
+MAX_VISIBLE_SHARE = 0.75
+"""The share of the pairs that a mask must leave for that."""
+
+
+def spans_pay_off(call: Call, tiling: Any) -> bool:
+    """Whether the mask rules out so much that many calls take less than one with all of it."""
+    given = call.rule.list_arrays()  # type: ignore[union-attr]
+    lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
+    if lead * call.n * call.m > MAX_MASK_NUMBERS:
+        return True
+    left = sum(rows.size * span.size for rows, keys in tiling for span in keys)
+    return bool(left < MAX_VISIBLE_SHARE * call.n * call.m)
+
+
+def can_trim_keys(call: Call) -> bool:
+    """Whether the mask can be cut to the keys that any query sees, before the kernel has it."""
+    parts = (call.query, call.key, call.value)
+    if not (call.query.is_cpu and call.rule.is_shared_by_queries):  # type: ignore[union-attr]
+        return False
+    return not (call.fw.is_traced(call.query) or call.fw.needs_gradient(parts))
+
+
+def trim_keys(call: Call) -> tuple[list[Any], Array | None]:
+    """Query, key and value, and the mask of all queries, from the first key that one sees to the
+    last."""
+    mask = kernel_mask(call, calls.make_block(call))
+    parts: list[Any] = [call.query, call.key, call.value]
+    if mask is None or mask.shape[-1] != call.m:
+        return parts, mask
+    live = (mask if mask.dtype == torch.bool else mask != -math.inf).numpy()
+    at = live.reshape(-1, call.m).any(0).nonzero()[0]
+    if at.size == 0:
+        return parts, mask
+    start = max(min(at[0], call.m - MIN_KEYS_SHOWING_NAN), 0)
+    some = slice(start, max(at[-1] + 1, start + MIN_KEYS_SHOWING_NAN))
+    if some.stop - start >= MAX_VISIBLE_SHARE * call.m:
+        return parts, mask
+    return [call.query, *(x[..., some, :] for x in parts[1:])], mask[..., some]
+
+
+def build_tiling(call: Call) -> Any:
+    start, end = call.rule.key_extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
+    wide = (
+        call.m if end - start < call.m else QUERIES_PER_SPAN
+    )  # keys within reach, or to be picked out
+    return streaming.build_tiling(call, min(QUERIES_PER_SPAN, call.n), min(wide, call.m))
+
+
+def run_spans(call: Call, tiling: Any) -> Array:
+    """softmax(qkᵀ) v for each span of queries and the keys that the mask leaves it."""
+    fw = call.fw
+    if not fw.needs_gradient((call.query, call.key, call.value)):
+        return _run_rows(tiling, call)[0]
+
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
+        return (
+            _run_rows(tiling, tree.replace_arrays(fw, call, [x.detach() for x in arrays]))[0],
+        ), ()
+
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
+        fresh = tree.replace_arrays(fw, call, [x.detach() for x in arrays])
+        main = _run_rows(tiling, fresh, gradients[0])[1] or []
+        return (*main, *[None] * (len(arrays) - 3))
+
+    return fw.custom_gradient(
+        forward, backward, dense.build_reference(call), tree.array_leaves(fw, call)
+    )[0]
+
+
+def _run_rows(
+    tiling: Any, call: Call, gradient: Array | None = None
+) -> tuple[Array, list[Array] | None]:
+    """The kernel on each span of queries and the keys that the mask leaves it.
+
+    With the gradient of the output, the gradients of query, key and value instead.
+    """
+    value: Any = call.value
+    outs: list[Array] = []
+    totals = None
+    if gradient is not None:
+        totals = [torch.zeros_like(x) for x in (call.query, call.key, value)]
+    for group in _group_equal_spans(call, tiling):
+        rows, runs = group[0]
+        rows = Span(rows.start, sum(span.size for span, _ in group))
+        if not runs:
+            outs.append(call.query.new_zeros((*call.lead, rows.size, value.shape[-1])))
+            continue
+        first, last = runs[-1], group[-1][1][-1]
+        reach = last.start + last.size - first.start
+        runs = [*runs[:-1], Span(first.start, reach, is_unmasked=first.is_unmasked)]
+        parts = [
+            call.fw.slice_span(call.query, rows, -2),
+            _gather_rows(call.key, runs),
+            _gather_rows(value, runs),
+        ]
+        if totals is None:
+            outs.append(_run_group(call, group, parts))
+            continue
+        parts = [x.detach().requires_grad_() for x in parts]
+        with torch.enable_grad():
+            out = _run_group(call, group, parts)
+        found = torch.autograd.grad(out, parts, call.fw.slice_span(gradient, rows, -2))
+        call.fw.add_to_span(totals[0], found[0], rows, None)
+        for total, new in zip(totals[1:], found[1:], strict=True):
+            at = 0
+            for run in runs:
+                call.fw.add_to_span(total, new[..., at : at + run.size, :], run, None)
+                at += run.size
+    return (torch.cat(outs, -2) if totals is None else call.query), totals
+
+
+SpanGroup = list[tuple[Span, list[Span]]]
+
+
+def _group_equal_spans(call: Call, tiling: Any) -> list[SpanGroup]:
+    """The tiling in groups that one call of the kernel serves.
+
+    A rule on distances alone looks the same at every place along the diagonal: there, neighbours
+    with one run of keys of the same size go together.
+    """
+    groups: list[SpanGroup] = []
+    for rows, keys in tiling:
+        runs = _join_spans(keys)
+        if groups and call.rule.is_relative and call.bias is None:  # type: ignore[union-attr]
+            (last_rows, last_runs), step = groups[-1][-1], rows.size
+            if len(runs) == len(last_runs) == 1 and last_rows.size == step:
+                moved = last_runs[0]._replace(start=last_runs[0].start + step)
+                if runs[0] == moved:
+                    groups[-1].append((rows, runs))
+                    continue
+        groups.append([(rows, runs)])
+    return groups
+
+
+def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
+    """The kernel on one span of queries, or on several at once as one more axis of the batch."""
+    rows, runs = group[0]
+    mask = None
+    if call.bias is not None or not all(run.is_unmasked for run in runs):
+        mask = _concat_masks(
+            [kernel_mask(call, calls.make_block(call, rows, run)) for run in runs], runs
+        )
+    if len(group) == 1:
+        return run_kernel(call, parts, mask, False)
+    count, size, wide = len(group), rows.size, runs[0].size
+    query, key, value = parts
+    lead = (*call.lead, count)
+    query = query.reshape(*lead, size, query.shape[-1])
+    key, value = (
+        calls.repeat_shared_heads(call, x).unfold(-2, wide, size).transpose(-1, -2)
+        for x in (key, value)
+    )
+    parts = [query, key, value]
+    return run_kernel(replace(call, query=query), parts, mask, False).flatten(-3, -2)
+
+
+def _concat_masks(blocks: list[Array | None], runs: list[Span]) -> Array:
+    """The masks of several runs of keys as one; None rules nothing out."""
+    some = next(x for x in blocks if x is not None)
+    filled = [
+        some.new_ones(1, run.size, dtype=torch.bool) if x is None else x
+        for x, run in zip(blocks, runs, strict=True)
+    ]
+    if len(filled) == 1:
+        return some
+    shape = torch.broadcast_shapes(*(x.shape[:-1] for x in filled))
+    return torch.cat([x.to(some).expand(*shape, x.shape[-1]) for x in filled], -1)
+
+
+def _join_spans(keys: list[Span]) -> list[Span]:
+    """The spans with neighbours joined."""
+    runs = keys[:1]
+    for span in keys[1:]:
+        last = runs[-1]
+        if last.start + last.size == span.start:
+            runs[-1] = Span(
+                last.start, last.size + span.size, is_unmasked=last.is_unmasked and span.is_unmasked
+            )
+        else:
+            runs.append(span)
+    return runs
+
+
+def _gather_rows(x: Array, runs: list[Span]) -> Array:
+    parts = [x[..., run.start : run.start + run.size, :] for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)

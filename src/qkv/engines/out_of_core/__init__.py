@@ -1,0 +1,1 @@
+"""Engines over rows that a database reads block by block: exact, certified and by block sums."""

@@ -1,0 +1,171 @@
+"""Products of queries with vectors that are kept in 8 bits, and what rounding the queries costs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+MAX_LEVEL = 127
+FLOATS_PER_BLOCK = 2**18
+"""Numbers that NumPy makes floats at a time, so that they are multiplied in cache."""
+
+CODES_PER_TORCH_CALL = 2**20
+"""Codes that torch multiplies at a time: it brings them into an order of its own first, which then
+is read from the cache."""
+
+MAX_SIMSIMD_QUERIES = 4
+"""Queries up to which simsimd, which takes them one by one, is quicker than floats."""
+
+ProductFunction = Callable[[np.ndarray], np.ndarray]
+
+
+class Int8Queries:
+    """Vectors (n, d), ready to be multiplied with 8-bit ones.
+
+    torch, where it is loaded, and for few queries simsimd, where it is installed, multiply
+    integers: a query is then two of them, of which the second holds what the first has lost. NumPy
+    takes floats. `residual_norm` (n,) is the length of what is lost in the end; sums of floats
+    lose `rounding_count` roundings more.
+
+    >>> queries = Int8Queries(np.array([[0.5, 0.25]]))
+    >>> bool(
+    ...     abs(queries.inner_products(np.array([[2, 4]], np.int8)) - 2.0).max()
+    ...     <= 5 * queries.residual_norm[0]
+    ... )
+    True
+    """
+
+    def __init__(self, vectors: np.ndarray):
+        kernel = _choose_kernel(len(vectors))
+        if kernel is None:
+            floats = np.ascontiguousarray(vectors, np.float32)
+            left, self.rounding_count = vectors - floats, vectors.shape[1]
+            self._product = _float_kernel(floats)
+        else:
+            large = _quantize_rows(vectors)
+            rest = vectors - large[0] * large[1][:, None]
+            small = _quantize_rows(rest)
+            left, self.rounding_count = rest - small[0] * small[1][:, None], 0
+            scales = np.concatenate([np.diag(x[1]) for x in (large, small)]).T
+            scales = np.ascontiguousarray(scales, np.float32)
+            self._product = kernel(np.concatenate([large[0], small[0]]), scales)
+        self.residual_norm = np.sqrt(np.einsum("ij,ij->i", left, left)) * (1 + 1e-6)
+
+    def inner_products(self, code: np.ndarray) -> np.ndarray:
+        """The products with vectors (m, d) of int8, (n, m) float32."""
+        return self._product(code)
+
+
+def _quantize_rows(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8 (n, d) and a scale (n,) that a float32 holds."""
+    top = np.abs(vectors).max(axis=1, initial=0.0)
+    scale = (top / MAX_LEVEL).astype(np.float32).astype(float)
+    scale[scale == 0] = 1.0
+    return np.clip(np.rint(vectors / scale[:, None]), -MAX_LEVEL, MAX_LEVEL).astype(np.int8), scale
+
+
+def _choose_kernel(n: int) -> Callable[[np.ndarray, np.ndarray], ProductFunction] | None:
+    """What multiplies codes of n queries (2 n, d) with others (m, d): scales (n, 2 n) times the
+    products of integers. None: floats do."""
+    if hasattr(sys.modules.get("torch"), "_int_mm"):
+        return _torch_kernel
+    return (
+        _simsimd_kernel
+        if n <= MAX_SIMSIMD_QUERIES and importlib.util.find_spec("simsimd")
+        else None
+    )
+
+
+def _float_kernel(query: np.ndarray) -> ProductFunction:
+    def multiply_codes(code: np.ndarray) -> np.ndarray:
+        step = max(FLOATS_PER_BLOCK // max(code.shape[1], 1), 256)
+        out = np.empty((len(query), len(code)), np.float32)
+        for at in range(0, len(code), step):
+            some = code[at : at + step].astype(np.float32)
+            np.matmul(query, some.T, out=out[:, at : at + step])
+        return out
+
+    return multiply_codes
+
+
+def _simsimd_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
+    cdist = importlib.import_module("simsimd").cdist
+
+    def multiply_codes(code: np.ndarray) -> np.ndarray:
+        found = cdist(query, np.ascontiguousarray(code), metric="inner", out_dtype="float32")
+        return np.asarray(scales @ np.asarray(found))
+
+    return multiply_codes
+
+
+_THREAD = threading.local()
+
+
+def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
+    torch = sys.modules["torch"]
+    right, each = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query.T, scales))
+    step = max(CODES_PER_TORCH_CALL // (len(right) + 8 * len(query)), 256)
+
+    def multiply_codes(code: np.ndarray) -> np.ndarray:
+        if threading.current_thread() is not threading.main_thread():
+            _limit_torch_threads(torch)
+        left = torch.from_numpy(_writable_view(np.ascontiguousarray(code)))
+        thin = len(scales) == 1  # a product with that takes torch six times as long
+        whole, floats = _thread_buffers(torch, (len(left) if thin else step, len(query)))
+        out = None if thin else each.new_empty(len(scales), len(left))
+        for at in range(0, len(left), step):
+            some = left[at : at + step]
+            room = slice(at, at + step) if thin else slice(len(some))
+            torch._int_mm(some, right, out=whole[room])
+            if out is not None:
+                torch.mm(each, floats[room].copy_(whole[room]).T, out=out[:, at : at + step])
+        if out is None:
+            return np.asarray(scales @ floats.copy_(whole).numpy().T)
+        return np.asarray(out.numpy())
+
+    return multiply_codes
+
+
+def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Room for integers and for floats that this thread needs no longer than a call: new memory
+    would take the system as long as filling it."""
+    if getattr(_THREAD, "shape", None) != shape:
+        size, held = shape[0] * shape[1], getattr(_THREAD, "held", None)
+        if held is None or len(held[0]) < size:
+            kinds = torch.int32, torch.float32
+            _THREAD.held = held = [torch.empty(size, dtype=x, device="cpu") for x in kinds]
+        _THREAD.shape, _THREAD.views = shape, tuple(x[:size].view(shape) for x in held)
+    views: tuple[Any, Any] = _THREAD.views
+    return views
+
+
+def _writable_view(x: np.ndarray) -> np.ndarray:
+    """The same memory, which torch is not to be warned of: nobody writes to it."""
+    if x.flags.writeable:
+        return x
+    view = x.__array_interface__ | {"data": (x.ctypes.data, False)}
+    holder = type("Lent", (), {"__array_interface__": view, "array": x})
+    return np.asarray(holder())
+
+
+def _limit_torch_threads(torch: Any) -> None:
+    """One thread of torch's for each of ours, which are as many as there are cores."""
+    if not getattr(_THREAD, "alone", False):
+        torch.get_num_threads()  # it sets the number of this thread, once
+        for library in _openmp_controllers():
+            library.set_num_threads(1)
+        _THREAD.alone = True
+
+
+@functools.cache
+def _openmp_controllers() -> list[Any]:
+    from threadpoolctl import ThreadpoolController
+
+    return list(ThreadpoolController().select(user_api="openmp").lib_controllers)

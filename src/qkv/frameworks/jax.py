@@ -1,0 +1,328 @@
+"""JAX: loops are `lax.scan`, so that jit, grad and vmap see through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from qkv.errors import ArgumentError, DtypeError
+from qkv.frameworks import jax_pytrees
+from qkv.frameworks.base import (
+    BackwardFunction,
+    ForwardFunction,
+    Framework,
+    ReferenceFunction,
+    Tiling,
+)
+from qkv.frameworks.jax_jacobian import jvp_from_vjp
+from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
+
+
+class _SpanArrays(NamedTuple):
+    """Spans of one size as arrays to scan over; where not `valid`, there is nothing to do."""
+
+    start: Array
+    first_new: Array
+    valid: Array
+    size: int
+    is_unmasked: bool
+    is_full: bool
+    has_overlap: bool
+
+
+class Jax(Framework):
+    name = "jax"
+    xp = jnp
+    has_gradients = True
+    needs_equal_spans = needs_disjoint_spans = True
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(x.astype("float32") if self.dtype_name(x) == "bfloat16" else x)
+
+    def concrete_value(self, x: Array) -> np.ndarray[Any, Any] | None:
+        return None if self.is_traced(x) else np.asarray(x)
+
+    def is_traced(self, x: Array) -> bool:
+        return isinstance(x, jax.core.Tracer)
+
+    def is_abstract(self, x: Array) -> bool:
+        return self.is_traced(x) and x.to_concrete_value() is None
+
+    def has_unknown_length(self, x: Array) -> bool:
+        return not all(isinstance(size, int) for size in x.shape)  # but a symbol of jax.export
+
+    def supports_float64(self, x: Array) -> bool:
+        return bool(jax.config.jax_enable_x64)
+
+    def compute_context(self) -> AbstractContextManager[object]:
+        """Broadcasting and widening are meant here, whatever the caller forbids his own code."""
+        ranks, dtypes = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
+        if ranks.value == "allow" and dtypes.value == "standard":
+            return nullcontext()
+        both = ExitStack()
+        both.enter_context(ranks("allow"))
+        both.enter_context(dtypes("standard"))
+        return both
+
+    def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
+        arrays = (query, key) if value is None else (query, key, value)
+        if any(self.is_traced(x) or not isinstance(x, jax.Array) for x in arrays):
+            return None
+        shapes = query.shape, key.shape, None if value is None else value.shape
+        return *shapes, *(x.dtype for x in arrays), query.sharding
+
+    def without_data(self, x: Array) -> Array:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        return jax.jit(function)  # type: ignore[no-any-return]
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if self.dtype_name(x) == dtype else jnp.asarray(x).astype(dtype)
+
+    def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
+        return jnp.asarray(np.asarray(data), dtype=dtype)
+
+    def device_of(self, x: Array) -> Any:
+        return None
+
+    def full(self, shape: Shape, value: float, like: Array) -> Array:
+        # Within shard_map it differs along the axes that `like` does, so that loops may carry it.
+        return lax.full_like(like, value, like.dtype, shape)
+
+    def detach(self, x: Array) -> Array:
+        return lax.stop_gradient(x)
+
+    def inner_products(self, query: Array, key: Array) -> Array:
+        if query.shape[-1] == 1 == key.shape[-1]:
+            # XLA would make a plain product of it and fuse that with s − top into one
+            # multiply-add, which keeps digits that top has lost.
+            query, key = (jnp.concat([x, jnp.zeros_like(x)], axis=-1) for x in (query, key))
+        return super().inner_products(query, key)
+
+    def prevent_fusion(self, x: Array) -> Array:
+        # XLA drops a barrier before LLVM joins a product and s − top into one multiply-add.
+        return jnp.where(jnp.isnan(x), x + x, x)
+
+    def draw_seed(self, like: Array) -> Any:
+        raise ArgumentError("dropout_p on JAX needs seed=, a whole number or a jax.random key")
+
+    def seed_from_generator(self, generator: Any) -> Any:
+        if not isinstance(generator, jax.Array):
+            return super().seed_from_generator(generator)
+        typed = jnp.issubdtype(generator.dtype, jax.dtypes.prng_key)
+        raw = generator.dtype == jnp.uint32 and generator.ndim > 0  # as jax.random.PRNGKey has it
+        if generator.ndim > raw:
+            shape = generator.shape[:-1] if raw else generator.shape
+            raise DtypeError(
+                f"seed must be one key or whole number, not {shape} of them: map over them by vmap"
+            )
+        if typed or raw:
+            return lax.bitcast_convert_type(jax.random.bits(generator, dtype="uint32"), jnp.int32)
+        return generator
+
+    def sigmoid(self, x: Array) -> Array:
+        return jax.nn.sigmoid(x)
+
+    def slice_span(self, x: Array, span: Span, axis: int) -> Array:
+        if x.shape[axis] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, span.start, span.size, axis=x.ndim + axis)
+
+    def add_to_span(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
+        at = [jnp.int32(0)] * total.ndim
+        for axis, span in ((-2, rows), (-1, cols)):
+            if span is not None and total.shape[axis] != 1:
+                at[axis] = jnp.int32(span.start)
+        there = lax.dynamic_slice(total, at, piece.shape)
+        return lax.dynamic_update_slice(total, there + piece, at)
+
+    def fold_spans(self, step: Callable[[Any, Span], Any], carry: Any, spans: Any) -> Any:
+        if not isinstance(spans, _SpanArrays):
+            if len(spans) < 2:
+                return super().fold_spans(step, carry, spans)
+            spans = _stack_spans([spans])[0]
+
+        def fold_step(carry: Any, item: tuple[Array, Array, Array]) -> tuple[Any, None]:
+            start, first, valid = item
+            span = Span(start, spans.size, first if spans.has_overlap else None, spans.is_unmasked)
+            if spans.is_full:
+                return step(carry, span), None
+            return lax.cond(valid, lambda c: step(c, span), lambda c: c, carry), None
+
+        return _checkpointed_scan(fold_step, carry, (spans.start, spans.first_new, spans.valid))
+
+    def map_tiles(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
+        if len(tiling) == 1:
+            return pool(*tiling[0])
+        size, total = tiling[0][0].size, tiling[-1][0].start + tiling[0][0].size
+        parts = lax.map(lambda item: pool(*_unpack_tile(item, tiling)), _tiling_arrays(tiling))
+        return tuple(_join_tiles(part, size, total) for part in parts)
+
+    def fold_tiles(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:
+        if len(tiling) == 1:
+            return step(carry, *tiling[0])
+
+        def tile_step(carry: Any, item: Any) -> tuple[Any, None]:
+            return step(carry, *_unpack_tile(item, tiling)), None
+
+        return _checkpointed_scan(tile_step, carry, _tiling_arrays(tiling))
+
+    def cond(self, condition: Array, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
+        axes = _all_varying_axes([condition, *args])  # vmap fails where a branch makes them differ
+        return lax.cond(condition, yes, no, *(_mark_varying(x, axes) for x in args))
+
+    def loop_until(
+        self, done: ArrayFunction, step: PartialStateFunction, state: Any, limit: int
+    ) -> Any:
+        def should_continue(pair: tuple[Any, Array]) -> Array:
+            return jnp.logical_and(pair[1] < limit, jnp.logical_not(done(pair[0])))
+
+        made = zip(*map(jax.tree.leaves, (state, jax.eval_shape(step, state))), strict=True)
+        spread = [_mark_varying(x, _varying_axes(y)) for x, y in made]
+        state = jax.tree.unflatten(jax.tree.structure(state), spread)
+        return lax.while_loop(
+            should_continue, lambda pair: (step(pair[0]), pair[1] + 1), (state, 0)
+        )[0]
+
+    def stable_topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        return tuple(lax.top_k(x, k))  # type: ignore[return-value]
+
+    def hoist_captures(
+        self, function: ArrayFunction, *example: Array
+    ) -> tuple[ArrayFunction, Arrays]:
+        # jax.closure_convert would leave whole numbers behind, and vmap may have made them.
+        traced = jax.make_jaxpr(function)(*example)
+
+        def call_with_captured(*args: Array) -> Array:
+            given, captured = args[: len(example)], args[len(example) :]
+            return jax.core.eval_jaxpr(traced.jaxpr, captured, *given)[0]
+
+        return call_with_captured, tuple(traced.consts)
+
+    def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
+        return jax.vjp(function, *args)  # type: ignore[return-value]
+
+    def custom_gradient(
+        self,
+        forward: ForwardFunction,
+        backward: BackwardFunction,
+        reference: ReferenceFunction,
+        leaves: Sequence[Array],
+    ) -> Arrays:
+        @jax.custom_jvp
+        def run_forward(*leaves: Array) -> Arrays:
+            with self.compute_context():
+                return forward(*leaves)[0]
+
+        def push_forward(leaves: Arrays, tangents: Sequence[Any]) -> tuple[Arrays, Arrays]:
+            with self.compute_context():
+                outputs, kept = forward(*leaves)
+            moving = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
+
+            def pull_back(held: Any, gradients: Arrays) -> Arrays:
+                with self.compute_context():
+                    found = backward(*held, gradients)
+                return tuple(
+                    jnp.zeros_like(leaves[i]) if found[i] is None else found[i] for i in moving
+                )
+
+            along = tuple(tangents[i] for i in moving)
+            return outputs, jvp_from_vjp(pull_back, (leaves, kept), along, outputs)
+
+        run_forward.defjvp(push_forward, symbolic_zeros=True)
+        # One process's query may meet a key that all share, whose gradient is then their sum:
+        # where leaves differ among processes, all do, and JAX transposes that step by itself.
+        axes = _all_varying_axes(leaves)
+        return run_forward(*(_mark_varying(x, axes) for x in leaves))
+
+
+def _mark_varying(x: Array, axes: frozenset[str]) -> Array:
+    """The same, as an array that differs along these axes of the mesh of `jax.shard_map`."""
+    new = tuple(axes - _varying_axes(jax.typeof(x)))
+    return lax.pcast(x, new, to="varying") if new else x
+
+
+def _all_varying_axes(arrays: Sequence[Array]) -> frozenset[str]:
+    return frozenset().union(*(_varying_axes(jax.typeof(x)) for x in arrays))
+
+
+def _varying_axes(kind: Any) -> frozenset[str]:
+    """The axes of a mesh along which it differs; `vma` before JAX 0.10."""
+    varying = getattr(getattr(kind, "manual_axis_type", None), "varying", None)
+    return varying or getattr(kind, "vma", None) or frozenset()
+
+
+def _checkpointed_scan(body: Callable[..., Any], carry: Any, items: Any) -> Any:
+    """What is carried to the end; its derivatives make each block again, and hold none."""
+    return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, items)[0]
+
+
+def _stack_spans(columns: list[list[Span]]) -> list[_SpanArrays]:
+    """Lists of spans as arrays of one length, so that one compiled loop runs each of them."""
+    length = max(len(spans) for spans in columns)
+    flat = [span for spans in columns for span in spans]
+    facts: dict[str, Any] = {
+        "size": flat[0].size,
+        "is_unmasked": all(span.is_unmasked for span in flat),
+        "is_full": all(len(spans) == length for spans in columns),
+        "has_overlap": any(span.first_new is not None for span in flat),
+    }
+    out = []
+    for spans in columns:
+        idle = [0] * (length - len(spans))
+        start = np.array([span.start for span in spans] + idle, np.int32)
+        first = np.array([_first_new_row(span) for span in spans] + idle, np.int32)
+        valid = np.array([True] * len(spans) + [False] * len(idle))
+        out.append(_SpanArrays(start, first, valid, **facts))
+    return out
+
+
+def _first_new_row(span: Span) -> int:
+    return int(span.start if span.first_new is None else span.first_new)
+
+
+def _tiling_arrays(tiling: Tiling) -> tuple[Any, ...]:
+    """The tiling as arrays to scan over, one line a span of queries."""
+    lines = _stack_spans([cols for _, cols in tiling]) if any(cols for _, cols in tiling) else []
+    return (
+        np.array([rows.start for rows, _ in tiling], np.int32),
+        np.array([_first_new_row(rows) for rows, _ in tiling], np.int32),
+        *(np.stack(column) for column in zip(*(line[:3] for line in lines), strict=True)),
+    )
+
+
+def _unpack_tile(item: Any, tiling: Tiling) -> tuple[Span, Any]:
+    """One line of the table as spans again."""
+    start, first, *cols = item
+    overlap = any(rows.first_new is not None for rows, _ in tiling)
+    rows = Span(start, tiling[0][0].size, first if overlap else None)
+    if not cols:
+        return rows, []
+    spans = _SpanArrays(*cols, *_stack_spans([spans for _, spans in tiling])[0][3:])  # type: ignore[call-arg]
+    if len(spans.valid.shape) and spans.valid.shape[0] == 1 and spans.is_full:
+        first_key = spans.first_new[0] if spans.has_overlap else None
+        return rows, [Span(spans.start[0], spans.size, first_key, spans.is_unmasked)]
+    return rows, spans
+
+
+def _join_tiles(part: Array, size: int, total: int) -> Array:
+    """(blocks, …, size, d) as (…, total, d); the last block may overlap the one before."""
+    count = part.shape[0]
+    joined = jnp.moveaxis(part, 0, -3)
+    joined = jnp.reshape(joined, (*joined.shape[:-3], count * size, joined.shape[-1]))
+    fresh = total - (count - 1) * size
+    if fresh == size:
+        return joined
+    return jnp.concat([joined[..., : (count - 1) * size, :], joined[..., -fresh:, :]], axis=-2)
+
+
+jax_pytrees.register_records()
+FRAMEWORK = Jax()

@@ -1,0 +1,243 @@
+"""MXNet 2: `mx.np` arrays, in the standard's names, with `mx.autograd`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+from mxnet import autograd, gluon, npx, util
+from mxnet import np as mnp
+from mxnet._deferred_compute import is_deferred_compute
+from mxnet.base import MXNetError
+
+from qkv.errors import FrameworkError
+from qkv.frameworks.base import (
+    BackwardFunction,
+    ForwardFunction,
+    Framework,
+    ReferenceFunction,
+    captures_arrays,
+)
+from qkv.util.types import Array, ArrayFunction, Arrays, Gradients, PullBack
+
+
+def _without_gradient(function: Callable[..., Array]) -> Any:
+    """A function of whole numbers or booleans, which has no slope.
+
+    MXNet would record it all the same, and dies of a gradient that is an array of booleans.
+    """
+
+    def call_detached(*args: Any, **options: Any) -> Array:
+        flat = (x.detach() if isinstance(x, mnp.ndarray) else x for x in args)
+        return function(*flat, **options)
+
+    return staticmethod(call_detached)
+
+
+class _Namespace:
+    """The names of the array standard that qkv uses, as MXNet spells them."""
+
+    bool, int32, int64 = numpy.bool_, numpy.int32, numpy.int64
+    float16, float32, float64 = numpy.float16, numpy.float32, numpy.float64
+    exp, log, sqrt, abs, tanh, pow = mnp.exp, mnp.log, mnp.sqrt, mnp.abs, mnp.tanh, mnp.power
+    maximum, minimum, sum, ones_like = mnp.maximum, mnp.minimum, mnp.sum, mnp.ones_like
+    max, min, expand_dims = mnp.max, mnp.min, mnp.expand_dims
+    reshape, broadcast_to = mnp.reshape, mnp.broadcast_to
+    isnan, isfinite, any, all = map(_without_gradient, (mnp.isnan, mnp.isfinite, mnp.any, mnp.all))
+    logical_and, logical_or = _without_gradient(mnp.logical_and), _without_gradient(mnp.logical_or)
+    logical_not = _without_gradient(mnp.logical_not)
+    bitwise_xor, bitwise_and = (
+        _without_gradient(mnp.bitwise_xor),
+        _without_gradient(mnp.bitwise_and),
+    )
+    floor_divide, remainder = _without_gradient(mnp.floor_divide), _without_gradient(mnp.remainder)
+    asarray, full, arange = mnp.array, mnp.full, mnp.arange
+
+    @staticmethod
+    def where(condition: Array, x: Array, y: Array) -> Array:
+        shape = numpy.broadcast_shapes(condition.shape, x.shape, y.shape)
+        if 0 in shape:  # mx.np.where dies of an empty array
+            return mnp.broadcast_to(x + y, shape)
+        return mnp.where(condition.detach(), x, y)
+
+    @staticmethod
+    def mean(x: Array, axis: int) -> Array:
+        return mnp.sum(x, axis=axis) / x.shape[axis]  # mx.np.mean sums float64 in float32
+
+    @staticmethod
+    def astype(x: Array, dtype: Any) -> Array:
+        smooth = all(numpy.issubdtype(kind, numpy.floating) for kind in (x.dtype, dtype))
+        return (x if smooth else x.detach()).astype(dtype)
+
+    @staticmethod
+    def matmul(x: Array, y: Array) -> Array:
+        if len(y.shape) > 2 or len(x.shape) == 2:
+            return mnp.matmul(x, y)
+        # One product for all rows; and of six axes mx.np.matmul would end the process.
+        rows = mnp.matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), y)
+        return rows.reshape((*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    def matrix_transpose(x: Array) -> Array:
+        return mnp.swapaxes(x, -1, -2)
+
+    @staticmethod
+    def concat(arrays: Sequence[Array], axis: int) -> Array:
+        return mnp.concatenate(list(arrays), axis=axis)
+
+    @staticmethod
+    def take(x: Array, at: Array, axis: int) -> Array:
+        if x.dtype == numpy.bool_:  # mx.np.take knows no booleans
+            return mnp.take(x.detach().astype("int32"), at, axis=axis) != 0
+        return mnp.take(x, at, axis=axis)
+
+    @staticmethod
+    def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
+        # mx.np has no take_along_axis with a gradient: one flat gather does it.
+        width = x.shape[-1]
+        lines = mnp.arange(x.size // (width or 1), dtype="int64", device=x.device)
+        at = lines.reshape((*x.shape[:-1], 1)) * width + indices.astype("int64")
+        return mnp.take(x.reshape(-1), at)
+
+    @staticmethod
+    def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
+        # MXNet's sort is not stable, and positions carry no gradient: NumPy finds them.
+        host = x.asnumpy()
+        order = numpy.argsort(-host if descending else host, axis=axis, kind="stable")
+        return mnp.array(order, dtype="int64", device=x.device)
+
+
+class MXNet(Framework):
+    name = "mxnet"
+    xp = _Namespace
+    has_gradients = True
+
+    def sigmoid(self, x: Array) -> Array:
+        return npx.sigmoid(x)
+
+    def as_plain_array(self, x: Array, name: str = "x") -> Array:
+        if isinstance(x, gluon.Parameter):
+            return x.data()
+        if not isinstance(x, mnp.ndarray):
+            raise FrameworkError(f"{name} is an array of mx.nd: pass its .as_np_ndarray()")
+        if is_deferred_compute():
+            raise FrameworkError(
+                f"{name} stands for an array of a hybridized block, and MXNet cannot make a graph "
+                "of what qkv does with it: call block.hybridize(False)"
+            )
+        return x
+
+    def to_numpy(self, x: Array) -> numpy.ndarray[Any, Any]:
+        return x.asnumpy()  # type: ignore[no-any-return]
+
+    def needs_gradient(self, arrays: Iterable[Array]) -> bool:
+        return bool(autograd.is_recording()) and any(_is_recorded(x) for x in arrays)
+
+    def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
+        return mnp.array(numpy.asarray(data), dtype=dtype, device=like.device)
+
+    def draw_seed(self, like: Array) -> Any:
+        return int(mnp.random.randint(0, 2**31 - 1))  # mx.random.seed governs it
+
+    @contextmanager
+    def compute_context(self) -> Any:
+        # The NumPy semantics are a thread's own, and the backward pass runs on another thread.
+        with util.np_shape(True), util.np_array(True):
+            yield
+
+    def detach(self, x: Array) -> Array:
+        return x.detach()
+
+    def with_zero_gradient(self, x: Array) -> Array:
+        # Behind an operation whose result is empty, MXNet's gradients are whatever memory held.
+        if not (_is_floating(x) and self.needs_gradient([x])):
+            return x
+        return self.custom_gradient(lambda x: ((x,), ()), lambda *_: (None,), lambda x: (x,), [x])[
+            0
+        ]
+
+    def may_capture_arrays(self, function: Callable[..., Any]) -> bool:
+        return captures_arrays(function, "mxnet")
+
+    def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
+        args = tuple(x.detach() for x in args)
+        for x in args:
+            if _is_floating(x):
+                x.attach_grad()
+        with autograd.record():
+            out = function(*args)
+
+        def pull_back(gradient: Array) -> Gradients:
+            if not _is_recorded(out):
+                return (None,) * len(args)
+            out.backward(gradient)  # autograd.grad gives arrays of another class on this thread
+            return tuple(x.grad if _is_floating(x) else None for x in args)
+
+        return out.detach(), pull_back
+
+    def custom_gradient(
+        self,
+        forward: ForwardFunction,
+        backward: BackwardFunction,
+        reference: ReferenceFunction,
+        leaves: Sequence[Array],
+    ) -> Arrays:
+        # mx.autograd.Function drops every gradient behind the first input that wants none, so
+        # all floating inputs go in as one vector, and the others stay outside.
+        floating = [i for i, x in enumerate(leaves) if _is_floating(x)]
+        packed = _pack_vector([leaves[i] for i in floating])
+        out = _build_function(self, forward, backward, leaves, floating)(packed)
+        return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+def _is_floating(x: Array) -> bool:
+    return bool(numpy.issubdtype(x.dtype, numpy.floating))
+
+
+def _is_recorded(x: Array) -> bool:
+    """Whether x is, or was made of, an array that wants a gradient."""
+    try:
+        autograd.get_symbol(x)
+    except MXNetError:
+        return False
+    return True
+
+
+def _pack_vector(arrays: Sequence[Array]) -> Array:
+    """The numbers of all arrays as one vector, with a 0 behind: it must not be empty."""
+    widest = max((x.dtype for x in arrays), key=lambda dtype: dtype.itemsize)
+    parts = [x.reshape(-1).astype(widest, copy=False) for x in arrays]
+    return mnp.concatenate([*parts, mnp.zeros(1, dtype=widest, device=arrays[0].device)])
+
+
+def _build_function(
+    fw: MXNet, forward: Any, backward: Any, leaves: Sequence[Array], floating: list[int]
+) -> Any:
+    ends = numpy.cumsum([leaves[i].size for i in floating]).tolist()
+
+    def unpack_vector(packed: Array) -> list[Array]:
+        out = [x.detach() for x in leaves]
+        for i, start, end in zip(floating, [0, *ends[:-1]], ends, strict=True):
+            part = packed[start:end].reshape(leaves[i].shape)
+            out[i] = part.astype(leaves[i].dtype, copy=False)
+        return out
+
+    class Function(autograd.Function):  # type: ignore[misc]
+        def forward(self, packed: Array) -> Any:
+            self.leaves = unpack_vector(packed)
+            outputs, self.kept = forward(*self.leaves)
+            return outputs
+
+        def backward(self, *gradients: Array) -> Any:
+            with fw.compute_context():
+                found = backward(self.leaves, self.kept, gradients)
+                pairs = [(leaves[i], found[i]) for i in floating]
+                return _pack_vector([mnp.zeros_like(x) if g is None else g for x, g in pairs])
+
+    return Function()
+
+
+FRAMEWORK = MXNet()

@@ -1,0 +1,259 @@
+"""Rows of different lengths, laid end to end; and sparse vectors, which are such rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HALF_BITS = np.uint64(32)
+MAX_PRODUCTS_HELD = 1 << 24
+"""Products held at once."""
+MIN_PAIRS_TO_PREFILTER = 4096
+"""Pairs of entries and places from which most are ruled out before the others are looked at."""
+
+
+class Ragged:
+    """m rows of different lengths: row i is flat[starts[i] : starts[i + 1]].
+
+    >>> rows = Ragged(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
+    >>> [row.tolist() for row in rows[np.array([0, 2])].split_rows()]
+    [[7, 8], [9]]
+    """
+
+    def __init__(self, flat: np.ndarray, starts: np.ndarray):
+        self.flat, self.starts = flat, starts
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.flat.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.starts[-1] - self.starts[0]) * self.dtype.itemsize + self.starts.nbytes
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Ragged:
+        if isinstance(rows, slice):
+            begin, end, _ = rows.indices(len(self))
+            return Ragged(self.flat, self.starts[begin : max(begin, end) + 1])
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+        first, lengths = self.starts[rows], np.diff(self.starts)[rows]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        at = np.arange(starts[-1]) + np.repeat(first - starts[:-1], lengths)
+        return Ragged(self.flat[at], starts)
+
+    def trim_flat(self) -> Ragged:
+        """The same rows, with nothing before or after them."""
+        begin, end = self.starts[0], self.starts[-1]
+        if not begin and end == len(self.flat):
+            return self
+        return Ragged(self.flat[begin:end], self.starts - begin)
+
+    def copy(self) -> Ragged:
+        own = self.trim_flat()
+        return Ragged(own.flat.copy(), own.starts)
+
+    def split_rows(self) -> list[np.ndarray]:
+        """Each row by itself."""
+        ends = self.starts[1:]
+        return [self.flat[a:b] for a, b in zip(self.starts, ends, strict=False)]
+
+
+def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
+    """The rows of all parts.
+
+    >>> part = Ragged(np.array([7, 8, 9]), np.array([0, 2, 3]))
+    >>> concat_ragged([part[1:], part]).starts.tolist()
+    [0, 1, 3, 4]
+    """
+    own = [part.trim_flat() for part in parts]
+    lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(part.starts) for part in own)])
+    return Ragged(np.concatenate([part.flat for part in own]), np.cumsum(lengths))
+
+
+def concat_rowwise(one: Ragged, two: Ragged) -> Ragged:
+    """Each row of one, and after it the same row of two.
+
+    >>> part = Ragged(np.array([7, 8, 9]), np.array([0, 2, 3]))
+    >>> [row.tolist() for row in concat_rowwise(part, part).split_rows()]
+    [[7, 8, 7, 8], [9, 9]]
+    """
+    lengths = [np.diff(part.starts) for part in (one, two)]
+    row = np.concatenate([np.repeat(np.arange(len(one)), some) for some in lengths])
+    flat = np.concatenate([one.trim_flat().flat, two.trim_flat().flat])
+    starts = np.concatenate([[0], np.cumsum(sum(lengths))])
+    return Ragged(flat[np.argsort(row, kind="stable")], starts)
+
+
+def build_sparse(row: np.ndarray, place: np.ndarray, number: np.ndarray, count: int) -> Ragged:
+    """`count` vectors in 2³² dimensions, of which these numbers (t,) are not 0, in the order of
+    their rows: each entry has its place in the high half of 64 bits and a float32 in the low.
+
+    >>> two = build_sparse(np.array([0, 1, 1]), np.array([5, 5, 9]), np.array([1.0, 3.0, 4.0]), 2)
+    >>> gather_columns(two, np.array([5], np.uint32)).tolist()
+    [[1.0, 0.0], [3.0, 4.0]]
+    """
+    bits = number.astype("<f4").view("<u4")
+    flat = (place.astype(np.uint64) << HALF_BITS) | bits
+    return Ragged(flat, np.searchsorted(row, np.arange(count + 1)))
+
+
+def entry_positions(vectors: Ragged) -> np.ndarray:
+    """The place of each entry, (t,) uint32."""
+    return vectors.trim_flat().flat.view("<u4")[1::2]
+
+
+def entry_values(vectors: Ragged) -> np.ndarray:
+    """The number of each entry, (t,) float32."""
+    return vectors.trim_flat().flat.view("<f4")[::2]
+
+
+def gather_columns(vectors: Ragged, asked: np.ndarray) -> np.ndarray:
+    """The numbers at the places `sparse_positions` (w,), ascending, and the length of the rest:
+    (m, w + 1).
+
+    With vectors that are 0 elsewhere, all products and distances are those in 2³² dimensions.
+    """
+    number, starts = entry_values(vectors), vectors.trim_flat().starts
+    out = np.zeros((len(vectors), len(asked) + 1), np.float32)
+    row, column, at = find_entries(vectors, asked)
+    out[row, column] = number[at]
+    square = number * number
+    square[at] = 0
+    some = np.flatnonzero(np.diff(starts))
+    if len(some):
+        out[some, -1] = np.sqrt(np.add.reduceat(square, starts[some]))
+    return out
+
+
+def find_entries(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries at places `sparse_positions`: their rows, which of the places, and which
+    entries, each (e,).
+
+    >>> find_entries(
+    ...     build_sparse(np.array([0, 1]), np.array([5, 9]), np.ones(2), 2),
+    ...     np.array([9], np.uint32),
+    ... )
+    (array([1]), array([0]), array([1]))
+    """
+    vectors = vectors.trim_flat()
+    place = vectors.flat.view("<u4")[1::2]
+    if len(place) * len(asked) < MIN_PAIRS_TO_PREFILTER:
+        at, column = (place[:, None] == asked).nonzero()
+    else:  # the low bits rule out nearly all
+        near = np.zeros(1 << 16, bool)
+        near[asked & np.uint32(0xFFFF)] = True
+        at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
+        column = asked.searchsorted(place[at])
+        same = column < len(asked)
+        same[same] = asked[column[same]] == place[at[same]]
+        at, column = at[same], column[same]
+    row = vectors.starts.searchsorted(at, side="right") - 1 if len(at) else at
+    return row, column, at
+
+
+def sparse_products(one: Ragged, two: Ragged) -> np.ndarray:
+    """The dot products of sparse vectors with sparse vectors, (n, m) float32."""
+    asked = np.unique(entry_positions(one))
+    left = np.ascontiguousarray(gather_columns(one, asked)[:, :-1].T)
+    row, column, at = find_entries(two, asked)
+    return sum_entries_by_row(left, row, column, entry_values(two)[at], len(two))
+
+
+def sum_entries_by_row(
+    left: np.ndarray, row: np.ndarray, column: np.ndarray, number: np.ndarray, count: int
+) -> np.ndarray:
+    """Σ left[column] number of the entries (e,) of each of `count` rows, in the order of their
+    rows, with left (w, n): (n, count)."""
+    out = np.zeros((count, left.shape[1]), left.dtype)
+    for some in entry_blocks(len(row), left.shape[1]):
+        begins = np.flatnonzero(np.diff(row[some], prepend=-1))
+        each = left[column[some]] * number[some, None]
+        out[row[some][begins]] += np.add.reduceat(each, begins, axis=0)
+    return out.T
+
+
+def entry_blocks(entries: int, width: int) -> Iterator[slice]:
+    """The entries in spans whose products with rows of this width may be held at once."""
+    step = max(1, MAX_PRODUCTS_HELD // max(width, 1))
+    return (slice(at, at + step) for at in range(0, entries, step))
+
+
+class EncodedQuery(NamedTuple):
+    """Queries as vectors (n, d); or (n, d + w + 1), with the numbers at the places
+    `sparse_positions` (w,) beside them, and one for all other places."""
+
+    code: Any
+    sparse_positions: np.ndarray | None = None
+
+
+def sparse_width(asked: np.ndarray | None) -> int:
+    """How many numbers lie beside a vector for the places that are asked."""
+    return 0 if asked is None else len(asked) + 1
+
+
+@dataclass(eq=False)
+class DenseAndSparse:
+    """Vectors (m, d), or `scale` (m,) times them, with sparse ones beside, as an array
+    (m, d + w + 1) that is made when it is read: see `gather_columns`.
+
+    >>> one = build_sparse(np.array([0]), np.array([5]), np.array([3.0]), 1)
+    >>> np.asarray(DenseAndSparse(np.ones((1, 2)), one, np.array([5], np.uint32))).tolist()
+    [[1.0, 1.0, 3.0, 0.0]]
+    """
+
+    dense: np.ndarray
+    sparse_vectors: Ragged
+    sparse_positions: np.ndarray
+    scale: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.dense), self.dense.shape[1] + sparse_width(self.sparse_positions)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> DenseAndSparse:
+        scale = None if self.scale is None else self.scale[rows]
+        return DenseAndSparse(
+            self.dense[rows], self.sparse_vectors[rows], self.sparse_positions, scale
+        )
+
+    def inner_products(self, query: np.ndarray) -> np.ndarray:
+        """Dot products with queries (n, d + w + 1), without this array: (n, m).
+
+        >>> one = build_sparse(np.array([0, 0]), np.array([5, 9]), np.array([3.0, 4.0]), 1)
+        >>> wide = DenseAndSparse(np.ones((1, 2)), one, np.array([5], np.uint32))
+        >>> wide.inner_products(np.array([[1.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])).tolist()
+        [[8.0], [4.0]]
+        """
+        width = self.dense.shape[1]
+        dense = self.dense if self.dense.dtype == query.dtype else self.dense.astype(query.dtype)
+        out: np.ndarray = query[:, :width] @ dense.T
+        if self.scale is not None:
+            out *= self.scale
+        if np.count_nonzero(query[:, -1]):
+            beside = gather_columns(self.sparse_vectors, self.sparse_positions)
+        else:
+            row, column, at = find_entries(self.sparse_vectors, self.sparse_positions)
+            if not len(at):
+                return out
+            beside = np.zeros((len(self), query.shape[1] - width), np.float32)
+            beside[row, column] = entry_values(self.sparse_vectors)[at]
+        out += query[:, width:] @ beside.T.astype(query.dtype, copy=False)
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        out = np.empty(self.shape, np.float32 if dtype is None else dtype)
+        width = self.dense.shape[1]
+        out[:, :width] = self.dense
+        if self.scale is not None:
+            out[:, :width] *= self.scale[:, None]
+        out[:, width:] = gather_columns(self.sparse_vectors, self.sparse_positions)
+        return out

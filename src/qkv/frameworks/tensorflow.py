@@ -1,0 +1,285 @@
+"""TensorFlow, eager and inside `tf.function`: a thin namespace in the standard's names."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from qkv.frameworks.base import (
+    BackwardFunction,
+    ForwardFunction,
+    Framework,
+    ReferenceFunction,
+    captures_arrays,
+)
+from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
+
+
+class _Namespace:
+    """The names of the array standard that qkv uses, as TensorFlow spells them."""
+
+    bool, int32, int64 = tf.bool, tf.int32, tf.int64
+    float16, bfloat16, float32, float64 = tf.float16, tf.bfloat16, tf.float32, tf.float64
+    exp, log, sqrt, abs, tanh, pow = tf.exp, tf.math.log, tf.sqrt, tf.abs, tf.tanh, tf.pow
+    maximum, minimum = tf.maximum, tf.minimum
+    max, min, sum, mean = tf.reduce_max, tf.reduce_min, tf.reduce_sum, tf.reduce_mean
+    any, all = tf.reduce_any, tf.reduce_all
+    isnan = staticmethod(tf.math.is_nan)
+    isfinite = staticmethod(tf.math.is_finite)
+    reshape, where = tf.reshape, tf.where
+    matrix_transpose = staticmethod(tf.linalg.matrix_transpose)
+    broadcast_to, expand_dims = tf.broadcast_to, tf.expand_dims
+    logical_and, logical_or, logical_not = tf.logical_and, tf.logical_or, tf.logical_not
+    bitwise_xor = staticmethod(tf.bitwise.bitwise_xor)
+    bitwise_and = staticmethod(tf.bitwise.bitwise_and)
+    floor_divide, remainder = tf.math.floordiv, tf.math.floormod
+
+    @staticmethod
+    def matmul(x: Array, y: Array) -> Array:
+        if not len(y.shape) <= len(x.shape) > 3 or any(size != 1 for size in y.shape[:-2]):
+            return tf.matmul(x, y)
+        # One matrix for all: oneDNN's product of (b, 1, n, d) with it writes beside its memory.
+        (*rows, d), width = FRAMEWORK.dynamic_shape(x), FRAMEWORK.axis_length(y, -1)
+        count = functools.reduce(operator.mul, rows)
+        out = tf.matmul(tf.reshape(x, (count, d)), tf.reshape(y, (d, width)))
+        return tf.reshape(out, (*rows, width))
+
+    @staticmethod
+    def astype(x: Array, dtype: Any) -> Array:
+        return tf.cast(x, dtype)
+
+    @staticmethod
+    def asarray(x: Any, dtype: Any = None, device: Any = None) -> Array:
+        return tf.convert_to_tensor(x, dtype=dtype)
+
+    @staticmethod
+    def full(shape: Shape, value: Any, dtype: Any, device: Any = None) -> Array:
+        return tf.fill(shape, tf.cast(value, dtype))
+
+    @staticmethod
+    def arange(size: Any, dtype: Any, device: Any = None) -> Array:
+        return tf.range(size, dtype=dtype)
+
+    @staticmethod
+    def concat(arrays: Sequence[Array], axis: int) -> Array:
+        return tf.concat(list(arrays), axis)
+
+    @staticmethod
+    def take(x: Array, at: Array, axis: int) -> Array:
+        return tf.gather(x, at, axis=axis)
+
+    @staticmethod
+    def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
+        return tf.experimental.numpy.take_along_axis(x, indices, axis)
+
+    @staticmethod
+    def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
+        direction = "DESCENDING" if descending else "ASCENDING"
+        return tf.argsort(x, axis=axis, direction=direction, stable=stable)
+
+
+class TensorFlow(Framework):
+    name = "tensorflow"
+    xp = _Namespace
+    has_gradients = needs_disjoint_spans = True
+    matmul = staticmethod(_Namespace.matmul)
+
+    def sigmoid(self, x: Array) -> Array:
+        return tf.sigmoid(x)
+
+    def dtype_name(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def axis_length(self, x: Array, axis: int) -> Any:
+        known = x.shape[axis]
+        return tf.shape(x)[axis] if known is None else known
+
+    def dynamic_shape(self, x: Array) -> tuple[Any, ...]:
+        return tuple(self.axis_length(x, axis) for axis in range(len(x.shape)))
+
+    def full(self, shape: Shape, value: float, like: Array) -> Array:
+        if None in shape:  # those of `like` that only a run will tell
+            shape = tuple(
+                self.axis_length(like, i) if n is None else n for i, n in enumerate(shape)
+            )
+        return super().full(shape, value, like)
+
+    def as_plain_array(self, x: Array, name: str = "x") -> Array:
+        return tf.convert_to_tensor(x)  # a Variable is read once, here
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        x = tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x
+        return np.asarray(x.numpy())
+
+    def concrete_value(self, x: Array) -> np.ndarray[Any, Any] | None:
+        return None if self.is_traced(x) else self.to_numpy(x)
+
+    def is_traced(self, x: Array) -> bool:
+        return not hasattr(x, "numpy")
+
+    def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
+        return tf.cast(tf.constant(np.asarray(data)), getattr(tf, dtype))
+
+    def device_of(self, x: Array) -> Any:
+        return None
+
+    def draw_seed(self, like: Array) -> Any:
+        return tf.random.uniform((), maxval=2**31 - 1, dtype=tf.int32)
+
+    def seed_from_generator(self, generator: Any) -> Any:
+        if isinstance(generator, tf.random.Generator):
+            return generator.uniform((), maxval=2**31 - 1, dtype=tf.int32)
+        return generator if tf.is_tensor(generator) else super().seed_from_generator(generator)
+
+    def detach(self, x: Array) -> Array:
+        return tf.stop_gradient(x)
+
+    def new_accumulator(self, like: Array) -> Any:
+        return _TileAccumulator(self.static_shape(like), like.dtype)
+
+    def add_to_span(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
+        total.add_tile(piece, rows, cols)
+        return total
+
+    def accumulator_total(self, accumulator: Any) -> Array:
+        return accumulator.join_tiles()
+
+    def cond(self, condition: Array, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
+        # XLA has no gradient of a branch with an axis of unknown length.
+        unknown = any(None in x.shape for x in args)
+        if unknown and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            return no(*args)
+        return tf.cond(condition, lambda: yes(*args), lambda: no(*args))
+
+    def loop_until(
+        self, done: ArrayFunction, step: PartialStateFunction, state: Any, limit: int
+    ) -> Any:
+        if not self.is_traced(done(state)):
+            return super().loop_until(done, step, state, limit)
+        return tf.while_loop(
+            lambda *s: tf.logical_not(done(s)), lambda *s: step(s), state, maximum_iterations=limit
+        )
+
+    def may_capture_arrays(self, function: Callable[..., Any]) -> bool:
+        return captures_arrays(function, "tensorflow")
+
+    def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
+        args = _distinct_tensors(args)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(args)
+            out = function(*args)
+        return out, lambda gradient: tuple(tape.gradient(out, args, gradient))
+
+    def custom_gradient(
+        self,
+        forward: ForwardFunction,
+        backward: BackwardFunction,
+        reference: ReferenceFunction,
+        leaves: Sequence[Array],
+    ) -> Arrays:
+        if "loop_body" in tf.get_current_name_scope():  # vectorized_map loses a gradient of ours
+            return reference(*leaves)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def run_forward(*leaves: Array) -> Any:
+            # A tape outside would record every block, and hold them all.
+            outputs, kept = forward(*map(tf.stop_gradient, leaves))
+            return outputs, lambda *gradients: _leaf_gradients(
+                backward, reference, leaves, kept, gradients
+            )
+
+        out = run_forward(*leaves)
+        return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+def _distinct_tensors(arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """The arrays, none of which is another, so that each has a gradient of its own."""
+    return tuple(map(tf.identity, arrays))
+
+
+def _leaf_gradients(
+    backward: Any,
+    reference: Any,
+    leaves: Sequence[Array],
+    kept: Sequence[Array],
+    gradients: Sequence[Array],
+) -> list[Array | None]:
+    """The gradients of the leaves, which can be differentiated in their turn."""
+    count = len(leaves)
+    smooth = [i for i, x in enumerate(leaves) if x.dtype.is_floating]
+    unconnected = tf.UnconnectedGradients.ZERO
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def first_gradients(*arrays: Array) -> Any:
+        fixed = [tf.stop_gradient(x) for x in arrays]
+        found = backward(fixed[:count], kept, fixed[count:])
+        found = [tf.zeros_like(leaves[i]) if found[i] is None else found[i] for i in smooth]
+
+        def second_gradients(*along: Array) -> list[Array]:
+            own = _distinct_tensors(arrays)
+            with tf.GradientTape() as outer:
+                outer.watch(own)
+                with tf.GradientTape() as inner:
+                    inner.watch(own)
+                    outputs = reference(*own[:count])
+                first = inner.gradient(
+                    outputs,
+                    [own[i] for i in smooth],
+                    list(own[count:]),
+                    unconnected_gradients=unconnected,
+                )
+            return list(outer.gradient(first, own, list(along), unconnected_gradients=unconnected))
+
+        return found, second_gradients
+
+    out: list[Array | None] = [None] * count
+    for i, slope in zip(smooth, first_gradients(*leaves, *gradients), strict=True):
+        out[i] = slope
+    return out
+
+
+class _TileAccumulator:
+    """A sum of pieces at spans of the last two axes: TensorFlow's arrays cannot be written to."""
+
+    def __init__(self, shape: Shape, dtype: Any) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.tiles: dict[tuple[int, int, int, int], Array] = {}
+
+    def add_tile(self, piece: Array, rows: Span | None, cols: Span | None) -> None:
+        at = (*self._span_bounds(rows, -2), *self._span_bounds(cols, -1))
+        self.tiles[at] = self.tiles[at] + piece if at in self.tiles else piece
+
+    def _span_bounds(self, span: Span | None, axis: int) -> tuple[int, int]:
+        if span is None or self.shape[axis] == 1:
+            return 0, self.shape[axis]
+        return span.start, span.start + span.size
+
+    def join_tiles(self) -> Array:
+        def tile_edges(axis: int, low: int) -> list[int]:
+            cuts = {edge for at in self.tiles for edge in at[low : low + 2]}
+            return sorted(cuts | {0, self.shape[axis]})
+
+        tops, lefts = tile_edges(-2, 0), tile_edges(-1, 2)
+        lines = []
+        for top, bottom in itertools.pairwise(tops):
+            cells = [
+                self._tile_at(top, bottom, left, right) for left, right in itertools.pairwise(lefts)
+            ]
+            lines.append(tf.concat(cells, -1))
+        return tf.concat(lines, -2) if lines else tf.zeros(self.shape, self.dtype)
+
+    def _tile_at(self, top: int, bottom: int, left: int, right: int) -> Array:
+        found = self.tiles.get((top, bottom, left, right))
+        if found is None:
+            return tf.zeros((*self.shape[:-2], bottom - top, right - left), self.dtype)
+        return found
+
+
+FRAMEWORK = TensorFlow()

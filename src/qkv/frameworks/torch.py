@@ -1,0 +1,505 @@
+"""PyTorch."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import array_api_compat.torch
+import numpy as np
+import torch
+from torch import compiler
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from qkv.errors import FrameworkError
+from qkv.frameworks import pinned_memory
+from qkv.frameworks import torch_operator as _operator  # noqa: F401, it is found by name
+from qkv.frameworks.base import (
+    GRAPH_NODES,
+    BackwardFunction,
+    ForwardFunction,
+    Framework,
+    ReferenceFunction,
+)
+from qkv.frameworks.dtensor import DTensorErrors, is_dtensor
+from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
+from qkv.frameworks.torch_functions import CustomGradientFunction, InnerProductFunction
+from qkv.util.types import (
+    Array,
+    ArrayFunction,
+    Arrays,
+    Gradients,
+    LiveMask,
+    PartialStateFunction,
+    PullBack,
+    Shape,
+)
+
+_NULL_CONTEXT = nullcontext()
+
+# Asked in every call, so under names that are found at once.
+_is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+_has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+_is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def _is_tracing() -> bool:
+    return (
+        _is_dynamo_compiling()
+        or compiler._is_compiling_flag  # export
+        or _has_functorch_transforms()
+        or forward_ad._current_level >= 0
+        or _dispatch_mode_count() > 0  # make_fx, fake tensors
+        or _is_jit_tracing()  # jit.trace
+    )
+
+
+def _is_surely_true(condition: Any) -> bool:
+    # Sizes are tensors under torch.jit.trace, which guard_or_false refuses.
+    return bool(condition if isinstance(condition, torch.Tensor) else guard_or_false(condition))
+
+
+_DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def _is_wrapper_subclass(x: Any) -> bool:
+    """Whether x is of a class that does operations in its own way, and holds no numbers itself."""
+    return getattr(type(x), "__torch_dispatch__", _DEFAULT_DISPATCH) is not _DEFAULT_DISPATCH
+
+
+_AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What autocast casts."""
+_is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+MAX_UNROLLED_STEPS = 48
+"""Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
+scores tried; by halves, so many are float64."""
+
+MIN_DROPOUT_FOR_16_BITS = 2**-8
+"""Dropout below which 16 bits of a random number are too few to tell it."""
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+HAS_MKL: bool = torch.backends.mkl.is_available()
+"""Whether MKL makes the products of matrices; where OpenBLAS does, one of short matrices of which
+the second is transposed takes many times as long as with a copy of it."""
+
+MIN_ROWS_TO_COPY, MAX_PRODUCT_SIZE_TO_COPY = 12, 2**15
+"""Rows from which on, and numbers of a product up to which, that copy pays."""
+
+
+def is_finite(*arrays: Array) -> bool:
+    """Whether no number of a CPU's arrays is NaN or infinite: a sum tells, and at worst raises a
+    false alarm."""
+    records = _is_grad_enabled()
+    _set_grad_enabled(False)  # no graph of what is only looked at
+    try:
+        for x in arrays:
+            total = x.sum(dtype=torch.float32) if x.dtype in HALF_DTYPES else x.sum()
+            if not math.isfinite(total.item()):  # sooner than by __float__
+                return False
+        return True
+    finally:
+        _set_grad_enabled(records)
+
+
+def should_copy_transpose(x: Array, y: Array) -> bool:
+    """Whether x yᵀ is sooner made of a copy of yᵀ."""
+    if (
+        HAS_MKL
+        or not x.is_cpu
+        or x.dtype in HALF_DTYPES
+        or _is_wrapper_subclass(x)
+        or _is_wrapper_subclass(y)
+    ):
+        return False
+    # A graph that looked at lengths would be one for each side of them.
+    return not _is_tracing() and MIN_ROWS_TO_COPY <= x.shape[-2] <= MAX_PRODUCT_SIZE_TO_COPY // max(
+        y.shape[-2], 1
+    )
+
+
+def draw_survivors(like: Array, p: float) -> tuple[Array, float]:
+    """Which numbers of a CPU's array are not dropped, and their share: where torch itself draws for
+    each number, here a draw of 64 bits decides on four."""
+    least, size = round(p * 2**16), like.numel()
+    draws = like.new_empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
+    return draws.view(torch.int16)[:size].view(like.shape) >= least - 2**15, 1 - least / 2**16
+
+
+_DEVICE_COPIES: dict[tuple[int, torch.device, str], torch.Tensor] = {}
+"""Host arrays on devices, by the host array's id; an entry goes with the array."""
+
+
+class Torch(Framework):
+    name = "torch"
+    xp = array_api_compat.torch
+    has_gradients = has_random_generator = True
+    array_types = (torch.Tensor, torch.nn.Parameter)
+
+    def split_nested(self, x: Array) -> list[Array] | None:
+        return list(x.unbind()) if x.is_nested else None
+
+    def pack_nested(self, parts: list[Array], like: Array) -> Array:
+        if like.layout == torch.strided:
+            return torch.nested.as_nested_tensor(parts)
+        ragged = next(axis for axis, size in enumerate(like.shape) if not isinstance(size, int))
+        rows = [x.movedim(ragged - 1, 0) for x in parts]
+        if like.lengths() is None:
+            # Lengths that are the same tensor let torch add the result to `like`.
+            out = torch.nested.nested_tensor_from_jagged(torch.cat(rows), like.offsets())
+        else:
+            out = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return out if ragged == 1 else out.transpose(1, ragged)
+
+    def as_plain_array(self, x: Array, name: str = "x") -> Array:
+        if x.is_nested:
+            raise FrameworkError(
+                f"{name} is nested, sequences of different lengths, which go to "
+                "nn.MultiHeadAttention, to a block of it or to scaled_dot_product_attention; else "
+                "pass its .to_padded_tensor(0) with masks.lengths"
+            )
+        if x.layout != torch.strided:
+            raise FrameworkError(f"{name} is of layout {x.layout}: pass its .to_dense()")
+        return x
+
+    def static_shape(self, x: Array) -> Shape:
+        try:
+            return tuple(x.shape)
+        except RuntimeError:  # a nested tensor may have none
+            return tuple(self.as_plain_array(x).shape)
+
+    def to_device_of(self, x: Array, like: Array) -> Array:
+        return x if x.device == like.device else x.to(like.device)
+
+    def surely(self, condition: Any) -> bool:
+        # Of a size that the data decide, such as that of a nonzero, no graph may ask.
+        return _is_surely_true(condition) if _is_tracing() else bool(condition)
+
+    def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
+        sizes = tuple(sizes)
+        if not _is_tracing():
+            return 0 in sizes
+        return any(_is_surely_true(size == 0) for size in sizes)
+
+    def shares_device(self, x: Array, like: Array) -> bool:
+        # A number on the host goes with tensors on any device.
+        return bool(x.device == like.device or (x.is_cpu and not x.ndim))
+
+    def place_of(self, x: Array) -> Any:
+        return None if x.is_cpu else x.device
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)  # type: ignore[no-any-return]
+
+    def concrete_value(self, x: Array) -> np.ndarray[Any, Any] | None:
+        # Reading a GPU's memory would stall its queue.
+        return self.to_numpy(x) if x.device.type == "cpu" and not self.is_traced(x) else None
+
+    def is_traced(self, x: Array) -> bool:
+        if _is_tracing() or getattr(x, "is_meta", False):  # shapes alone
+            return True
+        return _is_wrapper_subclass(x)
+
+    def in_functional_transform(self) -> bool:
+        """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
+        for derivatives of both modes and any order, which fused kernels have not."""
+        return _has_functorch_transforms() or forward_ad._current_level >= 0
+
+    def supports_float64(self, x: Array) -> bool:
+        return bool(x.device.type != "mps")
+
+    def compute_context(self) -> AbstractContextManager[object]:
+        # Sums run in the precision of the arguments, whatever torch would make of them.
+        if not _is_autocast_enabled():
+            return _NULL_CONTEXT
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                return torch.autocast(device, enabled=False)
+        return _NULL_CONTEXT
+
+    def translate_errors(self, x: Array) -> AbstractContextManager[object]:
+        return DTensorErrors() if is_dtensor(x) else _NULL_CONTEXT
+
+    def apply_autocast(self, x: Array) -> Array:
+        if not _is_autocast_enabled() or x.dtype not in _AUTOCAST_DTYPES:
+            return x
+        device = x.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return x
+        return x.to(torch.get_autocast_dtype(device))
+
+    def needs_gradient(self, arrays: Iterable[Array]) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+    def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
+        if (  # as `_is_tracing` asks, without a call of it
+            _is_dynamo_compiling()
+            or compiler._is_compiling_flag
+            or _has_functorch_transforms()
+            or forward_ad._current_level >= 0
+            or _dispatch_mode_count()
+            or _is_jit_tracing()
+            or _is_autocast_enabled()
+        ):
+            return None
+        last = key if value is None else value
+        try:
+            kind: Any = type(query)
+            dtype, records = query.dtype, _is_grad_enabled()
+            if not type(key) is kind is type(last):
+                kind = (kind, type(key), type(last))
+            if kind is not torch.Tensor and any(map(_is_wrapper_subclass, (query, key, last))):
+                return None
+            if not key.dtype is dtype is last.dtype:
+                dtype = (dtype, key.dtype, last.dtype)
+            learned = records and (query.requires_grad or key.requires_grad or last.requires_grad)
+            place: Any = None
+            if query.is_cpu:
+                if not (key.is_cpu and last.is_cpu):
+                    return None
+            else:
+                place = query.device
+                if query.is_meta or not key.device == place == last.device:
+                    return None
+            shape = None if value is None else value.shape
+            return query.shape, key.shape, shape, kind, dtype, place, records, learned
+        except (AttributeError, RuntimeError):  # a nested tensor has no shape
+            return None
+
+    def without_data(self, x: Array) -> Array:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+    def dropout_mask(self, like: Array, p: float) -> Array:
+        if p == 1:
+            return torch.zeros_like(like)
+        if torch.compiler.is_compiling():
+            # Drawn by the kernel that reads it; of torch's draws the one that vmap can map there.
+            return (torch.rand_like(like, dtype=torch.float32) >= p).to(like.dtype) / (1 - p)
+        if (
+            like.is_cpu
+            and MIN_DROPOUT_FOR_16_BITS <= p <= 1 - MIN_DROPOUT_FOR_16_BITS
+            and not self.is_traced(like)
+        ):
+            live, share = draw_survivors(like, p)
+            return live.to(like.dtype).div_(share)
+        return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
+
+    def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
+        host, kind = np.asarray(data), getattr(torch, dtype)
+        if host.size == 1 and like.is_cuda:  # a fill, which a CUDA graph can capture; a copy cannot
+            return torch.full(host.shape, host.item(), dtype=kind, device=like.device)
+        return torch.as_tensor(host, dtype=kind, device=like.device)
+
+    def cached_constant(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
+        # A copy from the host would wait for the device, and no CUDA graph can capture one.
+        if not like.is_cuda or self.is_traced(like):
+            return self.array_from_host(data, like, dtype)
+        key = id(data), like.device, dtype
+        if key not in _DEVICE_COPIES:
+            _DEVICE_COPIES[key] = self.array_from_host(data, like, dtype)
+            weakref.finalize(data, _DEVICE_COPIES.pop, key, None)
+        return _DEVICE_COPIES[key]
+
+    def block_from_host(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
+        # What is wide already the driver copies as fast as we could.
+        if (
+            not like.is_cuda
+            or data.nbytes < pinned_memory.MIN_PINNED_BYTES
+            or data.dtype.name == dtype
+        ):
+            return self.array_from_host(data, like, dtype)
+        return pinned_memory.copy_to_device(np.ascontiguousarray(data), like.device).to(
+            getattr(torch, dtype)
+        )
+
+    def detach(self, x: Array) -> Array:
+        return x.detach()
+
+    # The same as in base, by the shortest way there.
+
+    def position_range(self, start: Any, size: int, like: Array) -> Array:
+        steps = torch.arange(size, dtype=torch.int32, device=like.device)
+        return steps if type(start) is int and start == 0 else steps + start
+
+    def inner_products(self, query: Array, key: Array) -> Array:
+        if not should_copy_transpose(query, key):
+            return query @ key.mT
+        if not self.needs_gradient((query, key)):
+            return query @ key.mT.contiguous()
+        alike = query.shape[:-2] == key.shape[:-2]
+        return InnerProductFunction.apply(query, key) if alike else query @ key.mT
+
+    def dot_vector(self, x: Array, vector: Array) -> Array:
+        return x @ vector
+
+    def fill_unless(self, x: Array, live: LiveMask, other: float = 0.0) -> Array:
+        if live is None:
+            return x
+        own = x.is_floating_point()
+        return torch.where(live, x, other) if own else super().fill_unless(x, live, other)
+
+    def replace_nonfinite(self, x: Array, other: float = 0.0) -> Array:
+        return torch.nan_to_num(x, other, other, other)
+
+    def sigmoid(self, x: Array) -> Array:
+        return torch.sigmoid(x)
+
+    def safe_divisor(self, x: Array) -> Array:
+        return x.masked_fill(x == 0, 1.0)
+
+    def is_surely_finite(self, x: Array) -> bool:
+        return x.is_cpu and not self.is_traced(x) and is_finite(x)
+
+    def row_max(self, x: Array) -> Array:
+        return torch.amax(x, -1, keepdim=True)
+
+    def row_sum(self, x: Array) -> Array:
+        return torch.sum(x, -1, keepdim=True)
+
+    def fused_softmax(self, x: Array, live: Array | None) -> Array | None:
+        if not x.is_cpu or self.is_traced(x):
+            return None
+        out = torch.softmax(x if live is None else torch.where(live, x, -math.inf), -1)
+        return out if is_finite(out) else None
+
+    def stable_topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        if x.is_cpu and k < x.shape[-1] and not self.is_traced(x):
+            best, at = torch.topk(x, k, -1)
+            least = best[..., -1:]
+            if not ((x >= least).sum(-1) != k).any():  # no tie, and no NaN, at the last place
+                at = at.sort(-1)[0]
+                best = torch.gather(x, -1, at)
+                best, order = torch.sort(best, dim=-1, descending=True, stable=True)
+                return best, torch.gather(at, -1, order)
+        best, at = torch.sort(x, dim=-1, descending=True, stable=True)
+        return best[..., :k], at[..., :k]
+
+    def take_along_last(self, x: Array, at: Array) -> Array:
+        return torch.gather(x, -1, at)  # the standard's name makes a graph for each length
+
+    # Without temporaries, where no graph holds them.
+
+    def tanh(self, x: Array, spend: bool = False) -> Array:
+        if not spend or self.is_traced(x) or self.needs_gradient([x]):
+            return torch.tanh(x)
+        return x.tanh_()
+
+    def exp_shifted(self, x: Array, top: Array, live: LiveMask, spend: bool = False) -> Array:
+        if self.is_traced(x) or self.needs_gradient((x, top)):
+            return super().exp_shifted(x, top, live)
+        x = (x.sub_(top) if spend else x - top).exp_()
+        return x if live is None else x.masked_fill_(~live, 0)
+
+    def excess_over_threshold(self, x: Array, top: Array, tau: Array, live: LiveMask) -> Array:
+        if self.is_traced(x) or self.needs_gradient((x, top, tau)):
+            return super().excess_over_threshold(x, top, tau, live)
+        x = (x - top).sub_(tau).clamp_(min=0)
+        return x if live is None else x.masked_fill_(~live, 0)
+
+    def as_numpy_view(self, x: Array) -> Array | None:
+        free = x.device.type == "cpu" and not self.is_traced(x) and not self.needs_gradient([x])
+        return x.numpy(force=True) if free and x.dtype != torch.bfloat16 else None
+
+    def from_numpy_view(self, x: Array) -> Array:
+        return torch.from_numpy(x)
+
+    def draw_seed(self, like: Array) -> Any:
+        # From the device's own generator: kernels read the seed where it lies, a captured CUDA
+        # graph draws a new one at each replay, and checkpointing restores its state.
+        return torch.randint(2**31 - 1, (), device=like.device)
+
+    def seed_from_generator(self, generator: Any) -> Any:
+        if isinstance(generator, torch.Generator):
+            return torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
+        return (
+            generator
+            if isinstance(generator, torch.Tensor)
+            else super().seed_from_generator(generator)
+        )
+
+    def cond(self, condition: Any, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
+        # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
+        return no(*args) if self.is_traced(condition) else super().cond(condition, yes, no, *args)
+
+    def loop_until(
+        self, done: ArrayFunction, step: PartialStateFunction, state: Any, limit: int
+    ) -> Any:
+        if not self.is_traced(state[0]):
+            return super().loop_until(done, step, state, limit)
+        for _ in range(min(limit, MAX_UNROLLED_STEPS)):  # a graph cannot look whether it is done
+            state = step(state)
+        return state
+
+    def call_graph_node(self, name: str, x: Array, live: LiveMask, number: Any) -> Array | None:
+        if not torch.compiler.is_compiling():
+            # The steps of a search for a learned number are more than a trace's fuser can do.
+            search = isinstance(number, torch.Tensor) and GRAPH_NODES[name].backward is None
+            if not (search and _is_jit_tracing() and not torch.onnx.is_in_onnx_export()):
+                return None
+        elif torch.compiler.is_exporting():  # what is exported must run without us
+            return None
+        if GRAPH_NODES[name].backward is None:
+            x = x.detach()
+            number = number.detach() if isinstance(number, torch.Tensor) else number
+        elif self.in_functional_transform():  # its gradient has none of its own, forwards
+            return None
+        live = None if live is None else live.expand(x.shape)
+        array = number if isinstance(number, torch.Tensor) else None
+        alone = 0.0 if isinstance(number, torch.Tensor) else float(number)
+        found: Array = torch.ops.qkv.rows(x, live, array, name, alone)
+        return found
+
+    def hoist_captures(
+        self, function: ArrayFunction, *example: Array
+    ) -> tuple[ArrayFunction, Arrays]:
+        if _has_functorch_transforms():  # which differentiate the function itself
+            return function, ()
+        return hoist_captured_tensors(function, *example)
+
+    def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
+        with torch.enable_grad():
+            # Cut from their history, for asking a tensor for its gradient runs the hooks on it.
+            fresh = [x.detach().requires_grad_() for x in args]
+            out = function(*fresh)
+        # A leaf may also be reached through a closure. It is known by its node: hooks on what is
+        # saved, as of a checkpoint, make new tensors of it. A view says that it is one too.
+        own = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()]
+        place = {get_gradient_edge(args[i]).node: i for i in reversed(own)}
+        reached = graph_leaves(out, fresh) if own else ()
+        inner = [x for x in reached if get_gradient_edge(x).node in place]
+
+        def pull_back(gradient: Array) -> Gradients:
+            if not out.requires_grad:
+                return (None,) * len(args)
+            at = fresh + inner  # the graph behind a captured tensor serves every block
+            found = torch.autograd.grad(out, at, gradient, allow_unused=True, retain_graph=True)
+            slopes = list(found[: len(args)])
+            for x, more in zip(inner, found[len(args) :], strict=True):
+                i = place[get_gradient_edge(x).node]
+                slopes[i] = more if slopes[i] is None else slopes[i] + more
+            return tuple(slopes)
+
+        return out.detach(), pull_back
+
+    def custom_gradient(
+        self,
+        forward: ForwardFunction,
+        backward: BackwardFunction,
+        reference: ReferenceFunction,
+        leaves: Sequence[Array],
+    ) -> Arrays:
+        if self.is_traced(leaves[0]):
+            return reference(*leaves)
+        return tuple(CustomGradientFunction.apply(forward, backward, reference, *leaves))
+
+
+FRAMEWORK = Torch()

@@ -1,0 +1,295 @@
+"""The arrays inside a record: taken out in a fixed order, and put back.
+
+A record is a frozen dataclass, a tuple, or a list; an array may stand at any depth. Everything
+else (numbers, names, functions, arrays of another framework) stays where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+
+from qkv.frameworks import get_framework, is_array
+from qkv.frameworks.base import Framework
+from qkv.util.types import Array
+
+T = TypeVar("T")
+
+
+class Record:
+    """What a score, a weighting and a mask are: equal where their fields are, arrays by their
+    numbers."""
+
+    role: ClassVar[str] = ""
+    """The argument of `attend` that it is given as."""
+
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """What papers and books call it, for whoever asks for it by such a name."""
+
+    static_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields whose numbers say what is computed, so that they are never traced."""
+
+    # TensorFlow's protocol of nested structures: `tf.function` takes a record as an argument, and
+    # `tf.Module` finds the variables inside.
+
+    def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
+        names = field_names(self) or ()
+        fixed = self.static_fields
+        inner = tuple(x for x in names if x not in fixed and _holds_array(getattr(self, x)))
+        rest = tuple((x, _wrap_fixed(getattr(self, x))) for x in names if x not in inner)
+        return (inner, rest), tuple(getattr(self, x) for x in inner)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
+        inner, rest = metadata
+        made = object.__new__(cls)  # the fields were checked when the record was built
+        for name, x in (*zip(inner, components, strict=True), *rest):
+            object.__setattr__(made, name, x.values if isinstance(x, FixedArray) else x)
+        return made
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__eq__" not in vars(cls):  # `dataclass` would put one there that asks arrays for a bool
+            setattr(cls, "__eq__", _is_equal)  # noqa: B010
+        UNREGISTERED_RECORDS.append(cls)
+        if "jax" in sys.modules:  # else when its first array comes
+            from qkv.frameworks import jax_pytrees
+
+            jax_pytrees.register_records()
+
+
+class FixedArray:
+    """An array that is part of a structure: equal and hashed by its numbers."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FixedArray) and records_equal(self.values, other.values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values.shape))
+
+
+def _wrap_fixed(x: Any) -> Any:
+    return FixedArray(x) if is_array(x) else x
+
+
+def _holds_array(x: Any) -> bool:
+    if is_array(x):
+        return True
+    if type(x) in (tuple, list):
+        return any(map(_holds_array, x))
+    return any(_holds_array(getattr(x, name)) for name in field_names(x) or ())
+
+
+UNREGISTERED_RECORDS: list[type] = []
+"""The classes of records that JAX has not been told of."""
+
+
+def _is_equal(one: Any, other: object) -> bool:
+    return records_equal(one, other) if type(one) is type(other) else NotImplemented
+
+
+def records_equal(one: Any, other: Any) -> bool:
+    """Whether two records, or what stands in them, are equal.
+
+    >>> import numpy as np
+    >>> records_equal((np.ones(2), "name"), (np.ones(2), "name"))
+    True
+    """
+    if one is other:
+        return True
+    if is_array(one) and is_array(other):
+        fw = get_framework(one)
+        if (
+            get_framework(other) is not fw
+            or fw.dtype_name(one) != fw.dtype_name(other)
+            or fw.is_traced(one)
+        ):
+            return False
+        return bool(np.array_equal(fw.to_numpy(one), fw.to_numpy(other)))
+    if type(one) is not type(other) or is_array(one):
+        return bool(not is_array(one) and not is_array(other) and one == other)
+    if field_names(one) is not None:
+        compared = [f.name for f in dataclasses.fields(one) if f.compare]
+        return all(records_equal(getattr(one, name), getattr(other, name)) for name in compared)
+    if type(one) in (tuple, list):
+        return len(one) == len(other) and all(map(records_equal, one, other))
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(
+            records_equal(x, other[name]) for name, x in one.items()
+        )
+    return bool(one == other)
+
+
+def array_leaves(fw: Framework, record: Any) -> list[Array]:
+    """Every array of the framework in the record, depth first.
+
+    >>> import numpy as np
+    >>> from qkv.frameworks import load_framework
+    >>> [
+    ...     x.shape
+    ...     for x in array_leaves(load_framework("numpy"), (np.ones(2), "name", (np.ones(3),)))
+    ... ]
+    [(2,), (3,)]
+    """
+    found: list[Array] = []
+
+    def collect_array(x: Array) -> Array:
+        found.append(x)
+        return x
+
+    map_arrays(fw, collect_array, record)
+    return found
+
+
+def replace_arrays(fw: Framework, record: T, arrays: Iterable[Array]) -> T:
+    """The same record with its arrays replaced, in the order of `array_leaves`."""
+    fresh = iter(arrays)
+    return map_arrays(fw, lambda _: next(fresh), record)
+
+
+def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> T:
+    """The same record with `function` applied to each array."""
+    if is_array(record):
+        return function(record) if get_framework(record) is fw else record
+    names = field_names(record)
+    if names is not None:
+        held = {name: getattr(record, name) for name in names}
+        fresh = {
+            name: map_arrays(fw, function, value)
+            for name, value in held.items()
+            if not isinstance(value, _SCALAR_TYPES)
+        }
+        if all(fresh[name] is held[name] for name in fresh):
+            return record
+        # A copy that runs no __init__: the fields were checked when the record was built, and a
+        # tracer in place of an array could not be checked again.
+        copy = object.__new__(type(record))
+        for name in names:  # no more than those: what is derived is from the arrays replaced
+            object.__setattr__(copy, name, fresh.get(name, held[name]))
+        return copy
+    if type(record) in (tuple, list):
+        return type(record)(map_arrays(fw, function, item) for item in record)  # type: ignore[call-arg,attr-defined]
+    return record
+
+
+def format_record(record: Any) -> str:
+    """The record as one would write it, with the shapes of its arrays in place of their numbers.
+
+    >>> import numpy as np
+    >>> from qkv.scores import Multiplicative
+    >>> format_record(Multiplicative(np.ones((2, 3))))
+    'Multiplicative(w=(2, 3))'
+    """
+    if is_array(record):
+        return str(tuple(record.shape))
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return getattr(record, "__name__", None) or repr(record)
+    fields = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
+    told = ", ".join(
+        f"{name}={format_record(value)}" for name, value in fields if value is not None
+    )
+    return f"{type(record).__name__}({told})"
+
+
+class ArraySignature(NamedTuple):
+    """An array without its numbers."""
+
+    type: type
+    dtype: Hashable
+    shape: tuple[int, ...]
+    needs_gradient: bool
+    place: Hashable = None
+
+
+class UncacheableError(Exception):
+    """A record holds something whose kind does not say what it does, as a function."""
+
+
+def record_signature(fw: Framework, record: Any) -> Hashable:
+    """The record without the numbers of its arrays: equal for records that are treated alike.
+
+    >>> import numpy as np
+    >>> from qkv.frameworks import load_framework
+    >>> from qkv.scores import Multiplicative
+    >>> one, two = (
+    ...     record_signature(load_framework("numpy"), Multiplicative(np.ones((2, 3)) * x))
+    ...     for x in (1, 2)
+    ... )
+    >>> one == two
+    True
+    """
+    if type(record) in _SCALAR_TYPE_SET:
+        return record  # type: ignore[no-any-return]
+    if type(record) in fw.array_types:  # no tracer, where the call's own arrays are none
+        learned = getattr(record, "requires_grad", False)
+        try:
+            return ArraySignature(
+                type(record), record.dtype, record.shape, learned, fw.place_of(record)
+            )
+        except RuntimeError:  # a nested tensor, which is refused
+            return ArraySignature(type(record), record.dtype, fw.static_shape(record), learned)
+    held = getattr(record, "__dict__", None)
+    if held is not None and SIGNATURE_ATTRIBUTE in held:
+        return held[SIGNATURE_ATTRIBUTE]  # type: ignore[no-any-return]
+    if is_array(record):
+        if get_framework(record).is_traced(record):
+            raise UncacheableError
+        learned = getattr(record, "requires_grad", False)
+        return ArraySignature(type(record), record.dtype, tuple(record.shape), learned)
+    names = field_names(record)
+    if names is not None and held is not None and len(held) == len(names):
+        found = (type(record), *[record_signature(fw, held[name]) for name in names])
+        if not (ArraySignature in map(type, found) or has_arrays(found)):
+            held[SIGNATURE_ATTRIBUTE] = found
+        return found
+    if type(record) is tuple:
+        return tuple(record_signature(fw, item) for item in record)
+    raise UncacheableError
+
+
+def has_foreign_arrays(fw: Framework, record: Any) -> bool:
+    """Whether an array of another framework stands in the record."""
+    if is_array(record):
+        return get_framework(record) is not fw
+    if type(record) in (tuple, list):
+        return any(has_foreign_arrays(fw, item) for item in record)
+    return any(has_foreign_arrays(fw, getattr(record, name)) for name in field_names(record) or ())
+
+
+def has_arrays(kind: Hashable) -> bool:
+    """Whether a record of this kind holds an array."""
+    return bool(array_signatures(kind))
+
+
+def array_signatures(kind: Hashable) -> list[ArraySignature]:
+    """The arrays that a record of this kind holds."""
+    if type(kind) is ArraySignature:
+        return [kind]
+    return [x for item in kind for x in array_signatures(item)] if isinstance(kind, tuple) else []
+
+
+_SCALAR_TYPES = (int, float, str, type(None))
+_SCALAR_TYPE_SET = frozenset((*_SCALAR_TYPES, bool))
+SIGNATURE_ATTRIBUTE = "_kind_in_calls"
+"""Where a record that holds no array keeps its kind."""
+
+# A plain dictionary, which torch.compile can read.
+_FIELD_NAMES_BY_TYPE: dict[type, tuple[str, ...] | None] = {type(None): None}
+
+
+def field_names(record: Any) -> tuple[str, ...] | None:
+    """The names of a record's fields; None of what is no dataclass."""
+    kind = type(record)
+    if kind not in _FIELD_NAMES_BY_TYPE:
+        known = dataclasses.is_dataclass(record)
+        _FIELD_NAMES_BY_TYPE[kind] = (
+            tuple(f.name for f in dataclasses.fields(record)) if known else None
+        )
+    return _FIELD_NAMES_BY_TYPE[kind]

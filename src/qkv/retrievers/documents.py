@@ -1,0 +1,83 @@
+"""The rows of an answer as documents: a text and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.answer import Answer
+from qkv.answer_backend import Row
+from qkv.database.query.arguments import AttendOptions, check_top
+from qkv.errors import DtypeError, unknown_name_error
+from qkv.util.formatting import to_jsonable
+
+
+class RetrievedDocument(NamedTuple):
+    """One row: its text, its metadata as JSON has them, and its weight."""
+
+    text: str
+    metadata: dict[str, Any]
+    weight: float
+
+
+def retrieve_documents(
+    database: Any, query: str, top: int, content: str | None = None, **how: Any
+) -> list[RetrievedDocument]:
+    """The heaviest rows for a question, heaviest first; `how` is that of `ask`.
+
+    >>> from qkv import Database
+    >>> one = retrieve_documents(Database({"Li": "Mu", "Hu": "Rachel"}), "Lii", 1)[0]
+    >>> one.text, one.metadata["key"]
+    ('Mu', 'Li')
+    """
+    answer = database.ask(query, top=top, **how)
+    if not isinstance(answer, Answer):
+        raise DtypeError(f"a retriever is asked one question, not {query!r}")
+    sure: dict[str, Any] = {"entropy": answer.entropy, "effective_rows": answer.effective_rows}
+    if answer.coverage is not None:
+        sure |= {"coverage": answer.coverage, "abstains": answer.abstains}
+    return [_build_document(row, content, sure) for row in answer.rows]
+
+
+def check_arguments(database: Any, top: Any, how: Mapping[str, Any]) -> None:
+    if not hasattr(database, "ask") or not hasattr(database, "info"):
+        raise DtypeError(
+            f"database must be a qkv.Database or one of a qkv.Client, not {database!r}: "
+            "qkv.open(path) opens one, and Client(url)[name] is one of a server"
+        )
+    check_top(top)
+    for name in how:
+        if name not in AttendOptions.__optional_keys__:
+            raise unknown_name_error(
+                "option of a retriever", name, ["top", "content", *AttendOptions.__optional_keys__]
+            )
+
+
+def _build_document(row: Row, content: str | None, sure: Mapping[str, Any]) -> RetrievedDocument:
+    if content is not None and content not in row.record:
+        raise unknown_name_error("column", content, row.record)
+    own = {"key": to_jsonable(row.key), "weight": row.weight, "index": row.index, **sure}
+    about: dict[str, Any] = {}
+    for name, cell in row.record.items():
+        if name == content or isinstance(cell, np.ndarray):
+            continue  # a vector tells a language model nothing
+        # A column that is called as one of these is another's.
+        about[f"{name}_" if name in own else name] = to_jsonable(cell)
+    return RetrievedDocument(
+        _format_text(row.value if content is None else row.record[content]), own | about, row.weight
+    )
+
+
+def _format_text(value: Any) -> str:
+    """A value as text; of several columns a line for each.
+
+    >>> _format_text({"author": "Melville", "year": 1851})
+    'author: Melville\\nyear: 1851'
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name}: {_format_text(x)}" for name, x in value.items() if x is not None)
+    return "" if value is None else str(to_jsonable(value))

@@ -1,0 +1,416 @@
+"""tanh(a + b) as a short sum of products of a function of a and a function of b."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from qkv.frameworks import threads
+
+CHECKS_PER_NODE = 4
+"""Points looked at per point of interpolation, along each axis."""
+RANGE_STEP = 1.1
+"""Ranges are rounded up by at most this factor, so that one set of functions serves many."""
+FINE_RANGE_STEP = 1.04
+"""The same in the table, where reaches are rounded for nothing."""
+MAX_COEFFICIENTS = 10
+"""Coefficients of a function in it, at most."""
+BEND_RADIUS = 5.0
+"""From where on functions of the table are nearly flat."""
+UNITS_PER_GROUP = 8
+"""Units whose functions are made together: their polynomials stay in the cache."""
+RISE_FACTOR = 1 / math.cos(math.pi / (2 * CHECKS_PER_NODE)) ** 2
+"""What a polynomial may rise to between the points looked at, along both axes."""
+
+
+class TanhFactors(NamedTuple):
+    """tanh(a + b) ≈ Σⱼ eⱼ(a) oⱼ(b) + Σⱼ oⱼ′(a) eⱼ′(b), e even and o odd, for |a| ≤ A and |b| ≤ B.
+
+    Of all sums of so many products it is the nearest in the mean square: the singular functions
+    of the kernel tanh(a + b). A series of sines is a sum of the same kind, sin a cos b +
+    cos a sin b, and needs over half as many terms again. Each function is p(y) or x p(y), with
+    x = a / A, y = 2x² − 1 and p given by its coefficients on Chebyshev's T₀, T₁, …: (J, K).
+
+    `error` bounds the difference everywhere in the rectangle. Interpolation at N points errs by
+    at most 4 M ρ⁻ᴺ / (ρ − 1), as tanh is analytic in |Im| < π/2 (Bernstein); the rest is a
+    polynomial, which between 4 N Chebyshev points rises above what they show by a known factor.
+    """
+
+    reach: tuple[float, float]
+    even: tuple[np.ndarray, np.ndarray]
+    """Of the products that are even in a: p for a, and p for b."""
+    odd: tuple[np.ndarray, np.ndarray]
+    error: float
+
+    @property
+    def term_count(self) -> int:
+        """Products in the sum."""
+        return len(self.even[0]) + len(self.odd[0])
+
+
+def find_factors(reach_query: float, reach_key: float, error: float) -> TanhFactors:
+    """The fewest products within the error for |a| and |b| up to their reach, kept once found.
+
+    >>> (
+    ...     find_factors(4.0, 4.0, 1e-6).term_count,
+    ...     find_factors(4.0, 4.0, 5e-3).term_count,
+    ...     find_factors(0.5, 4.0, 1e-6).term_count,
+    ... )
+    (28, 12, 8)
+    """
+    return _factors_of_steps(_range_step(reach_query), _range_step(reach_key), error)
+
+
+def _factors_of_steps(step_query: int, step_key: int, error: float) -> TanhFactors:
+    if step_query <= step_key:
+        return _compute_factors(step_query, step_key, error)
+    found = _compute_factors(step_key, step_query, error)  # tanh(a + b) = tanh(b + a)
+    return TanhFactors(found.reach[::-1], found.odd[::-1], found.even[::-1], found.error)
+
+
+def _range_step(reach: float) -> int:
+    return max(math.ceil(math.log(max(reach, 0.05)) / math.log(RANGE_STEP)), -40)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compute_factors(step_query: int, step_key: int, error: float) -> TanhFactors:
+    with threads.single_threaded_blas():  # the matrices are small, and others may hold the cores
+        kernel = _TanhKernel((RANGE_STEP**step_query, RANGE_STEP**step_key), error)
+        terms = kernel.sufficient_terms()
+        while (found := kernel.best_factors(terms)).error > error and terms < len(
+            kernel.singular_values
+        ):
+            terms += 1
+        return found
+
+
+class _TanhKernel:
+    """tanh(a + b) on a rectangle, at points that show it within a fraction of the error."""
+
+    def __init__(self, reach: tuple[float, float], error: float) -> None:
+        self.reach, self.error = reach, error
+        points, self.interpolation_error = _point_count(max(reach), error / 8)
+        self.svd_parts = [_scaled_svd(x) for x in self.even_odd_halves(_chebyshev_nodes(points))]
+        self.singular_values = np.sort(np.concatenate([size for _, size, _ in self.svd_parts]))[
+            ::-1
+        ]
+        self.fine_nodes = _chebyshev_nodes(CHECKS_PER_NODE * points)
+        self.exact_halves = self.even_odd_halves(self.fine_nodes)
+
+    def even_odd_halves(self, x: np.ndarray) -> list[np.ndarray]:
+        """The part that is even in a, and the part that is odd."""
+        left, right = self.reach[0] * x[:, None], self.reach[1] * x
+        one, two = np.tanh(right + left), np.tanh(right - left)
+        return [(one + two) / 2, (one - two) / 2]
+
+    def sufficient_terms(self) -> int:
+        """A number of products that keeps the error, but for what polynomials cut short add."""
+        # What each further product takes off the rest, in the order in which they are taken.
+        order = [(size, odd, i) for odd, (_, sizes, _) in enumerate(self.svd_parts)
+                 for i, size in enumerate(sizes)]  # fmt: skip
+        order.sort(reverse=True)
+        both = [
+            (
+                _evaluate_polynomials(_chebyshev_coefficients(left, odd), odd, self.fine_nodes),
+                _evaluate_polynomials(
+                    _chebyshev_coefficients(right, 1 - odd), 1 - odd, self.fine_nodes
+                ),
+            )
+            for odd, (left, _, right) in enumerate(self.svd_parts)
+        ]
+        # The products left out together are at most the sum of what each is: a number that does,
+        # and it is seldom far too large.
+        most = [np.abs(left).max(1) * np.abs(right).max(1) for left, right in both]
+        left_out = np.cumsum([most[odd][i] for _, odd, i in order[::-1]])[::-1]
+        spare = (self.error - self.interpolation_error) / RISE_FACTOR - self.interpolation_error
+        low, high = 1, min(int(np.sum(left_out > spare)) + 1, len(order))
+        while low < high:  # the error falls with the number of products
+            middle = max((low + high) // 2, high - 3)
+            off = np.zeros(())
+            for odd, (left, right) in enumerate(both):
+                count = sum(1 for item in order[:middle] if item[1] == odd)
+                off = off + np.abs(left[:count].T @ right[:count] - self.exact_halves[odd])
+            if (
+                float(off.max()) + self.interpolation_error
+            ) * RISE_FACTOR + self.interpolation_error <= self.error:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def best_factors(self, terms: int) -> TanhFactors:
+        """The nearest sum of so many products."""
+        least = self.singular_values[min(terms, len(self.singular_values)) - 1]
+        found, off = [], np.zeros(())
+        for odd, part in enumerate(self.svd_parts):
+            one, two = _leading_polynomials(part, least, odd, self.error)
+            near = _evaluate_polynomials(one, odd, self.fine_nodes).T @ _evaluate_polynomials(
+                two, 1 - odd, self.fine_nodes
+            )
+            off = off + np.abs(near - self.exact_halves[odd])
+            found.append((one, two))
+        bound = (
+            float(off.max()) + self.interpolation_error
+        ) * RISE_FACTOR + self.interpolation_error
+        return TanhFactors(self.reach, found[0], found[1], bound)
+
+
+def _chebyshev_nodes(points: int) -> np.ndarray:
+    """The positive half of an even number of Chebyshev's points."""
+    return np.cos(np.pi * (np.arange(points // 2) + 0.5) / points)
+
+
+def _point_count(reach: float, error: float, bent: bool = False) -> tuple[int, float]:
+    """Points along an axis at which interpolation errs by less, and a bound on what it errs by.
+
+    With `bent` they are Chebyshev's of what `_unbend` takes.
+    """
+    high = 0.8 * math.pi / 2  # |tanh| ≤ max(1, tan v) where |Im| ≤ v
+    largest = max(1.0, math.tan(high))
+    edge = (np.linspace(0, reach, 65) + 1j * high) / reach
+    if bent:
+        edge = edge * np.sqrt(
+            (1 + reach**2 / BEND_RADIUS**2) / (1 + (edge * reach / BEND_RADIUS) ** 2)
+        )
+    rho = float(np.abs(edge + np.sqrt(edge - 1) * np.sqrt(edge + 1)).min())
+
+    def interpolation_error(n: int) -> float:
+        along = 4 * largest * rho ** (1 - n) / (rho - 1)
+        return along * (2 + 2 / math.pi * math.log(n))  # the second axis, after the first
+
+    n = 8
+    while interpolation_error(n) > error:
+        n += 4
+    return n, interpolation_error(n)
+
+
+def _scaled_svd(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    left, size, right = np.linalg.svd(kernel)
+    return left.T * np.sqrt(size)[:, None], size, right * np.sqrt(size)[:, None]
+
+
+def _leading_polynomials(
+    part: tuple[np.ndarray, ...], least: float, odd: int, error: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The functions of a and of b whose product counts for more than the least."""
+    left, size, right = part
+    count = int((size >= least).sum())
+    return _truncated_coefficients(left[:count], odd, error), _truncated_coefficients(
+        right[:count], 1 - odd, error
+    )
+
+
+def _chebyshev_coefficients(values: np.ndarray, odd: int) -> np.ndarray:
+    """Values at the nodes as coefficients of p."""
+    half = values.shape[-1]
+    if odd:
+        values = values / _chebyshev_nodes(2 * half)
+    angles = np.pi * (np.arange(half) + 0.5) / half  # of y, where x is at its nodes
+    found = 2 / half * values @ np.cos(angles[:, None] * np.arange(half))
+    found[:, 0] /= 2
+    return np.asarray(found)
+
+
+def _truncated_coefficients(values: np.ndarray, odd: int, error: float) -> np.ndarray:
+    """The same, less those that do not count."""
+    found = _chebyshev_coefficients(values, odd)
+    counts = np.abs(found).sum(0)[::-1].cumsum()[::-1] > error / 16
+    return np.asarray(found[:, : max(int(counts.sum()), 1)])
+
+
+def _evaluate_polynomials(coefficients: np.ndarray, odd: int, x: np.ndarray) -> np.ndarray:
+    """The functions (J, r) at x."""
+    orders = np.arange(coefficients.shape[-1])[:, None]
+    values = np.asarray(coefficients @ np.cos(2 * np.arccos(x) * orders))
+    return values * x if odd else values
+
+
+@functools.cache
+def build_pair_table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Reaches A, ascending, what up to `pairs` pairs of functions are off by, and these.
+
+    tanh(a + b) ≈ m(a) + m(b) + Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b) for |a|, |b| ≤ A, m and o odd and e
+    even: by all pairs within the error. What is added for a or for b alone takes no product, and is
+    most of it. The mean square that the first j pairs make least counts the middle most: numbers
+    are seldom as large as their largest.
+
+    What j pairs are off by (2, reaches, pairs) is beside the error. First, two thirds of the most
+    that they are, or 2.5 times that mean if that is more; then, for gradients, the most, or twice
+    that mean of their slopes. Coefficients (reaches, 2 · pairs + 1, K) are of e, then of o / x and
+    m / x on T₀, T₁, … of 2x² − 1, where x = bent(a) / bent(A) and bent(a) = a / √(1 + a²/BEND²):
+    that takes a third fewer than a / A would.
+    """
+    reaches, offs, found = [], [], []
+    for step in itertools.count(-15):
+        reach = FINE_RANGE_STEP**step
+        off, parts = _fit_pairs(reach, pairs, error)
+        most, mean, slope = off
+        if most[-1] > error:
+            break
+        reaches.append(reach)
+        offs.append(np.maximum([most / 1.5, most], [2.5 * mean, 2 * slope]) / error)
+        found.append(parts)
+    longest = max(x.shape[-1] for x in found)
+    padded = [np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in found]
+    return np.array(reaches), np.stack(offs, 1), np.array(padded)
+
+
+def _fit_pairs(reach: float, pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
+    """What the first j pairs are off by at most, in the mean and in their slopes (3, j), and the
+    coefficients."""
+    top = reach / math.sqrt(1 + reach**2 / BEND_RADIUS**2)
+    points, slip = _point_count(reach, error / 64, bent=True)
+    points = max(points, 2 * pairs)
+    x, fine = _chebyshev_nodes(points), _chebyshev_nodes(CHECKS_PER_NODE * points)
+    (kernel, *slopes), (exact, *_) = (_even_half(_unbend(top * at)) for at in (x, fine))
+    # Weights of Chebyshev's points of a / A: 1/5 everywhere, and those of numbers whose largest
+    # are five times as large as they spread.
+    near, steep = _unbend(top * x) / reach, top * (1 - (top * x / BEND_RADIUS) ** 2) ** -1.5
+    share = (0.2 + np.exp(-((near / 0.2) ** 2) / 2)) * steep * np.sqrt((1 - x**2) / (1 - near**2))
+    share /= share.sum()
+    mean, root = share @ kernel, np.sqrt(share)
+    left, _, right = _scaled_svd(root[:, None] * (kernel - mean) * root)
+    values = (left[:pairs] / root, right[:pairs] / root, mean[None])
+    parts = [
+        _truncated_coefficients(some, odd, error / 4)[:, :MAX_COEFFICIENTS]
+        for some, odd in zip(values, (0, 1, 1), strict=True)
+    ]
+    (e, o, m), (e_fine, o_fine, m_fine) = (
+        [_evaluate_polynomials(p, odd, at) for p, odd in zip(parts, (0, 1, 1), strict=True)]
+        for at in (x, fine)
+    )
+    de, do, dm = (
+        _evaluate_polynomials(slope.weights[0], int(slope.odd), x) / steep
+        for slope in (_differentiate_half(HalfFactors(i > 0, p[None])) for i, p in enumerate(parts))
+    )
+    off = []
+    for j in range(1, pairs + 1):
+        gap = np.abs(e_fine[:j].T @ o_fine[:j] + m_fine - exact)
+        along, across = de[:j].T @ o[:j] - slopes[0], e[:j].T @ do[:j] + dm - slopes[1]
+        # The odd half is the same, turned.
+        most = (float((gap + gap.T).max()) + slip) * RISE_FACTOR + slip
+        means = ((e[:j].T @ o[:j] + m - kernel) ** 2 * 2, along**2 + across**2)
+        off.append((most, *(math.sqrt(share @ mean @ share) for mean in means)))
+    longest = max(p.shape[-1] for p in parts)
+    padded = [np.pad(p, ((0, 0), (0, longest - p.shape[-1]))) for p in parts]
+    return np.array(off).T, np.concatenate(padded)
+
+
+def _unbend(x: np.ndarray) -> np.ndarray:
+    """a of x = bent(a)"""
+    return np.asarray(x / np.sqrt(1 - (x / BEND_RADIUS) ** 2))
+
+
+def _even_half(a: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The part of tanh(a + b) that is even in a, and its slopes along a and b."""
+    one, two = np.tanh(a + a[:, None]), np.tanh(a - a[:, None])
+    return (one + two) / 2, (two**2 - one**2) / 2, 1 - (one**2 + two**2) / 2
+
+
+class HalfFactors(NamedTuple):
+    """The products of some units that are even in a, or those that are odd, for one side.
+
+    `weights` (units, J, K) holds the coefficients of p.
+    """
+
+    odd: bool
+    """Whether this side's functions are x p(y), not p(y)."""
+    weights: np.ndarray
+
+
+class UnitGroup(NamedTuple):
+    """A few neighbours whose tanh takes as many products: halves[side] are the two of a side."""
+
+    start: int
+    end: int
+    halves: tuple[tuple[HalfFactors, HalfFactors], tuple[HalfFactors, HalfFactors]]
+
+
+class HiddenUnits:
+    """The factors of every hidden unit, each over its own range, in groups of one shape.
+
+    `order` puts the units of a group side by side; `reach` has two arrays, in the units' own order.
+    """
+
+    def __init__(self, steps: tuple[tuple[int, int], ...], error: float) -> None:
+        found = [_factors_of_steps(*pair, error) for pair in steps]
+        shapes = [(len(f.even[0]), len(f.odd[0])) for f in found]
+        self.order = sorted(range(len(found)), key=lambda unit: shapes[unit])
+        self.reach = tuple(np.array([f.reach[side] for f in found]) for side in (0, 1))
+        self.errors = np.array([f.error for f in found])
+        self.width = sum(f.term_count for f in found)
+        self.groups = []
+        for _, run in itertools.groupby(enumerate(self.order), lambda item: shapes[item[1]]):
+            places = list(run)
+            for at in range(0, len(places), UNITS_PER_GROUP):
+                some = places[at : at + UNITS_PER_GROUP]
+                parts = [found[unit] for _, unit in some]
+                one, two = (_stack_halves(parts, side) for side in (0, 1))
+                self.groups.append(UnitGroup(some[0][0], some[-1][0] + 1, (one, two)))
+
+    @functools.cached_property
+    def derivative_groups(self) -> list[UnitGroup]:
+        """The derivatives of all functions, in the same places."""
+        return [
+            group._replace(halves=(_differentiate_side(one), _differentiate_side(two)))
+            for group in self.groups
+            for one, two in (group.halves,)
+        ]
+
+    def __repr__(self) -> str:
+        return f"{self.width} products"
+
+
+def build_units(
+    reach_query: Sequence[float], reach_key: Sequence[float], error: float
+) -> HiddenUnits:
+    """The factors of units with these ranges, kept for the next call."""
+    pairs = zip(reach_query, reach_key, strict=True)
+    return _cached_units(tuple((_range_step(a), _range_step(b)) for a, b in pairs), error)
+
+
+_cached_units = functools.lru_cache(maxsize=64)(HiddenUnits)
+
+
+def _stack_halves(parts: list[TanhFactors], side: int) -> tuple[HalfFactors, HalfFactors]:
+    even, odd = (
+        _pad_and_stack([getattr(f, name)[side] for f in parts]) for name in ("even", "odd")
+    )
+    return HalfFactors(bool(side), even), HalfFactors(not side, odd)
+
+
+def _pad_and_stack(parts: list[np.ndarray]) -> np.ndarray:
+    longest = max(x.shape[-1] for x in parts)
+    out = np.zeros((len(parts), len(parts[0]), longest))
+    for place, x in zip(out, parts, strict=True):
+        place[:, : x.shape[-1]] = x
+    return out
+
+
+def _differentiate_side(
+    side: tuple[HalfFactors, HalfFactors],
+) -> tuple[HalfFactors, HalfFactors]:
+    return _differentiate_half(side[0]), _differentiate_half(side[1])
+
+
+def _differentiate_half(half: HalfFactors) -> HalfFactors:
+    """(p(y))′ = 4x p′(y), and (x p(y))′ = p(y) + 2 (1 + y) p′(y)"""
+    from numpy.polynomial.chebyshev import chebder
+
+    p = np.moveaxis(half.weights, -1, 0)
+    dp = chebder(p) if len(p) > 1 else np.zeros_like(p)
+    if not half.odd:
+        return HalfFactors(True, np.moveaxis(4 * dp, 0, -1))
+    out = p.copy()
+    out[: len(dp)] += 2 * dp
+    # y T₀ = T₁ and y Tₖ = (Tₖ₊₁ + Tₖ₋₁) / 2
+    out[1 : len(dp) + 1] += dp[: len(out) - 1]
+    out[: len(dp) - 1] += dp[1:]
+    if len(out) > 1:
+        out[1] += dp[0]
+    return HalfFactors(False, np.moveaxis(out, 0, -1))

@@ -1,0 +1,168 @@
+"""What goes in and what comes out, as JSON Schema: what is checked, and what is published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv.serve import limits
+from qkv.serve.validation import Schema
+
+
+def typed_schema(kind: str | list[str], tells: str, **more: Any) -> Schema:
+    return {"type": kind, **more, "description": tells}
+
+
+def list_schema(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+def object_schema(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    return {
+        "title": title,
+        "type": "object",
+        "properties": {**required, **more},
+        "required": list(required),
+    }
+
+
+def body_schema(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    return {**object_schema(title, required, **more), "additionalProperties": False}
+
+
+TEXT_SCHEMA: Schema = {"type": "string"}
+TEXT_LIST_SCHEMA = list_schema(TEXT_SCHEMA)
+COUNT_SCHEMA: Schema = {"type": "integer", "minimum": 0}
+NUMBER_SCHEMA = typed_schema(
+    ["number", "string", "null"],
+    'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
+)
+VERSION_SCHEMA = typed_schema(
+    "integer", "As of this version; by default the newest.", minimum=0, maximum=2**53
+)
+WHERE_SCHEMA = typed_schema(
+    "string", "Rows that pass: \"year < 1900 and genre == 'poetry'\".", maxLength=10_000
+)
+SCORE_DESCRIPTION = 'How keys are compared with the query: "cosine", "gaussian:0.5" …'
+WEIGHTING_DESCRIPTION = 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …'
+SCORING_PROPERTIES: dict[str, Schema] = {
+    "score": typed_schema(["string", "null"], SCORE_DESCRIPTION, maxLength=64),
+    "weighting": typed_schema("string", WEIGHTING_DESCRIPTION, maxLength=64),
+}
+TOLERANCE_DESCRIPTION = "How far the weights may lie from the exact ones, proven: ½ Σ |difference|."
+CONFIDENCE_DESCRIPTION = (
+    "With what probability the tolerance must hold, where rows may be drawn for it."
+)
+TOLERANCE_PROPERTIES = {
+    "tolerance": typed_schema(["number", "null"], TOLERANCE_DESCRIPTION, minimum=0),
+    "confidence": typed_schema(["number", "null"], CONFIDENCE_DESCRIPTION, minimum=0, maximum=1),
+}
+NO_ROWS = typed_schema("string", "That no row passes `where`, with values that its columns have.")
+EQUALITY_SCHEMA = typed_schema("object", 'Columns and what they equal: {"genre": "poetry"}.')
+CONDITION_SCHEMA: Schema = {"anyOf": [WHERE_SCHEMA, EQUALITY_SCHEMA, {"type": "null"}]}
+QUERY_SCHEMA: Schema = {
+    "description": "A query, of the kind that the keys are, or a list of queries.",
+    "type": ["string", "number", "boolean", "array", "object", "null"],
+}
+ROW_SCHEMA = object_schema(
+    "Row", {"key": {}, "value": {}, "weight": NUMBER_SCHEMA, "index": COUNT_SCHEMA}
+)
+ANSWER_SCHEMA = object_schema(
+    "Answer",
+    {
+        "query": {},
+        "value": {},
+        "rows": list_schema(ROW_SCHEMA),
+        "entropy": NUMBER_SCHEMA,
+        "effective_rows": NUMBER_SCHEMA,
+        "total": COUNT_SCHEMA,
+        "missing": COUNT_SCHEMA,
+        "exact": typed_schema("boolean", "Whether the query is a key that has nearly all weight."),
+        "error_bound": {
+            **NUMBER_SCHEMA,
+            "description": "½ Σ |weight − exact weight| is at most this.",
+        },
+        "rows_read": {**COUNT_SCHEMA, "description": "Rows whose keys were read in full."},
+        "statistical": typed_schema("boolean", "Whether the bound is not proven."),
+        "engine": TEXT_SCHEMA,
+        "hint": typed_schema(
+            "string", "What to ask by instead where the default score may be wrong."
+        ),
+        "score": TEXT_SCHEMA,
+        "weighting": TEXT_SCHEMA,
+        "values": list_schema(object_schema("Share", {"value": {}, "weight": NUMBER_SCHEMA})),
+        "lse": NUMBER_SCHEMA,
+        "shares": typed_schema("boolean", "Whether the weights share out one whole."),
+        "version": COUNT_SCHEMA,
+    },
+    weights=list_schema(NUMBER_SCHEMA),
+    spread={},
+    coverage=typed_schema("number", "With what probability `set` has the right row."),
+    abstains=typed_schema("boolean", "Whether no row fits: `set` is empty."),
+    set_rows={**COUNT_SCHEMA, "description": "Rows in `set`."},
+    set=list_schema(ROW_SCHEMA, description="The set, where it is small."),
+)
+ASK_BODY = body_schema(
+    "Ask",
+    {"query": QUERY_SCHEMA},
+    **SCORING_PROPERTIES,
+    **TOLERANCE_PROPERTIES,
+    top={"type": "integer", "minimum": 1, "maximum": limits.MAX_TOP_ROWS},
+    where=CONDITION_SCHEMA,
+    at=VERSION_SCHEMA,
+    weights=typed_schema("boolean", "Give the weight of every row too."),
+    spread=typed_schema("boolean", "Give how far the pooled values lie apart too."),
+)
+ATTEND_BODY = body_schema(
+    "Attend",
+    {"query": QUERY_SCHEMA},
+    **SCORING_PROPERTIES,
+    **TOLERANCE_PROPERTIES,
+    where=CONDITION_SCHEMA,
+    at=VERSION_SCHEMA,
+)
+MATRIX_SCHEMA = list_schema(list_schema({"type": "number"}, minItems=1), minItems=1)
+WEIGHTS_BODY = body_schema(
+    "Weights",
+    {"query": MATRIX_SCHEMA, "key": MATRIX_SCHEMA},
+    **SCORING_PROPERTIES,
+    mask={
+        "description": "Which pairs count: a mask's name, or a row of booleans for each query.",
+        "anyOf": [
+            {"type": "string", "maxLength": 64},
+            list_schema(list_schema({"type": "boolean"})),
+            {"type": "null"},
+        ],
+    },
+)
+RECORD_SCHEMA = typed_schema("object", "A cell for each column, by its name.")
+ADD_BODY = body_schema(
+    "Add",
+    {"rows": list_schema(RECORD_SCHEMA, minItems=1, maxItems=limits.MAX_ROWS)},
+    update=typed_schema("boolean", "Replace the newest row that has a row's key."),
+)
+STATE_PROPERTIES: dict[str, Schema] = {
+    "name": TEXT_SCHEMA,
+    "rows": COUNT_SCHEMA,
+    "version": COUNT_SCHEMA,
+}
+NULLABLE_TEXT_SCHEMA: Schema = {"type": ["string", "null"]}
+SUMMARY_PROPERTIES: dict[str, Schema] = {
+    **STATE_PROPERTIES,
+    "columns": TEXT_LIST_SCHEMA,
+    "key": TEXT_LIST_SCHEMA,
+    "value": TEXT_LIST_SCHEMA,
+    "key_kind": NULLABLE_TEXT_SCHEMA,
+    "value_kind": NULLABLE_TEXT_SCHEMA,
+    "uploaded": {"type": "boolean"},
+}
+INFO_SCHEMA = object_schema(
+    "Info",
+    {
+        **SUMMARY_PROPERTIES,
+        "unique": {"type": "boolean"},
+        "encoder": {"type": ["object", "null"]},
+        "bytes": {"type": ["integer", "null"]},
+        "types": {"type": "object", "additionalProperties": TEXT_SCHEMA},
+        "missing": {"type": "object", "additionalProperties": COUNT_SCHEMA},
+    },
+)

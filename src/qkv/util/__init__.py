@@ -1,0 +1,1 @@
+"""Helpers that everything else uses: formatting, progress bars, display, registries, types."""
