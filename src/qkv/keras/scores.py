@@ -101,7 +101,7 @@ def from_config(room: Any, thing: Any) -> Any:
         failed, ours = load_plugins(), set(known.values())
         known |= {x: kind for x, kind in room.NAMES.items() if kind not in ours}
     if name not in known:
-        raise unknown_name_error(room.NAMES.what, name, known, "".join(failed))
+        raise unknown_name_error(room.NAMES.role, name, known, "".join(failed))
     return known[name](
         **{field: from_config(room, value) for field, value in thing["fields"].items()}
     )
