@@ -39,7 +39,9 @@ def test_a_fresh_seed_obeys_manual_seed_and_changes_from_call_to_call(weighting)
 
 
 @pytest.mark.parametrize("engine", ["dense", "streaming", None])
-@pytest.mark.parametrize("make", [np.random.default_rng, torch.Generator().manual_seed], ids=str)
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, torch.Generator().manual_seed], ids=["numpy", "torch"]
+)
 def test_a_generator_gives_one_number_to_each_call(engine, make):
     """Also to the first call of its kind, and none to `explain` and `warm`."""
     x = torch.randn(1, 2, 33, 8) if engine is None else torch.randn(1, 2, 31, 8)
