@@ -19,6 +19,7 @@ import pytest
 
 import qkv
 from qkv import nn, onnx, scores, weightings
+from qkv.database.errors import NoRowsMatchWarning
 from qkv.engines import streaming
 from qkv.errors import CombinationError, QkvError
 from qkv.frameworks import get_framework
@@ -567,7 +568,8 @@ def test_the_database_attends(database, score, weighting):
     arrays = leaves(score, weighting)
     options = how(arrays, score, weighting)
     close(database.attend(QUERY[rows], **options), out[rows])
-    shut = database.attend(QUERY[rows], where=lambda row: False, **options)
+    with pytest.warns(NoRowsMatchWarning, match="No rows match"):
+        shut = database.attend(QUERY[rows], where=lambda row: False, **options)
     close(shut, np.zeros((len(rows), DV)))
 
 

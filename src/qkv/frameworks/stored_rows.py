@@ -136,13 +136,11 @@ class RowSpan(NamedTuple):
 
 class StoredRows:
     """m live rows. `read()` goes through them in their order; where they lie
-    `reads_chunks_separately`, each of
-    the stored is done with before the next is read. `allowed` (m,) rules some of them out.
-    `key_terms_cache`
-    has what scores have found out about the keys, (m,), by the kind of the score; `bounds_cache`
-    what
-    the rows of a cut have at most, by its start and size, and sums over blocks of rows. `ahead` is
-    `read` that is told which fields are wanted of all rows.
+    `reads_chunks_separately`, each of the stored is done with before the next is read. `allowed`
+    (m,) rules some of them out. `key_terms_cache` has what scores have found out about the keys,
+    (m,), by the kind of the score; `bounds_cache` what the rows of a cut have at most, by its start
+    and size, and sums over blocks of rows. `ahead` is `read` that is told which fields are wanted
+    of all rows.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = StoredRows(lambda: [RowChunk(keys, live=np.array([True, False, True]))], (2, 2))
@@ -211,12 +209,11 @@ class WeighedRows(NamedTuple):
     (n,).
 
     `weight_error` (n,) is how far α may lie from the exact weights (½ Σ |difference|), 0 where it
-    is as
-    exact as the dtype, `bound_is_probabilistic` where rows were drawn for it; `read` is how many
-    keys were
-    read in full; `bound` is the same as a monoid, where codes were read first; `refusal` says why
-    none were, though a tolerance allowed it; `partial_sums` are what the output was made of, which
-    those of other rows can be added to, and `scaled` (n, m) the scores behind α, if they were kept.
+    is as exact as the dtype, `bound_is_probabilistic` where rows were drawn for it; `read` is how
+    many keys were read in full; `bound` is the same as a monoid, where codes were read first;
+    `refusal` says why none were, though a tolerance allowed it; `partial_sums` are what the output
+    was made of, which those of other rows can be added to, and `scaled` (n, m) the scores behind α,
+    if they were kept.
     """
 
     output: np.ndarray

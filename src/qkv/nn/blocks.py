@@ -53,8 +53,8 @@ class TransformerBlock(nn.Module):
     """x ← N(x + f(x)) for each sublayer f in turn, or x ← x + f(N(x)) where `norm_first`.
 
     The sublayers are self-attention, with `cross` attention to a memory, and the feed-forward
-    network. x (B, n, d_model) or (n, d_model), memory likewise. `heads`
-    goes to `MultiHeadAttention`: score, weighting, num_kv_heads, rotary (for self-attention). Each
+    network. x (B, n, d_model) or (n, d_model), memory likewise. `heads` goes to
+    `MultiHeadAttention`: score, weighting, num_kv_heads, rotary (for self-attention). Each
     attention has parameters of its own in a learned score.
 
     The state dict is that of `torch.nn.TransformerEncoderLayer`, with `cross` that of

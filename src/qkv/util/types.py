@@ -1,4 +1,4 @@
-"""The words that every floor shares: arrays, spans of rows, blocks of scores."""
+"""Types that every layer shares: arrays, spans of rows, blocks of scores."""
 
 from __future__ import annotations
 

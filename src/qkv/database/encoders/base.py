@@ -115,8 +115,8 @@ class Encoder(ABC):
         """Vectors (m, head_width) whose plain dot product is this encoder's similarity.
 
         That is the cosine where `uses_cosine` says so, else its score, without the scale of a
-        product:
-        what many heads share takes its place. It is 0 for the query None, which asks nothing.
+        product: what many heads share takes its place. It is 0 for the query None, which asks
+        nothing.
         """
         asked = [i for i, key in enumerate(keys) if key is not None] if query else range(len(keys))
         if len(asked) == len(keys) > 0:

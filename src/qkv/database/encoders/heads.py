@@ -28,8 +28,8 @@ class Heads(Encoder):
 
     s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`, or what the score of an encoder of your own
     gives. Each head's vector is stretched by √w_h and they are laid end to end, so that one dot
-    product is that sum. `heads` is a list of encoders
-    (or their names), or a mapping from names of your own; weights are equal unless given.
+    product is that sum. `heads` is a list of encoders (or their names), or a mapping from names of
+    your own; weights are equal unless given.
 
     >>> from qkv.database.encoders import Characters, Exact
     >>> both = Heads([Characters(), Exact()], weights=[3, 1])

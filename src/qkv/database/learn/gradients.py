@@ -59,10 +59,9 @@ class TrainingBatch(NamedTuple):
     """n queries, c candidate keys, and which of them is right for each query.
 
     `query` and `key` hold for each head the texts' tokens, or their vectors (n or c, width), or
-    sparse ones, of which `words` has what both sides share.
-    `right_columns` (n,) is a column of the scores, `pair_shares` (n,) what each query counts,
-    together 1, and
-    `excluded_cells` the rows and columns of keys that are right too and so must not count as wrong.
+    sparse ones, of which `words` has what both sides share. `right_columns` (n,) is a column of the
+    scores, `pair_shares` (n,) what each query counts, together 1, and `excluded_cells` the rows and
+    columns of keys that are right too and so must not count as wrong.
     """
 
     query: Sequence[HeadInput]

@@ -71,8 +71,7 @@ def check(
     Without `repair` nothing is changed. With it, what a crash left behind is removed, and a damaged
     catalogue is made anew from all that can be read; the damaged one is kept in a folder beside it.
     So is the index of a bundle, where its rows are what was written. A damaged segment cannot be
-    mended here: restore it, or encode the rows again.
-    `progress(done, total)` counts bytes.
+    mended here: restore it, or encode the rows again. `progress(done, total)` counts bytes.
 
     >>> import tempfile
     >>> from qkv.database.storage import Store

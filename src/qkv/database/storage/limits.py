@@ -16,8 +16,7 @@ MAX_SEGMENT_BYTES = 256 << 20
 """A segment is cut at this size."""
 
 SEGMENTS_PER_MERGE = 16
-"""So many small segments in a row become one; small is a
-1/SEGMENTS_PER_MERGE of the size above."""
+"""So many small segments in a row become one; small is a 1/SEGMENTS_PER_MERGE of the size above."""
 
 ROWS_PER_PAGE = 2048
 """Rows that are fetched from the catalogue at a time."""

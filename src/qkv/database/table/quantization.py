@@ -70,10 +70,9 @@ def _round_to_int8(
 def quantize_with_bounds(
     vectors: np.ndarray, first: int, keep: bool = True
 ) -> dict[str, np.ndarray]:
-    """The codes of vectors (m, d), of rows with ids from `first` on, as tensors:
-    `quantize_with_bounds` (m, d),
-    `quantize_with_bounds.bounds` (m, 4) and `quantize_with_bounds.block` (m,), which `read_codes`
-    reads. Without `keep`, the bounds alone: the vectors are kept as codes themselves.
+    """The codes of vectors (m, d), of rows with ids from `first` on, as tensors: `near` (m, d),
+    `near.bounds` (m, 4) and `near.block` (m,), which `read_codes` reads. Without `keep`, the bounds
+    alone: the vectors are kept as codes themselves.
 
     >>> made = quantize_with_bounds(np.array([[0.5, -1.27]], np.float32), 7)
     >>> made["near"].tolist(), made["near.block"].tolist()

@@ -58,8 +58,8 @@ def attend_backward(
     After the results of `attend_forward` comes what that was given, and whether gradients are
     wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
     gradient, the array is empty. `along_lse` is None but for softmax and top-k; `known` is
-    `compute_centre`
-    of the first three, if it is, and `dvalue` where the values' gradient goes, if that is told.
+    `compute_centre` of the first three, if it is, and `dvalue` where the values' gradient goes, if
+    that is told.
     """
     *given, for_queries, for_keys, for_pairs = rest
     call = KernelCall(*round_query(given))

@@ -19,10 +19,9 @@ LOG2E = 1.4426950408889634
 
 
 class Numbers(NamedTuple):
-    """What follows `Arrays`. `alpha` is also the k of top-k, `whole` is for a learned
-    temperature (see
-    `attend_operator`), `times` multiplies `pairs`, `hashed` heads make a batch of those by which a
-    dropout counts, and `cap` bends dot products, which have no bias then; −1 says that each
+    """What follows `Arrays`. `alpha` is also the k of top-k, `whole` is for a learned temperature
+    (see `attend_operator`), `times` multiplies `pairs`, `hashed` heads make a batch of those by
+    which a dropout counts, and `cap` bends dot products, which have no bias then; −1 says that each
     query's is in `caps`."""
 
     scale: float

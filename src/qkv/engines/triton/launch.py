@@ -37,10 +37,9 @@ MIN_ROWS_PER_PART = 512
 class Tile(NamedTuple):
     """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor.
 
-    `uses_descriptors` has its rows copied by descriptors, on devices that can; a thread has no
-    more than
-    `registers`, if they are given. `early` is started while the launch before it ends: its kernel
-    waits for that by itself (`tiles.wait_for_previous_launch`).
+    `uses_descriptors` has its rows copied by descriptors, on devices that can; a thread has no more
+    than `registers`, if they are given. `early` is started while the launch before it ends: its
+    kernel waits for that by itself (`tiles.wait_for_previous_launch`).
     """
 
     rows: int

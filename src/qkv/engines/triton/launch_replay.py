@@ -32,12 +32,10 @@ class LaunchStep(NamedTuple):
 
 class LaunchList(NamedTuple):
     """Launches, which device they are `device_index`, the results' shapes, with strides and dtypes
-    where they
-    are not contiguous and of the first array's, whether there is one `is_single_result`, and
-    whether that is
-    `matches_first_array` the first array, the room of what lies between: its size, and where in it
-    each array
-    and descriptors begin, in bytes; and of which places, and from which byte, parts are taken."""
+    where they are not contiguous and of the first array's, whether there is one `is_single_result`,
+    and whether that is `matches_first_array` the first array, the room of what lies between: its
+    size, and where in it each array and descriptors begin, in bytes; and of which places, and from
+    which byte, parts are taken."""
 
     launches: tuple[LaunchStep, ...]
     device_index: int | None

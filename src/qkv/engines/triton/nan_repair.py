@@ -178,9 +178,8 @@ def repair_query_gradient(
     """Repair in place the gradient of the query that such a kernel gives.
 
     `along` is ∂L/∂out, `out` the healed output and `kept` what `repair_output` returned. Those of
-    key and
-    value are as they should be: the last row sees every key, and its own gradient is not finite.
-    Nothing is copied: `along` and `out` may have any strides, but for the last of `out`, 1.
+    key and value are as they should be: the last row sees every key, and its own gradient is not
+    finite. Nothing is copied: `along` and `out` may have any strides, but for the last of `out`, 1.
     """
     call = KernelCall(*Arrays(query, key, value), *Numbers(scale, upper=0))
     if out.numel() and call.m:

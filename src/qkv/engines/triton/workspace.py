@@ -16,10 +16,9 @@ from qkv.engines.triton import precompile
 
 class LaunchRecording(NamedTuple):
     """Each `launch.Launch`, with where its arrays lie; the arrays that were made for them by
-    `allocate_buffer`,
-    and those that serve in turn, from which byte on they are free; all that they had, so that none
-    of those lies where another did; and where parts of arrays begin, the array, and by how many
-    bytes."""
+    `allocate_buffer`, and those that serve in turn, from which byte on they are free; all that they
+    had, so that none of those lies where another did; and where parts of arrays begin, the array,
+    and by how many bytes."""
 
     launches: list[tuple[Any, Sequence[int | None]]]
     buffers: list[Tensor]
