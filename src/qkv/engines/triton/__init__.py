@@ -158,8 +158,8 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
 def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     """What runs calls of this kind; they may differ in lengths, batches and numbers.
 
-    Where numbers decide (a score that `needs_range`, in float32), `unsupported_reason` must be asked
-    each time.
+    Where numbers decide (a score that `needs_range`, in float32), `unsupported_reason` must be
+    asked each time.
     """
     from qkv.engines.triton import precompile
 
