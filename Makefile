@@ -28,7 +28,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
-MXNET_TESTS ?= tests/frameworks/test_mxnet.py tests/engines/test_battery.py tests/test_edges.py tests/docs/test_tabs.py
+MXNET_TESTS ?= tests/frameworks/test_mxnet.py tests/engines/test_battery.py tests/test_edge_cases.py tests/docs/test_tabs.py
 BENCH ?=
 RESULTS := build/test-results
 

@@ -13,7 +13,7 @@ import qkv
 from qkv import attention, masks, scores, weightings
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from qkv.frameworks import get_framework, to_numpy
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 SOURCE = Path(attention.__file__)
 X = np.random.default_rng(0).normal(size=(2, 5, 3))

@@ -16,7 +16,7 @@ import pytest
 import qkv
 from qkv import masks, scores, weightings
 from qkv.engines import plan_cache
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 torch = pytest.importorskip("torch")
 

@@ -11,7 +11,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.errors import DtypeError
 from qkv.frameworks import get_framework, to_numpy, tree
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 D, HIDDEN = 4, 3
 HALVES = [

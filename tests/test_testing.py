@@ -13,8 +13,8 @@ from qkv.errors import ArgumentError, DtypeError
 from qkv.frameworks import get_framework
 from qkv.testing import battery, check_encoder, check_score, check_weighting
 from qkv.util.types import Array
-from tests.frameworks import NAMES
-from tests.test_names import Cubic, Exponential, Lengths
+from tests.installed_frameworks import NAMES
+from tests.util.test_registry import Cubic, Exponential, Lengths
 
 QUICK: dict[str, Any] = {"frameworks": ["numpy", "torch"], "engines": ["dense", "streaming"]}
 

@@ -18,7 +18,7 @@ from qkv.cluster import LostShardError, split, stores
 from qkv.database.errors import NoRowsMatchWarning
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.page.views import build_views
-from tests.cluster.here import cluster
+from tests.cluster.local_shards import cluster
 
 PAIRS: list[tuple[Any, Any]] = [
     (None, "softmax"),

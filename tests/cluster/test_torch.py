@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from qkv.cluster import custom_op  # noqa: E402
 from qkv.cluster import torch as cluster  # noqa: E402
-from tests.cluster.ranks import PAIRS, together  # noqa: E402
+from tests.cluster.process_group_checks import PAIRS, together  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from qkv.engines import choice, triton
 from qkv.testing import checks
 from tests import cases
 from tests.cases import LEARNED, SCORES, WEIGHTINGS, case
-from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
+from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 
 FULL = bool(os.environ.get("QKV_FULL"))
 CASES = cases.product() if FULL else cases.covering()

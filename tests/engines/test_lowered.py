@@ -16,7 +16,7 @@ from qkv.scores.tanh_factors import find_factors
 from tests import cases
 from tests.cases import MASKS, SCORES, case
 from tests.engines.test_battery import SPARSELY
-from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
+from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 
 LOWERED = ("multiplicative", "cosine", "learned_cosine", "gaussian", "learned_gaussian", "additive")
 COVERING = [

@@ -9,7 +9,7 @@ import qkv
 from qkv.engines import choice
 from qkv.errors import EngineError
 from qkv.frameworks import get_framework, to_numpy
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 M, N, D = 4096, 8, 4
 rng = np.random.default_rng(5)

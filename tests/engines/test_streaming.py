@@ -10,7 +10,7 @@ from qkv.attention import build_call
 from qkv.engines import streaming
 from qkv.frameworks import threads, to_numpy
 from tests.cases import WEIGHTINGS
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 EAGER = [fw for fw in FRAMEWORKS if fw.name in ("numpy", "torch", "array_api_strict")]
 

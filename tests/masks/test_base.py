@@ -8,7 +8,7 @@ import pytest
 import qkv
 from qkv import errors, masks
 from qkv.frameworks import get_framework, to_numpy
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 
 @pytest.mark.parametrize("engine", ["dense", "streaming"])

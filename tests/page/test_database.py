@@ -19,7 +19,7 @@ from qkv.page.packing import pack_arrays
 from qkv.page.views import build_views
 from qkv.util.formatting import format_one_line
 from tests.browser import until
-from tests.page.test_file import number, weights
+from tests.page.test_html_file import number, weights
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 
 from qkv.frameworks import to_numpy
 from qkv.scores import tanh_factors, tanh_features
-from tests.frameworks import FRAMEWORKS
+from tests.installed_frameworks import FRAMEWORKS
 
 REACH = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
 

@@ -8,7 +8,7 @@ import pytest
 import qkv
 from qkv import weightings
 from qkv.engines import streaming
-from tests.frameworks import WITH_GRADIENTS
+from tests.installed_frameworks import WITH_GRADIENTS
 
 rng = np.random.default_rng(11)
 QUERY, KEY, VALUE = rng.normal(size=(3, 2)), rng.normal(size=(7, 2)), rng.normal(size=(7, 4))

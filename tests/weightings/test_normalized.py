@@ -13,7 +13,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.engines import streaming
 from qkv.errors import ArgumentError, CombinationError, FrameworkError
-from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
+from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 
 NAN = np.nan
 QUERY = np.array([[0.0], [5.0], [5.0], [7.0]])

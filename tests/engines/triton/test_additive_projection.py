@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkv.engines.triton import additive_projection as door
-from tests.engines.triton.test_features import DEVICE
+from tests.engines.triton.test_additive_features import DEVICE
 
 
 def normal(*shape):

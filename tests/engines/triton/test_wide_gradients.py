@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkv.engines.triton import launch, wide_gradients
-from tests.engines.triton.test_features import DEVICE
+from tests.engines.triton.test_additive_features import DEVICE
 
 
 @pytest.mark.parametrize("band", [(None, None), (None, 5), (-30, None), (-20, 10), (90, None)])

@@ -30,7 +30,7 @@ from qkv.engines.triton import (
 )
 from qkv.engines.triton import precompile as ahead
 from qkv.frameworks import threads
-from tests.engines.triton.test_repeat import Kernel
+from tests.engines.triton.test_launch_replay import Kernel
 from tests.interrupt import cores, moments
 
 pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for")

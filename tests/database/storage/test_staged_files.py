@@ -9,7 +9,7 @@ import pytest
 
 from qkv.database.errors import DuplicateKeyError
 from qkv.database.storage import Store, check, limits, staged_files
-from tests.database.store.test_store import add, expected, keys, whole
+from tests.database.storage.test_store import add, expected, keys, whole
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Hugging Face's models as one of the doors of tests/test_doors.py."""
+"""Hugging Face's models as one of the doors of tests/test_entry_points.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.test_doors import (
+from tests.test_entry_points import (
     LIVE,
     asked,
     close,

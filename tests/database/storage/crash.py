@@ -1,8 +1,8 @@
 """Kill a writer at random moments and look at what is left.
 
-`python -m tests.database.store.crash PATH SEED` writes to a store until it is killed, and tells on
-its output what it tries and what was acknowledged. `python -m tests.database.store.crash --rounds
-200` is the battery.
+`python -m tests.database.storage.crash PATH SEED` writes to a store until it is killed. It prints
+what it tries and what was acknowledged. `python -m tests.database.storage.crash --rounds 200` is the
+battery.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def kill_once(path: Path, model: Model, rng: random.Random) -> Model:
     command = [
         sys.executable,
         "-m",
-        "tests.database.store.crash",
+        "tests.database.storage.crash",
         str(path),
         str(rng.randrange(10**9)),
     ]

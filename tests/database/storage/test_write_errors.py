@@ -16,7 +16,7 @@ from qkv.database.storage import Store, check, commit_marker, limits
 from qkv.database.storage.blob_storage import FileSystem
 from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.errors import QkvError
-from tests.database.store import crash
+from tests.database.storage import crash
 
 CODES = {errno.EIO: sqlite3.SQLITE_IOERR, errno.ENOSPC: sqlite3.SQLITE_FULL}
 full = pytest.mark.skipif(os.environ.get("QKV_FULL") != "1", reason="QKV_FULL=1 tries all")

@@ -1,4 +1,4 @@
-"""Keras's layer as one of the doors of tests/test_doors.py; test_keras.py runs this file."""
+"""Keras's layer as one of the doors of tests/test_entry_points.py; test_keras.py runs this file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from qkv.errors import CombinationError
 from qkv.keras import Attention
-from tests.test_doors import (
+from tests.test_entry_points import (
     FAR,
     LIVE,
     REFUSED,

@@ -16,7 +16,7 @@ import pytest
 
 from qkv.database.storage import Store, check, folder, garbage, limits, lock
 from qkv.database.storage.blob_storage import FileSystem
-from tests.database.store import crash
+from tests.database.storage import crash
 from tests.interrupt import moments
 
 FULL = os.environ.get("QKV_FULL") == "1"

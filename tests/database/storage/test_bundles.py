@@ -15,7 +15,7 @@ from qkv.database.storage import Store, bundles, check, limits
 from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.database.storage.layout import IDS_TENSOR
 from qkv.errors import ArgumentError, DtypeError
-from tests.database.store.test_store import add, expected, flip, whole
+from tests.database.storage.test_store import add, expected, flip, whole
 
 
 @pytest.fixture(autouse=True)

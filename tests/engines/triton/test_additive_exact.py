@@ -10,7 +10,7 @@ from qkv.engines.triton import additive as join
 from qkv.engines.triton import additive_exact as exact
 from qkv.engines.triton.additive import attend_additive
 from qkv.errors import EngineError
-from tests.engines.triton.test_features import DEVICE, GRID, TABLE, WIDEST
+from tests.engines.triton.test_additive_features import DEVICE, GRID, TABLE, WIDEST
 
 INFINITY = float("inf")
 # NumPy, which the interpreter runs on, speaks of overflows that are meant.

@@ -18,7 +18,7 @@ from qkv.errors import ArgumentError, CombinationError, FrameworkError
 from qkv.frameworks import to_numpy
 from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from qkv.weightings import Weighting
-from tests.frameworks import WITH_GRADIENTS
+from tests.installed_frameworks import WITH_GRADIENTS
 
 rng = np.random.default_rng(0)
 ROWS, D = 700, 6
