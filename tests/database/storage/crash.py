@@ -1,8 +1,9 @@
 """Kill a writer at random moments and look at what is left.
 
 `python -m tests.database.storage.crash PATH SEED` writes to a store until it is killed. It prints
-what it tries and what was acknowledged. `python -m tests.database.storage.crash --rounds 200` is the
-battery.
+what it tries and what was acknowledged.
+
+`python -m tests.database.storage.crash --rounds 200` is the battery.
 """
 
 from __future__ import annotations
