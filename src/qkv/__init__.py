@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkv.page import show
     from qkv.sdpa import scaled_dot_product_attention
     from qkv.serve.client import Client
+    from qkv.util.caches import clear_caches
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "QkvError",
     "SkippedRowsWarning",
     "attend",
+    "clear_caches",
     "cluster",
     "database",
     "explain",
@@ -58,6 +60,7 @@ _MODULE_BY_NAME = {
     "SkippedRowsWarning": "database.errors",
     "open": "database",
     "attend": "attention",
+    "clear_caches": "util.caches",
     "explain": "attention",
     "scaled_dot_product_attention": "sdpa",
     "show": "page",

@@ -799,3 +799,16 @@ def test_a_first_call_in_a_checkpoint_saves_what_the_second_does():
     got = torch.autograd.grad(checkpoint(loss, *given, use_reentrant=False), [*given, width])
     want = torch.autograd.grad(loss(*given, engine="dense"), [*given, width])
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("table", ["PLANS_BY_SIGNATURE", "_PLANS_BY_SIZE_CLASS"])
+def test_the_plan_cache_evicts_when_it_is_full(table, monkeypatch):
+    """Calls with ever new signatures leave at most MAX_CACHED_PLANS entries in each table."""
+    plan_cache.PLANS_BY_SIGNATURE.clear()
+    plan_cache._PLANS_BY_SIZE_CLASS.clear()
+    monkeypatch.setattr(plan_cache, "MAX_CACHED_PLANS", 5)
+    counts = []
+    for i in range(12):
+        qkv.attend(*three(1, 2, d=1 + i))
+        counts.append(len(getattr(plan_cache, table)))
+    assert counts == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]

@@ -17,6 +17,7 @@ from qkv.engines.validation import cast_bias, resolve_score_and_weighting, resol
 from qkv.errors import QkvError
 from qkv.frameworks import find_framework, tree
 from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
+from qkv.util.caches import create_table, insert_bounded
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
 
@@ -35,8 +36,8 @@ class Plan(NamedTuple):
     run_arrays: Callable[[Array, Array, Array], Any] | None = None
 
 
-PLANS_BY_SIGNATURE: dict[Signature | None, Plan] = {}
-_PLANS_BY_SIZE_CLASS: dict[Signature, Plan] = {}
+PLANS_BY_SIGNATURE: dict[Signature, Plan] = create_table("engines.plans_by_signature")
+_PLANS_BY_SIZE_CLASS: dict[Signature, Plan] = create_table("engines.plans_by_size_class")
 
 
 def find_plan(
@@ -76,7 +77,7 @@ def find_plan(
         wide = _size_class(kind)
         plan = None if wide is None else _PLANS_BY_SIZE_CLASS.get(wide)
         if plan is not None:
-            _store_plan(PLANS_BY_SIGNATURE, kind, plan)
+            insert_bounded(PLANS_BY_SIGNATURE, kind, plan, MAX_CACHED_PLANS)
     return kind, plan
 
 
@@ -105,17 +106,11 @@ def cache_plan(kind: Signature, call: Call, choice: EngineChoice) -> Plan | None
         if not isinstance(run, ThreeArrayRunner)
         else Plan(choice, run.run, run.function)
     )
-    _store_plan(PLANS_BY_SIGNATURE, kind, plan)
+    insert_bounded(PLANS_BY_SIGNATURE, kind, plan, MAX_CACHED_PLANS)
     wide = _size_class(kind)
     if wide is not None:
-        _store_plan(_PLANS_BY_SIZE_CLASS, wide, plan)
+        insert_bounded(_PLANS_BY_SIZE_CLASS, wide, plan, MAX_CACHED_PLANS)
     return plan
-
-
-def _store_plan(table: dict[Any, Plan], kind: Signature, plan: Plan) -> None:
-    if len(table) >= MAX_CACHED_PLANS:
-        table.clear()
-    table[kind] = plan
 
 
 def _size_class(kind: Signature) -> Signature | None:

@@ -29,6 +29,7 @@ from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.stored_rows import RowSpans, UnreadArray
 from qkv.scores import user_functions
+from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, Arrays, Gradients, Span
 from qkv.weightings import State, Weighting
 from qkv.weightings.base import weighting_for_rows
@@ -229,7 +230,8 @@ def split_spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Sp
     return [Span(min(at, total - size), size, at if total % size else None) for at in starts]
 
 
-_TILING_CACHE: dict[tuple[Any, ...], Tiling] = {}
+_TILINGS: dict[tuple[Any, ...], Tiling] = create_table("engines.streaming_tilings")
+MAX_CACHED_TILINGS = 64
 
 
 def build_tiling(call: Call, rows: int, cols: int) -> Tiling:
@@ -246,12 +248,12 @@ def build_tiling(call: Call, rows: int, cols: int) -> Tiling:
         return [(span, keys) for span in split_spans(fw, n, rows)]
     if not rule.is_relative:
         return _build_masked_tiling(fw, rule, (n, m), rows, cols)
-    about = (fw.name, rule, n, m, rows, cols)
-    if about not in _TILING_CACHE:
-        if len(_TILING_CACHE) >= 64:
-            _TILING_CACHE.clear()
-        _TILING_CACHE[about] = _build_masked_tiling(fw, rule, (n, m), rows, cols)
-    return _TILING_CACHE[about]
+    signature = (fw.name, rule, n, m, rows, cols)
+    tiling = _TILINGS.get(signature)
+    if tiling is None:
+        tiling = _build_masked_tiling(fw, rule, (n, m), rows, cols)
+        insert_bounded(_TILINGS, signature, tiling, MAX_CACHED_TILINGS)
+    return tiling
 
 
 def _build_masked_tiling(

@@ -8,11 +8,11 @@ import hashlib
 import html
 import json
 import struct
-from functools import cache
 from importlib import resources
 from typing import Any
 
 from qkv.page.packing import find_deferred_buffers, pack_arrays
+from qkv.util.caches import memoize
 
 _PAGE_TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -32,7 +32,7 @@ style-src 'unsafe-inline'; img-src data: blob:">
 _PART_TEMPLATE = '<script type="application/octet-stream" id="qkv-part-{at}">{data}</script>\n'
 
 
-@cache
+@memoize("page.module_text")
 def read_module() -> str:
     """The page's one ES module."""
     return resources.files("qkv.page").joinpath("static/qkv.js").read_text(encoding="utf-8")

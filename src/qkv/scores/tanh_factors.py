@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qkv.frameworks import threads
+from qkv.util.caches import memoize
 
 CHECKS_PER_NODE = 4
 """Points looked at per point of interpolation, along each axis."""
@@ -77,7 +78,7 @@ def _range_step(reach: float) -> int:
     return max(math.ceil(math.log(max(reach, 0.05)) / math.log(RANGE_STEP)), -40)
 
 
-@functools.lru_cache(maxsize=4096)
+@memoize("scores.tanh_factors", max_entries=4096)
 def _compute_factors(step_query: int, step_key: int, error: float) -> TanhFactors:
     with threads.single_threaded_blas():  # the matrices are small, and others may hold the cores
         kernel = _TanhKernel((RANGE_STEP**step_query, RANGE_STEP**step_key), error)
@@ -230,7 +231,7 @@ def _evaluate_polynomials(coefficients: np.ndarray, odd: int, x: np.ndarray) -> 
     return values * x if odd else values
 
 
-@functools.cache
+@memoize("scores.tanh_pair_tables")
 def build_pair_table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Reaches A, ascending, what up to `pairs` pairs of functions are off by, and these.
 
@@ -374,7 +375,7 @@ def build_units(
     return _cached_units(tuple((_range_step(a), _range_step(b)) for a, b in pairs), error)
 
 
-_cached_units = functools.lru_cache(maxsize=64)(HiddenUnits)
+_cached_units = memoize("scores.tanh_hidden_units", max_entries=64)(HiddenUnits)
 
 
 def _stack_halves(parts: list[TanhFactors], side: int) -> tuple[HalfFactors, HalfFactors]:

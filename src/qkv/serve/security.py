@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hmac
 import ipaddress
 import re
@@ -18,6 +17,7 @@ from qkv.serve import limits
 from qkv.serve.metrics import Metrics
 from qkv.serve.responses import error_response
 from qkv.serve.route import RequestError, Right
+from qkv.util.caches import memoize
 
 MIN_TOKEN_CHARACTERS = 16
 """Characters of a token, so that it cannot be guessed."""
@@ -157,7 +157,7 @@ class SecurityMiddleware:
         return None
 
 
-@functools.lru_cache(256)
+@memoize("serve.ip_addresses", max_entries=256)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

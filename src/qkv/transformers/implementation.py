@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from qkv.errors import ArgumentError, CombinationError, ShapeError
 from qkv.frameworks import load_framework
 from qkv.scores import ScaledDot, Score, ScoreLike
 from qkv.transformers import models
+from qkv.util.caches import memoize
 from qkv.weightings import Softmax, Weighting, WeightingLike
 
 CAPTURE_NAME = "qkv-capture"
@@ -199,7 +199,7 @@ def _config_wants_weights(config: Any) -> bool:
     return bool(getattr(config, "output_attentions", False) if found is None else found)
 
 
-@lru_cache(64)
+@memoize("transformers.scaled_dot_scores", max_entries=64)
 def _scaled_dot(scaling: float | None, softcap: float | None) -> Score:
     """A model's own score, one object for all its tokens."""
     return ScaledDot(scaling, softcap)

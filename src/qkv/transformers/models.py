@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from qkv.errors import ArgumentError
+from qkv.util.caches import create_table, memoize
 
 ATTENTION_PATTERN = re.compile("attention|multihead", re.IGNORECASE)
 FORMULA_PATTERNS = (
@@ -29,7 +30,7 @@ CHOICE_PATTERN = re.compile(r"(?<!FUNCTIONS)\[(self\.)?config\._attn_implementat
 IMPLEMENTATION_NAMES: set[str] = set()
 """What `attn_implementation` may be to mean qkv."""
 
-_FAMILY_BY_CONFIG: dict[type, ModelFamily] = {}
+_FAMILY_BY_CONFIG: dict[type, ModelFamily] = create_table("transformers.model_families")
 _MODELS_BY_CONFIG: dict[type, set[type]] = {}
 
 
@@ -206,7 +207,7 @@ def _is_model(x: Any) -> bool:
     return inspect.isclass(x) and issubclass(x, PreTrainedModel)
 
 
-@cache
+@memoize("transformers.model_definitions")
 def _collect_definitions(kind: type) -> dict[str, Definition]:
     """The parts of a kind of model, by name."""
     found: dict[str, Definition] = {}
@@ -229,7 +230,7 @@ def _collect_definitions(kind: type) -> dict[str, Definition]:
     return found
 
 
-@cache
+@memoize("transformers.parsed_modules")
 def _parse_module(module: str) -> dict[str, Definition]:
     if module.partition(".")[0] in ("builtins", "torch") or module == PreTrainedModel.__module__:
         return {}

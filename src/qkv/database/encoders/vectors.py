@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from qkv.database.encoders.base import (
     to_texts,
 )
 from qkv.errors import ArgumentError, QkvError
+from qkv.util.caches import memoize
 from qkv.util.progress import progress_bar
 
 BLOCK_BYTES = 1 << 22
@@ -157,7 +157,7 @@ def _check_file_exists(path: Path) -> None:
         )
 
 
-@lru_cache(maxsize=2)
+@memoize("encoders.vector_files", max_entries=2)
 def _read_file(path: Path, limit: int | None, changed: int, size: int) -> WordVectors:
     index: dict[str, int] = {}
     blocks: list[np.ndarray] = []

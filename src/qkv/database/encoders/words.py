@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,7 @@ from qkv.database.encoders.byte_pairs import BytePairTokenizer
 from qkv.database.encoders.characters import split_blocks
 from qkv.database.storage.layout import DTYPE_BY_CODE
 from qkv.errors import MissingExtraError
+from qkv.util.caches import create_table, memoize
 
 TEXTS_PER_BLOCK = 4096
 MAX_MAPPED_TOKENS = 8192
@@ -36,7 +36,7 @@ TOKENIZER_PATH = ("tokenizers", "l2_supercat_tokenizer_config.json")
 
 MAX_CACHED_WORDS, MAX_CACHED_LETTERS = 1 << 17, 32
 """Words whose tokens are remembered, and the letters of the longest."""
-_TOKEN_CACHE: dict[str, bytes] = {}
+_TOKEN_CACHE: dict[str, bytes] = create_table("encoders.word_tokens")
 _ID_DTYPE = np.dtype(np.int32)
 
 
@@ -121,17 +121,19 @@ def _split_words(text: str) -> list[str]:
 
 def _tokenize_words(words: list[str]) -> list[bytes]:
     """The tokens of each word, or text of words, as the bytes of their numbers."""
-    global _TOKEN_CACHE
-    known = _TOKEN_CACHE
-    new = list(set(words).difference(known))
-    own = {
-        word: np.array(x, _ID_DTYPE).tobytes() for word, x in zip(new, _token_ids(new), strict=True)
+    # Each word is read once: another thread may empty the cache at any time.
+    cached = {word: _TOKEN_CACHE.get(word) for word in words}
+    missing = [word for word, ids in cached.items() if ids is None]
+    added = {
+        word: np.array(ids, _ID_DTYPE).tobytes()
+        for word, ids in zip(missing, _token_ids(missing), strict=True)
     }
-    spelled = [own[word] if word in own else known[word] for word in words]
-    # Another dictionary and not this one emptied: other threads may be reading it.
-    _TOKEN_CACHE = {} if len(known) + len(own) > MAX_CACHED_WORDS else known
-    _TOKEN_CACHE.update((word, ids) for word, ids in own.items() if len(word) <= MAX_CACHED_LETTERS)
-    return spelled
+    if len(_TOKEN_CACHE) + len(added) > MAX_CACHED_WORDS:
+        _TOKEN_CACHE.clear()
+    _TOKEN_CACHE.update(
+        (word, ids) for word, ids in added.items() if len(word) <= MAX_CACHED_LETTERS
+    )
+    return [added[word] if (ids := cached[word]) is None else ids for word in words]
 
 
 def _token_ids(words: list[str]) -> Iterable[list[int]]:
@@ -182,7 +184,7 @@ def _package_file(*parts: str) -> Path:
     return path
 
 
-@lru_cache(maxsize=1)
+@memoize("encoders.tokenizer")
 def _load_tokenizer() -> Any:
     path = _package_file(*TOKENIZER_PATH)
     from tokenizers import Tokenizer
@@ -190,12 +192,12 @@ def _load_tokenizer() -> Any:
     return Tokenizer.from_file(str(path))
 
 
-@lru_cache(maxsize=1)
+@memoize("encoders.byte_pairs")
 def _load_byte_pairs() -> BytePairTokenizer:
     return BytePairTokenizer.from_file(_package_file(*TOKENIZER_PATH))
 
 
-@lru_cache(maxsize=1)
+@memoize("encoders.mapped_word_table")
 def _map_table() -> np.ndarray:
     """The vectors as they lie in the file."""
     path = _package_file("weights", f"{MODEL_NAME}.safetensors")
@@ -206,7 +208,7 @@ def _map_table() -> np.ndarray:
     return np.memmap(path, DTYPE_BY_CODE[told["dtype"]], "r", begin, tuple(told["shape"]))
 
 
-@lru_cache(maxsize=1)
+@memoize("encoders.word_table")
 def _load_table() -> np.ndarray:
     table = np.array(_map_table(), np.float32)
     table.flags.writeable = False

@@ -9,12 +9,13 @@ quarter is for the rounding of scores.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from qkv.util.caches import memoize
 
 Numbers = np.ndarray[Any, Any]
 
@@ -293,7 +294,7 @@ def iterate_weights(
         yield box, rows, power(s, out=s)
 
 
-@functools.cache
+@memoize("engines.fast_exponential")
 def fast_exponential() -> tuple[Any, float]:
     """f and c with eˣ = f(c x): 2ˣ where NumPy has it in vectors, as then it takes half as long."""
     try:

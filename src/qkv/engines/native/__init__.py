@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import sys
@@ -14,6 +13,7 @@ from qkv.engines import streaming
 from qkv.engines.call import Call, ThreeArrayRunner
 from qkv.frameworks import is_array
 from qkv.scores import Dot, ScaledDot
+from qkv.util.caches import memoize
 from qkv.util.types import Array
 from qkv.weightings import Softmax
 
@@ -141,7 +141,7 @@ def triton_missing_reason() -> str | None:
     return None if _is_triton_installed() else "Triton is not installed: pip install triton"
 
 
-@functools.cache
+@memoize("engines.is_triton_installed")
 def _is_triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 

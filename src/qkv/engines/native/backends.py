@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkv.frameworks import load_framework
 from qkv.frameworks.torch_functions import without_saved_tensor_hooks
+from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array
 
 MIN_PRODUCTS_TO_MEASURE = 2**34
@@ -20,7 +21,10 @@ SDPA: Any = torch._C._nn.scaled_dot_product_attention
 """torch's operator itself: a program may have put `qkv.scaled_dot_product_attention` in the place
 of `torch.nn.functional.scaled_dot_product_attention`."""
 
-_FASTEST_BACKENDS: dict[tuple[Any, ...], Any] = {}
+_FASTEST_BACKENDS: dict[tuple[Any, ...], Any] = create_table("engines.fastest_sdpa_backends")
+MAX_CACHED_BACKENDS = 4096
+UNMEASURED = object()
+"""Stands for a signature without an entry: the entry None means PyTorch's own choice."""
 
 
 def run_sdpa(
@@ -40,14 +44,16 @@ def run_sdpa(
         return call_sdpa()
     if query.numel() * key.shape[-2] < MIN_PRODUCTS_TO_MEASURE or dropout:
         return call_sdpa()
-    kind = _backend_signature(query, key, value, plain)
-    if kind not in _FASTEST_BACKENDS:
+    signature = _backend_signature(query, key, value, plain)
+    backend = _FASTEST_BACKENDS.get(signature, UNMEASURED)
+    if backend is UNMEASURED:
         if torch.cuda.is_current_stream_capturing():
             return call_sdpa()
-        _FASTEST_BACKENDS[kind] = _measure_fastest(call_sdpa, parts)
-    if _FASTEST_BACKENDS[kind] is None:
+        backend = _measure_fastest(call_sdpa, parts)
+        insert_bounded(_FASTEST_BACKENDS, signature, backend, MAX_CACHED_BACKENDS)
+    if backend is None:
         return call_sdpa()
-    with sdpa_kernel(_FASTEST_BACKENDS[kind]):
+    with sdpa_kernel(backend):
         return call_sdpa()
 
 

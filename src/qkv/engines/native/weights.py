@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
 from qkv.frameworks.torch import is_finite, should_copy_transpose
+from qkv.util.caches import memoize
 from qkv.util.types import Array, Arrays, Gradients
 
 MAX_WEIGHTS_PER_BLOCK = 2**20
@@ -150,7 +151,7 @@ def fits_flash_kernel(call: Call) -> bool:
     return fits and _device_capability(query.device) >= (8, 0)
 
 
-_device_capability = cache(torch.cuda.get_device_capability)
+_device_capability = memoize("engines.device_capabilities")(torch.cuda.get_device_capability)
 
 
 def _row_slices(query: Array, key: Array) -> Iterator[slice]:
