@@ -28,7 +28,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
-MXNET_TESTS ?= tests/frameworks/test_mxnet.py tests/engines/test_battery.py tests/test_edge_cases.py tests/docs/test_tabs.py
+MXNET_TESTS ?= tests/frameworks/test_mxnet.py tests/frameworks/test_array_standard.py tests/engines/test_battery.py tests/test_edge_cases.py tests/docs/test_tabs.py
 BENCH ?=
 RESULTS := build/test-results
 
@@ -160,7 +160,7 @@ unit: env browser ## Unit, property and conformance tests, and README's code
 	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
 
 doctest: env ## Examples in the docstrings
-	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/frameworks/mxnet.py $(addprefix --ignore ,$(APART)) \
+	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/frameworks/mxnet.py --ignore src/qkv/frameworks/mxnet_namespace.py $(addprefix --ignore ,$(APART)) \
 		--ignore src/qkv/engines/triton --junitxml=$(RESULTS)/$@.xml
 
 layers: env ## Examples of the layers: Triton, which they load, and TensorFlow clash in one process

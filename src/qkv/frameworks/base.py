@@ -49,6 +49,25 @@ GRAPH_NODES: dict[str, GraphNode] = {}
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+_DTYPE_KINDS = {
+    "bool": "b",
+    "signed integer": "i",
+    "unsigned integer": "u",
+    "integral": "iu",
+    "real floating": "f",
+    "complex floating": "c",
+    "numeric": "iufc",
+}
+
+
+def is_dtype_of_kind(letter: str, kind: str) -> bool:
+    """Return whether a data type with NumPy's kind letter is of a kind of the array standard.
+
+    >>> is_dtype_of_kind("f", "numeric")
+    True
+    """
+    return letter in _DTYPE_KINDS[kind]
+
 
 class Framework:
     """An eager framework of the array standard, without gradients.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from mxnet._deferred_compute import is_deferred_compute
 from mxnet.base import MXNetError
 
 from qkv.errors import FrameworkError
+from qkv.frameworks import mxnet_namespace
 from qkv.frameworks.base import (
     BackwardFunction,
     ForwardFunction,
@@ -24,95 +24,9 @@ from qkv.frameworks.base import (
 from qkv.util.types import Array, ArrayFunction, Arrays, Gradients, PullBack
 
 
-def _without_gradient(function: Callable[..., Array]) -> Any:
-    """A function of whole numbers or booleans, which has no slope.
-
-    MXNet would record it all the same, and dies of a gradient that is an array of booleans.
-    """
-
-    def call_detached(*args: Any, **options: Any) -> Array:
-        flat = (x.detach() if isinstance(x, mnp.ndarray) else x for x in args)
-        return function(*flat, **options)
-
-    return staticmethod(call_detached)
-
-
-class _Namespace:
-    """The names of the array standard that qkv uses, as MXNet spells them."""
-
-    bool, int32, int64 = numpy.bool_, numpy.int32, numpy.int64
-    float16, float32, float64 = numpy.float16, numpy.float32, numpy.float64
-    exp, log, sqrt, abs, tanh, pow = mnp.exp, mnp.log, mnp.sqrt, mnp.abs, mnp.tanh, mnp.power
-    maximum, minimum, sum, ones_like = mnp.maximum, mnp.minimum, mnp.sum, mnp.ones_like
-    max, min, expand_dims = mnp.max, mnp.min, mnp.expand_dims
-    reshape, broadcast_to = mnp.reshape, mnp.broadcast_to
-    isnan, isfinite, any, all = map(_without_gradient, (mnp.isnan, mnp.isfinite, mnp.any, mnp.all))
-    logical_and, logical_or = _without_gradient(mnp.logical_and), _without_gradient(mnp.logical_or)
-    logical_not = _without_gradient(mnp.logical_not)
-    bitwise_xor, bitwise_and = (
-        _without_gradient(mnp.bitwise_xor),
-        _without_gradient(mnp.bitwise_and),
-    )
-    floor_divide, remainder = _without_gradient(mnp.floor_divide), _without_gradient(mnp.remainder)
-    asarray, full, arange = mnp.array, mnp.full, mnp.arange
-
-    @staticmethod
-    def where(condition: Array, x: Array, y: Array) -> Array:
-        shape = numpy.broadcast_shapes(condition.shape, x.shape, y.shape)
-        if 0 in shape:  # mx.np.where dies of an empty array
-            return mnp.broadcast_to(x + y, shape)
-        return mnp.where(condition.detach(), x, y)
-
-    @staticmethod
-    def mean(x: Array, axis: int) -> Array:
-        return mnp.sum(x, axis=axis) / x.shape[axis]  # mx.np.mean sums float64 in float32
-
-    @staticmethod
-    def astype(x: Array, dtype: Any) -> Array:
-        smooth = all(numpy.issubdtype(kind, numpy.floating) for kind in (x.dtype, dtype))
-        return (x if smooth else x.detach()).astype(dtype)
-
-    @staticmethod
-    def matmul(x: Array, y: Array) -> Array:
-        if len(y.shape) > 2 or len(x.shape) == 2:
-            return mnp.matmul(x, y)
-        # One product for all rows; and of six axes mx.np.matmul would end the process.
-        rows = mnp.matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), y)
-        return rows.reshape((*x.shape[:-1], y.shape[-1]))
-
-    @staticmethod
-    def matrix_transpose(x: Array) -> Array:
-        return mnp.swapaxes(x, -1, -2)
-
-    @staticmethod
-    def concat(arrays: Sequence[Array], axis: int) -> Array:
-        return mnp.concatenate(list(arrays), axis=axis)
-
-    @staticmethod
-    def take(x: Array, at: Array, axis: int) -> Array:
-        if x.dtype == numpy.bool_:  # mx.np.take knows no booleans
-            return mnp.take(x.detach().astype("int32"), at, axis=axis) != 0
-        return mnp.take(x, at, axis=axis)
-
-    @staticmethod
-    def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
-        # mx.np has no take_along_axis with a gradient: one flat gather does it.
-        width = x.shape[-1]
-        lines = mnp.arange(x.size // (width or 1), dtype="int64", device=x.device)
-        at = lines.reshape((*x.shape[:-1], 1)) * width + indices.astype("int64")
-        return mnp.take(x.reshape(-1), at)
-
-    @staticmethod
-    def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
-        # MXNet's sort is not stable, and positions carry no gradient: NumPy finds them.
-        host = x.asnumpy()
-        order = numpy.argsort(-host if descending else host, axis=axis, kind="stable")
-        return mnp.array(order, dtype="int64", device=x.device)
-
-
 class MXNet(Framework):
     name = "mxnet"
-    xp = _Namespace
+    xp = mxnet_namespace
     has_gradients = True
 
     def sigmoid(self, x: Array) -> Array:

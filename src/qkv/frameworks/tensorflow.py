@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from qkv.frameworks import tensorflow_namespace
 from qkv.frameworks.base import (
     BackwardFunction,
     ForwardFunction,
@@ -22,74 +21,13 @@ from qkv.frameworks.base import (
 from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
 
 
-class _Namespace:
-    """The names of the array standard that qkv uses, as TensorFlow spells them."""
-
-    bool, int32, int64 = tf.bool, tf.int32, tf.int64
-    float16, bfloat16, float32, float64 = tf.float16, tf.bfloat16, tf.float32, tf.float64
-    exp, log, sqrt, abs, tanh, pow = tf.exp, tf.math.log, tf.sqrt, tf.abs, tf.tanh, tf.pow
-    maximum, minimum = tf.maximum, tf.minimum
-    max, min, sum, mean = tf.reduce_max, tf.reduce_min, tf.reduce_sum, tf.reduce_mean
-    any, all = tf.reduce_any, tf.reduce_all
-    isnan = staticmethod(tf.math.is_nan)
-    isfinite = staticmethod(tf.math.is_finite)
-    reshape, where = tf.reshape, tf.where
-    matrix_transpose = staticmethod(tf.linalg.matrix_transpose)
-    broadcast_to, expand_dims = tf.broadcast_to, tf.expand_dims
-    logical_and, logical_or, logical_not = tf.logical_and, tf.logical_or, tf.logical_not
-    bitwise_xor = staticmethod(tf.bitwise.bitwise_xor)
-    bitwise_and = staticmethod(tf.bitwise.bitwise_and)
-    floor_divide, remainder = tf.math.floordiv, tf.math.floormod
-
-    @staticmethod
-    def matmul(x: Array, y: Array) -> Array:
-        if not len(y.shape) <= len(x.shape) > 3 or any(size != 1 for size in y.shape[:-2]):
-            return tf.matmul(x, y)
-        # One matrix for all: oneDNN's product of (b, 1, n, d) with it writes beside its memory.
-        (*rows, d), width = FRAMEWORK.dynamic_shape(x), FRAMEWORK.axis_length(y, -1)
-        count = functools.reduce(operator.mul, rows)
-        out = tf.matmul(tf.reshape(x, (count, d)), tf.reshape(y, (d, width)))
-        return tf.reshape(out, (*rows, width))
-
-    @staticmethod
-    def astype(x: Array, dtype: Any) -> Array:
-        return tf.cast(x, dtype)
-
-    @staticmethod
-    def asarray(x: Any, dtype: Any = None, device: Any = None) -> Array:
-        return tf.convert_to_tensor(x, dtype=dtype)
-
-    @staticmethod
-    def full(shape: Shape, value: Any, dtype: Any, device: Any = None) -> Array:
-        return tf.fill(shape, tf.cast(value, dtype))
-
-    @staticmethod
-    def arange(size: Any, dtype: Any, device: Any = None) -> Array:
-        return tf.range(size, dtype=dtype)
-
-    @staticmethod
-    def concat(arrays: Sequence[Array], axis: int) -> Array:
-        return tf.concat(list(arrays), axis)
-
-    @staticmethod
-    def take(x: Array, at: Array, axis: int) -> Array:
-        return tf.gather(x, at, axis=axis)
-
-    @staticmethod
-    def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
-        return tf.experimental.numpy.take_along_axis(x, indices, axis)
-
-    @staticmethod
-    def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
-        direction = "DESCENDING" if descending else "ASCENDING"
-        return tf.argsort(x, axis=axis, direction=direction, stable=stable)
-
-
 class TensorFlow(Framework):
     name = "tensorflow"
-    xp = _Namespace
+    xp = tensorflow_namespace
     has_gradients = needs_disjoint_spans = True
-    matmul = staticmethod(_Namespace.matmul)
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        return tensorflow_namespace.matmul(x, y)
 
     def sigmoid(self, x: Array) -> Array:
         return tf.sigmoid(x)
@@ -102,7 +40,7 @@ class TensorFlow(Framework):
         return tf.shape(x)[axis] if known is None else known
 
     def dynamic_shape(self, x: Array) -> tuple[Any, ...]:
-        return tuple(self.axis_length(x, axis) for axis in range(len(x.shape)))
+        return tensorflow_namespace.dynamic_shape(x)
 
     def full(self, shape: Shape, value: float, like: Array) -> Array:
         if None in shape:  # those of `like` that only a run will tell
