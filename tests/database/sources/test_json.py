@@ -98,7 +98,7 @@ def test_rows_inside_of_an_object_are_told_of(tmp_path, around):
     """As many an API sends them: read as it stands, this is one row."""
     path = tmp_path / "page.json"
     path.write_text(around % '[{"name": "Li", "age": 34}, {"name": "Hu", "age": 35}]')
-    with pytest.warns(UserWarning, match="one row, whose 'data' is a list of 2 objects: if those"):
+    with pytest.warns(UserWarning, match="only one row, and its 'data' is a list of 2 objects"):
         table = read(path)
     assert len(table.columns["data"]) == 1
     path.write_text(

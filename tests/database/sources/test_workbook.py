@@ -99,9 +99,9 @@ def test_a_file_that_is_no_workbook(tmp_path, books):
         read(cut)
     text = tmp_path / "text.xlsx"
     text.write_text("a,b\n1,2\n")
-    with pytest.raises(SourceError, match="not a workbook, whatever its name says"):
+    with pytest.raises(SourceError, match="not a workbook: the first bytes do not match"):
         read(text)
-    with pytest.raises(SourceError, match=r"name it \.xlsx"):
+    with pytest.raises(SourceError, match=r"rename it to \.xlsx"):
         read(books.rename(tmp_path / "books.csv"))
 
 

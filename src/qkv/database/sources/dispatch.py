@@ -1,4 +1,7 @@
-"""One name in, one table out: what kind of source it is, by address, first bytes, then ending."""
+"""Read a table from a file, a pattern of files, a URL or standard input.
+
+A URL is recognized by its scheme, a file by its first bytes and then by its suffix.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +15,134 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from qkv.database.sources import delimited, files, frames, json, sql, workbook
-from qkv.database.sources.delimited import TextOptions
-from qkv.database.sources.sql import TableSelector, mask_password, parse_selector
-from qkv.database.sources.table import SourceError, Table
+from qkv.database.sources.formats import (
+    SourceFormat,
+    SourceRequest,
+    TextOptions,
+    describe_formats,
+    find_by_magic,
+    find_by_scheme,
+    find_by_suffix,
+    register_source,
+)
+from qkv.database.sources.table import SourceError, Table, TableSelector
 from qkv.database.sources.type_inference import MISSING_WORDS, infer_types
 from qkv.errors import CombinationError, DtypeError
 from qkv.util.logging import debug_logger
 from qkv.util.types import ProgressCallback
 
-FORMAT_BY_SUFFIX = {
-    ending: kind
-    for kind, endings in {
-        "csv": ".csv .txt",
-        "tsv": ".tsv .tab",
-        "json": ".json .jsonl .ndjson",
-        "parquet": ".parquet .pq",
-        "arrow": ".arrow .arrows .feather .ipc",
-        "sqlite": ".db .sqlite .sqlite3",
-        "workbook": ".xlsx .xlsm .xlsb .xls .ods",
-    }.items()
-    for ending in endings.split()
-}
-
-_FORMAT_BY_MAGIC = {
-    frames.PARQUET_MAGIC: "parquet",
-    frames.ARROW_FILE_MAGIC: "arrow",
-    frames.ARROW_STREAM_MAGIC: "arrow",
-    sql.SQLITE_MAGIC: "sqlite",
-}
 _SNIFF_BYTES = 64 * 1024
-"""How many bytes tell what a file is."""
-_BINARY_FORMATS = {
-    "parquet": "Parquet",
-    "arrow": "Arrow",
-    "sqlite": "SQLite",
-    "workbook": "a workbook",
-}
-_KNOWN_SOURCES = (
-    f"known are the endings {' '.join(FORMAT_BY_SUFFIX)}, sqlite:///file?table=name, "
-    "postgresql://host/database?table=name, and - for CSV on standard input; text may be packed, "
-    "as .csv.gz, .bz2 or .xz"
+"""How many bytes of a file are read to recognize its format."""
+_REMOTE_FILE_SCHEMES = ("http", "https", "ftp", "s3", "gs")
+
+
+def _read_delimited(request: SourceRequest, delimiter: str | None) -> Table:
+    return delimited.read_delimited(
+        request.data,
+        request.name,
+        request.location,
+        delimiter,
+        request.progress,
+        request.text_options,
+    )
+
+
+def _read_csv(request: SourceRequest) -> Table:
+    return _read_delimited(request, None)
+
+
+def _read_tsv(request: SourceRequest) -> Table:
+    return _read_delimited(request, "\t")
+
+
+def _read_json(request: SourceRequest) -> Table:
+    return json.read_json(request.data, request.name, request.location, request.progress)
+
+
+def _read_parquet(request: SourceRequest) -> Table:
+    return frames.from_file(request.file, "Parquet", request.progress)
+
+
+def _read_arrow(request: SourceRequest) -> Table:
+    return frames.from_file(request.file, "Arrow", request.progress)
+
+
+def _read_workbook(request: SourceRequest) -> Table:
+    missing = request.text_options.missing
+    return workbook.read_workbook(request.file, request.selector, request.progress, missing)
+
+
+def _read_sqlite(request: SourceRequest) -> Table:
+    return sql.read_sqlite(request.file, request.selector, request.progress)
+
+
+def _read_sqlite_url(request: SourceRequest) -> Table:
+    if not re.match(r"sqlite:///.", request.url, re.IGNORECASE):
+        raise SourceError(
+            "a SQLite URL has three slashes before the file: sqlite:///file?table=…",
+            file=request.location,
+        )
+    url, selector = sql.parse_selector(request.url, request.selector.table)
+    path = Path(unquote(url.partition("?")[0][len("sqlite:///") :]))
+    if files.read_contents(path, len(sql.SQLITE_MAGIC)) != sql.SQLITE_MAGIC:
+        raise _wrong_format_error(path, "SQLite")
+    return sql.read_sqlite(path, selector, request.progress)
+
+
+def _read_postgres(request: SourceRequest) -> Table:
+    return sql.read_postgres(
+        *sql.parse_selector(request.url, request.selector.table), request.progress
+    )
+
+
+BUILT_IN_FORMATS = (
+    SourceFormat("CSV", _read_csv, suffixes=(".csv", ".txt"), is_delimited=True),
+    SourceFormat("TSV", _read_tsv, suffixes=(".tsv", ".tab"), is_delimited=True),
+    SourceFormat("JSON", _read_json, suffixes=(".json", ".jsonl", ".ndjson")),
+    SourceFormat(
+        "Parquet", _read_parquet, suffixes=(".parquet", ".pq"), magic=(frames.PARQUET_MAGIC,)
+    ),
+    SourceFormat(
+        "Arrow",
+        _read_arrow,
+        suffixes=(".arrow", ".arrows", ".feather", ".ipc"),
+        magic=(frames.ARROW_FILE_MAGIC, frames.ARROW_STREAM_MAGIC),
+    ),
+    SourceFormat(
+        "SQLite",
+        _read_sqlite,
+        suffixes=(".db", ".sqlite", ".sqlite3"),
+        magic=(sql.SQLITE_MAGIC,),
+        has_tables=True,
+    ),
+    SourceFormat(
+        "a workbook",
+        _read_workbook,
+        suffixes=(".xlsx", ".xlsm", ".xlsb", ".xls", ".ods"),
+        magic=workbook.WORKBOOK_MAGIC,
+        is_container=True,
+        has_tables=True,
+    ),
+    SourceFormat(
+        "a SQLite URL",
+        _read_sqlite_url,
+        schemes=("sqlite",),
+        has_tables=True,
+        example="sqlite:///file?table=name",
+    ),
+    SourceFormat(
+        "PostgreSQL",
+        _read_postgres,
+        schemes=("postgresql", "postgres"),
+        has_tables=True,
+        example="postgresql://host/database?table=name",
+    ),
 )
+"""The formats of qkv itself; `read` looks them up by suffix, magic bytes or scheme."""
+
+for _built_in in BUILT_IN_FORMATS:
+    register_source(_built_in)
+_CSV, _JSON = BUILT_IN_FORMATS[0], BUILT_IN_FORMATS[2]
 
 
 def read(
@@ -64,21 +154,27 @@ def read(
     text: Sequence[str] | bool = (),
     progress: ProgressCallback | None = None,
 ) -> Table:
-    """The table in a file or a database, read and checked as a whole before any of it is returned.
+    """Read a table from a file, a pattern of files, a URL or standard input.
 
-    `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file or a workbook
-    of Excel's, known by its first bytes or its ending, text also packed, as "books.csv.gz"; a
-    pattern of such files, as "logs/*.csv"; "sqlite:///file?table=name";
-    "postgresql://…?table=name"; or "-", CSV on standard input. An address takes ?query=select… in
-    place of ?table=. `table` names the table of a database that has several, or the sheet of a
-    workbook. `missing` are the words for a missing cell in CSV, TSV and workbooks, by default those
-    of pandas; an empty cell always is one. `names` are those of the columns of CSV or TSV whose
-    first line is a row already, `text` those whose cells stay text, True all. `progress(done,
-    total)` is called along the way, in whatever the source counts (bytes, rows, columns); `total`
-    is None where it is not known.
+    Everything is read and checked before the table is returned.
 
-    Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
-    `MissingExtraError` where a package is needed.
+    `source` is one of these:
+
+    - a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file or an Excel workbook,
+      recognized by its first bytes or its suffix; text may be compressed, as in "books.csv.gz",
+    - a pattern of such files, such as "logs/*.csv",
+    - "sqlite:///file?table=name" or "postgresql://…?table=name"; ?query=select… replaces ?table=,
+    - "-" for CSV on standard input,
+    - a format that `register_source` added.
+
+    `table` selects the table of a database, or the sheet of a workbook. `missing` lists the words
+    that mean a missing value in CSV, TSV and workbooks; the default is that of pandas. An empty
+    cell is always missing. `names` are the column names of CSV or TSV without a header line. `text`
+    lists the columns that stay text; True means all of them. `progress(done, total)` is called with
+    a count of bytes, rows or columns; `total` is None if it is unknown.
+
+    Raises `SourceError` with the file, the line and the column (from 1) and the next step, or
+    `MissingExtraError` if a package is missing.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -88,187 +184,211 @@ def read(
     Table(name='people', columns={'name': ['Li'], 'age': [34]})
     """
     if not isinstance(source, str | Path):
-        step = "; a data frame is from_frame(frame)" if hasattr(source, "columns") else ""
-        told = f"source must be a path or an address, not a {type(source).__name__}{step}"
-        raise DtypeError(told)
-    words = (
+        step = "; read a data frame with from_frame(frame)" if hasattr(source, "columns") else ""
+        raise DtypeError(f"source must be a path or a URL, not a {type(source).__name__}{step}")
+    missing_words = (
         MISSING_WORDS
         if missing is None
         else _check_words(missing, "missing", "words, such as ['NA', '-']")
     )
-    given = () if names is None else _check_words(names, "names", "names, one for each column")
-    found = _read_source(source, table, TextOptions(words, given, text), progress)
+    column_names = (
+        () if names is None else _check_words(names, "names", "names, one for each column")
+    )
+    options = TextOptions(missing_words, column_names, text)
+    result = _read_source(source, table, options, progress)
     if log := debug_logger():
-        log.debug("read %s: %d rows of %s", found.name, len(found), ", ".join(found.columns))
-    return found
+        log.debug("read %s: %d rows of %s", result.name, len(result), ", ".join(result.columns))
+    return result
 
 
 def _read_source(
-    source: str | Path, table: str | None, lines: TextOptions, progress: ProgressCallback | None
+    source: str | Path, table: str | None, options: TextOptions, progress: ProgressCallback | None
 ) -> Table:
     if isinstance(source, str):
         if source == "-":
             _refuse_table(table, "standard input")
             data = files.read_stdin()
             files.refuse_foreign_formats(data, "stdin")
-            return delimited.read_delimited(data, "stdin", "stdin", None, progress, lines)
+            return _CSV.read(
+                SourceRequest("stdin", "stdin", data=data, text_options=options, progress=progress)
+            )
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
-            return _read_url(source, table, progress, lines)
+            return _read_url(source, table, options, progress)
         if not source.strip():
-            raise SourceError(f"no file was named: {_KNOWN_SOURCES}")
+            raise SourceError(f"the file name is empty: {describe_formats()}")
         if glob.has_magic(source) and not os.path.lexists(source):
-            return _read_pattern(source, TableSelector(table), progress, lines)
-    return _read_file(Path(source), TableSelector(table), progress, lines)
+            return _read_pattern(source, TableSelector(table), options, progress)
+    return _read_file(Path(source), TableSelector(table), options, progress)
 
 
 def _read_pattern(
-    pattern: str, chosen: TableSelector, progress: ProgressCallback | None, lines: TextOptions
+    pattern: str,
+    selector: TableSelector,
+    options: TextOptions,
+    progress: ProgressCallback | None,
 ) -> Table:
-    """The rows of all files that fit a pattern, in the order of their names.
+    """Read the rows of all files that match a pattern, in the order of their names.
 
-    A column that a file lacks is missing in its rows. Those of CSV are typed when all are there.
+    A column that a file does not have is missing in its rows. Columns of delimited text get their
+    types when all files are read.
     """
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     paths = [path for path in paths if not path.is_dir()]
     if not paths:
-        raise SourceError("no file fits this pattern: check it and the folder", file=pattern)
-    text = {FORMAT_BY_SUFFIX.get(_unpacked_name(path).suffix.lower()) for path in paths} <= {
-        "csv",
-        "tsv",
-    }
+        raise SourceError("no file matches this pattern: check it and the folder", file=pattern)
+    formats = [find_by_suffix(_uncompressed_name(path).suffix) for path in paths]
+    is_text = all(known is not None and known.is_delimited for known in formats)
+    absent = "" if is_text else None
     columns: dict[str, list[Any]] = {}
     for done, path in enumerate(paths, start=1):
-        before = len(next(iter(columns.values()), []))
-        found = _read_file(path, chosen, None, replace(lines, raw=text))
-        for name in found.columns:
+        rows_before = len(next(iter(columns.values()), []))
+        part = _read_file(path, selector, replace(options, raw=is_text), None)
+        for name in part.columns:
             if name not in columns:
-                columns[name] = ["" if text else None] * before
+                columns[name] = [absent] * rows_before
         for name, cells in columns.items():
-            cells += found.columns.get(name) or ["" if text else None] * len(found)
+            cells += part.columns.get(name) or [absent] * len(part)
         if progress is not None:
             progress(done, len(paths))
-    if text:
-        columns = infer_types(columns, lines.missing, lines.text)
+    if is_text:
+        columns = infer_types(columns, options.missing, options.text)
     return Table(Path(pattern).stem, columns)
 
 
-def _check_words(words: Sequence[str], what: str, wanted: str) -> Sequence[str]:
+def _check_words(words: Sequence[str], argument: str, expected: str) -> Sequence[str]:
     if (
         not isinstance(words, Iterable)
         or isinstance(words, str)
         or not all(isinstance(word, str) for word in words)
     ):
-        raise DtypeError(f"{what} must be a list of {wanted}, not {words!r}")
+        raise DtypeError(f"{argument} must be a list of {expected}, not {words!r}")
     return words
 
 
 def _read_url(
-    url: str, table: str | None, progress: ProgressCallback | None, lines: TextOptions
+    url: str, table: str | None, options: TextOptions, progress: ProgressCallback | None
 ) -> Table:
     scheme = url.partition(":")[0].lower()
-    if scheme != "file":
-        _refuse_names(lines, url)
-    if scheme == "sqlite":
-        if not re.match(r"sqlite:///.", url, re.IGNORECASE):
-            raise SourceError(
-                "an address of SQLite has three slashes and then the file: sqlite:///file?table=…",
-                file=url,
-            )
-        rest, chosen = parse_selector(url, table)
-        path = Path(unquote(rest.partition("?")[0][len("sqlite:///") :]))
-        if files.read_contents(path, len(sql.SQLITE_MAGIC)) != sql.SQLITE_MAGIC:
-            raise _wrong_format_error(path, "sqlite")
-        return sql.read_sqlite(path, chosen, progress)
-    if scheme in ("postgresql", "postgres"):
-        return sql.read_postgres(*parse_selector(url, table), progress)
+    location = sql.mask_password(url)
     if scheme == "file":
-        return _read_file(Path(unquote(urlsplit(url).path)), TableSelector(table), progress, lines)
-    step = (
-        "download the file first"
-        if scheme in ("http", "https", "ftp", "s3", "gs")
-        else _KNOWN_SOURCES
+        path = Path(unquote(urlsplit(url).path))
+        return _read_file(path, TableSelector(table), options, progress)
+    source_format = find_by_scheme(scheme)
+    if source_format is None:
+        step = "download the file first" if scheme in _REMOTE_FILE_SCHEMES else describe_formats()
+        raise SourceError(f"{scheme}:// URLs are not supported: {step}", file=location)
+    if not source_format.is_delimited:
+        _refuse_names(options, location)
+    if not source_format.has_tables:
+        _refuse_table(table, location)
+    return source_format.read(
+        SourceRequest(
+            location,
+            Path(unquote(urlsplit(url).path)).stem,
+            url=url,
+            selector=TableSelector(table),
+            text_options=options,
+            progress=progress,
+        )
     )
-    raise SourceError(f"addresses with {scheme}:// are not read: {step}", file=url)
 
 
 def _read_file(
-    path: Path, chosen: TableSelector, progress: ProgressCallback | None, lines: TextOptions
+    path: Path,
+    selector: TableSelector,
+    options: TextOptions,
+    progress: ProgressCallback | None,
 ) -> Table:
-    packed = path.suffix.lower() in files.DECOMPRESSOR_BY_SUFFIX
+    is_compressed = path.suffix.lower() in files.DECOMPRESSOR_BY_SUFFIX
     # A pipe can be read only once.
-    regular = os.path.isfile(path) and not packed
-    whole = files.read_unpacked if packed else files.read_contents
-    opening = files.read_contents(path, _SNIFF_BYTES) if regular else whole(path)
-    inner = _unpacked_name(path)
-    named = FORMAT_BY_SUFFIX.get(inner.suffix.lower())
-    kind = next(
-        (kind for magic, kind in _FORMAT_BY_MAGIC.items() if opening.startswith(magic)), None
-    )
-    if named == "workbook" and opening.startswith(workbook.WORKBOOK_MAGIC):
-        kind = named  # a ZIP archive by its first bytes
+    can_reread = os.path.isfile(path) and not is_compressed
+    if can_reread:
+        opening = files.read_contents(path, _SNIFF_BYTES)
     else:
-        files.refuse_foreign_formats(opening, str(path))
-    if kind is None and named in _BINARY_FORMATS:
-        raise _wrong_format_error(path, named)
-    kind = kind or named or _sniff_format(opening, inner)
-    if kind not in ("csv", "tsv"):
-        _refuse_names(lines, str(path))
-    if kind in _BINARY_FORMATS and not regular:
-        how = "packed: unpack it" if packed else "from a pipe: save it to a file"
-        raise SourceError(f"{_BINARY_FORMATS[kind]} {how} first", file=str(path))
-    if kind == "sqlite":
-        return sql.read_sqlite(path, chosen, progress)
-    if kind == "workbook":
-        return workbook.read_workbook(path, chosen, progress, lines.missing)
-    _refuse_table(chosen.table, str(path))
-    if kind in ("parquet", "arrow"):
-        return frames.from_file(path, _BINARY_FORMATS[kind], progress)
-    data = files.read_contents(path) if regular else opening
-    if kind == "json":
-        return json.read_json(data, inner.stem, str(path), progress)
-    delimiter = "\t" if kind == "tsv" else None
-    return delimited.read_delimited(data, inner.stem, str(path), delimiter, progress, lines)
+        opening = files.read_decompressed(path) if is_compressed else files.read_contents(path)
+    source_format = _recognize_format(opening, path)
+    if not source_format.is_delimited:
+        _refuse_names(options, str(path))
+    if source_format.magic and not can_reread:
+        problem = (
+            "in a compressed file: decompress it"
+            if is_compressed
+            else "from a pipe: save it to a file"
+        )
+        raise SourceError(f"{source_format.name} {problem} first", file=str(path))
+    if not source_format.has_tables:
+        _refuse_table(selector.table, str(path))
+    data = b""
+    if not source_format.magic:
+        data = files.read_contents(path) if can_reread else opening
+    return source_format.read(
+        SourceRequest(
+            str(path),
+            _uncompressed_name(path).stem,
+            path=path,
+            data=data,
+            selector=selector,
+            text_options=options,
+            progress=progress,
+        )
+    )
 
 
-def _unpacked_name(path: Path) -> Path:
-    """What a file is named inside of what it is packed in."""
+def _recognize_format(opening: bytes, path: Path) -> SourceFormat:
+    """Return the format of a file by its first bytes, then its suffix, then its contents."""
+    inner_path = _uncompressed_name(path)
+    by_suffix = find_by_suffix(inner_path.suffix)
+    if by_suffix is not None and by_suffix.magic and opening.startswith(by_suffix.magic):
+        return by_suffix
+    by_magic = find_by_magic(opening)
+    if by_magic is not None:
+        return by_magic
+    files.refuse_foreign_formats(opening, str(path))
+    if by_suffix is not None and by_suffix.magic:
+        raise _wrong_format_error(path, by_suffix.name)
+    return by_suffix or _sniff_format(opening, inner_path)
+
+
+def _uncompressed_name(path: Path) -> Path:
+    """Return the path without a suffix such as .gz."""
     return path.with_suffix("") if path.suffix.lower() in files.DECOMPRESSOR_BY_SUFFIX else path
 
 
-def _sniff_format(opening: bytes, path: Path) -> str:
-    """The kind of a text whose ending says nothing."""
+def _sniff_format(opening: bytes, path: Path) -> SourceFormat:
+    """Return the text format that the contents look like."""
     # The opening may end within a character.
     text = opening.decode("utf-8-sig", errors="ignore")
     if text.lstrip()[:1] in ("{", "["):
-        return "json"
+        return _JSON
     if "\0" not in text and delimited.sniff_delimiter(text)[1]:
-        return "csv"
-    ending = f"the ending {path.suffix!r}" if path.suffix else "a name without ending"
+        return _CSV
+    suffix = f"The suffix {path.suffix!r} is unknown" if path.suffix else "There is no suffix"
     raise SourceError(
-        f"{ending} tells no format, and neither do the contents: rename it; {_KNOWN_SOURCES}",
+        f"the format is not recognized. {suffix}, and the contents look like no table: rename the "
+        f"file; {describe_formats()}",
         file=str(path),
     )
 
 
-def _wrong_format_error(path: Path, kind: str) -> SourceError:
+def _wrong_format_error(path: Path, format_name: str) -> SourceError:
     return SourceError(
-        f"not {_BINARY_FORMATS[kind]}, whatever its name says (its first bytes are wrong): copy "
-        "it again, "
-        "or rename it to what it is",
+        f"not {format_name}: the first bytes do not match the suffix. Copy the file again, or "
+        "rename it to its real format",
         file=str(path),
     )
 
 
-def _refuse_names(lines: TextOptions, file: str) -> None:
-    if lines.names:
+def _refuse_names(options: TextOptions, location: str) -> None:
+    if options.names:
         raise CombinationError(
-            f"names= is for CSV and TSV without a line of names, and {mask_password(file)} has "
-            "names of its own: leave it out"
+            f"names= is for CSV and TSV without a header line, but {sql.mask_password(location)} "
+            "has column names: leave it out"
         )
 
 
-def _refuse_table(table: str | None, file: str) -> None:
+def _refuse_table(table: str | None, location: str) -> None:
     if table is not None:
         raise CombinationError(
-            f"table={table!r} chooses a table of a database, and {file} has only one: leave it out"
+            f"table={table!r} selects a table of a database, but {location} has only one: leave it "
+            "out"
         )

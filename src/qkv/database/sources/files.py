@@ -1,4 +1,4 @@
-"""A file's bytes and text, and what is wrong with them in words a person can act on."""
+"""Read the bytes and text of files, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 
 from qkv.database.sources.table import SourceError
 
-# What a file that is no table begins with, what it then is, and what to do.
 _FOREIGN_FORMATS: tuple[tuple[bytes, str, str], ...] = (
-    (b"\x89PNG\r\n\x1a\n", "a PNG picture", "give a table"),
-    (b"\xff\xd8\xff", "a JPEG picture", "give a table"),
-    (b"GIF8", "a GIF picture", "give a table"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image", "give a table"),
+    (b"\xff\xd8\xff", "a JPEG image", "give a table"),
+    (b"GIF8", "a GIF image", "give a table"),
     (b"%PDF-", "a PDF document", "give a table"),
-    (b"PK\x03\x04", "a ZIP archive or an Excel workbook", "unpack it, or name it .xlsx"),
+    (b"PK\x03\x04", "a ZIP archive or an Excel workbook", "extract it, or rename it to .xlsx"),
     (b"PK\x05\x06", "an empty ZIP archive", "give a table"),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel workbook", "name it .xls"),
-    (b"\x1f\x8b", "gzip data", "name it .gz, or unpack it with gunzip"),
-    (b"BZh", "bzip2 data", "name it .bz2, or unpack it with bunzip2"),
-    (b"\xfd7zXZ\x00", "xz data", "name it .xz, or unpack it with unxz"),
-    (b"\x28\xb5\x2f\xfd", "Zstandard data", "unpack it with unzstd"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", "unpack it"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel workbook", "rename it to .xls"),
+    (b"\x1f\x8b", "gzip data", "rename it to .gz, or decompress it with gunzip"),
+    (b"BZh", "bzip2 data", "rename it to .bz2, or decompress it with bunzip2"),
+    (b"\xfd7zXZ\x00", "xz data", "rename it to .xz, or decompress it with unxz"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard data", "decompress it with unzstd"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", "extract it"),
     (b"\x89HDF\r\n\x1a\n", "HDF5 data", "save the table as Parquet or CSV"),
     (b"\x93NUMPY", "a NumPy array", "load it with numpy.load and add its rows"),
     (b"\x7fELF", "a program", "give a table"),
     (b"FEA1", "Feather version 1", "save it again with pyarrow.feather.write_feather"),
 )
+"""The first bytes of files that are not tables, what they are, and the next step."""
 
 _UNSUPPORTED_BOMS: tuple[tuple[bytes, str], ...] = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -40,7 +40,7 @@ _UNSUPPORTED_BOMS: tuple[tuple[bytes, str], ...] = (
 
 
 def read_contents(path: Path, size: int = -1) -> bytes:
-    """All bytes of the file, or the first of them; not empty."""
+    """Return all bytes of a file, or the first `size`; raise `SourceError` if it is empty."""
     try:
         with path.open("rb") as file:
             data = file.read(size)
@@ -50,42 +50,44 @@ def read_contents(path: Path, size: int = -1) -> bytes:
 
 
 DECOMPRESSOR_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
-"""What unpacks a file, by its ending; what comes before that tells what is in it."""
+"""The module that decompresses a file, by its last suffix."""
 
 
-def read_unpacked(path: Path) -> bytes:
-    """All bytes that are packed in the file; not empty."""
-    packed, module = (
-        read_contents(path),
-        importlib.import_module(DECOMPRESSOR_BY_SUFFIX[path.suffix.lower()]),
-    )
-    broken = getattr(module, "LZMAError", zlib.error)
+def read_decompressed(path: Path) -> bytes:
+    """Return the decompressed bytes of a file; raise `SourceError` if they are empty."""
+    compressed = read_contents(path)
+    module = importlib.import_module(DECOMPRESSOR_BY_SUFFIX[path.suffix.lower()])
+    module_error = getattr(module, "LZMAError", zlib.error)
     try:
-        data: bytes = module.decompress(packed)
-    except (OSError, EOFError, ValueError, broken) as error:
-        step = "it was cut short or is something else, so copy it again"
-        raise SourceError(f"cannot be unpacked ({error}): {step}", file=str(path)) from None
+        data: bytes = module.decompress(compressed)
+    except (OSError, EOFError, ValueError, module_error) as error:
+        raise SourceError(
+            f"cannot be decompressed ({error}): the file is truncated or has another format; copy "
+            "it again",
+            file=str(path),
+        ) from None
     return check_not_empty(data, str(path))
 
 
 def read_stdin() -> bytes:
-    """All bytes of the standard input; not empty."""
+    """Return all bytes of standard input; raise `SourceError` if there are none."""
     return check_not_empty(sys.stdin.buffer.read(), "stdin")
 
 
 def check_not_empty(data: bytes, file: str) -> bytes:
+    """Return the bytes; raise `SourceError` if they are only whitespace."""
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise SourceError("the file is empty: nothing to read", file=file)
     return data
 
 
 def unreadable_error(path: Path, error: Exception) -> SourceError:
-    """Why the file cannot be opened: missing (which is near?), a folder, not permitted, …"""
+    """Return the error for a file that cannot be opened, with the nearest name in its folder."""
     file = str(path)
     try:
         if path.is_dir():
             return SourceError(
-                "this is a folder: give one file of it, or open a database with qkv.open",
+                "this is a folder: give one of its files, or open a database with qkv.open",
                 file=file,
             )
     except (OSError, ValueError):
@@ -94,27 +96,27 @@ def unreadable_error(path: Path, error: Exception) -> SourceError:
         if not path.parent.is_dir():
             return SourceError(f"no such file: there is no folder {str(path.parent)!r}", file=file)
         try:
-            beside = [other.name for other in path.parent.iterdir()]
+            siblings = [other.name for other in path.parent.iterdir()]
         except OSError:
-            beside = []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "check the name and the folder"
+            siblings = []
+        nearest = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else "check the name and the folder"
         return SourceError(f"no such file: {hint}", file=file)
     if isinstance(error, PermissionError):
-        return SourceError("permission denied: let this user read it (chmod u+r)", file=file)
+        return SourceError("permission denied: allow this user to read it (chmod u+r)", file=file)
     reason = getattr(error, "strerror", None) or str(error)
     return SourceError(f"cannot be opened: {reason}", file=file)
 
 
 def refuse_foreign_formats(data: bytes, file: str) -> None:
-    """Refuse what its first bytes show to be no table, whatever the file is named."""
+    """Raise `SourceError` if the first bytes belong to a format that is not a table."""
     for magic, what, step in _FOREIGN_FORMATS:
         if data.startswith(magic):
             raise SourceError(f"looks like {what}, not a table: {step}", file=file)
 
 
 def decode_text(data: bytes, file: str) -> str:
-    """The bytes as UTF-8 text without byte order mark; the error names the byte and its place."""
+    """Decode UTF-8 text without its byte order mark; an error names the byte and its position."""
     for mark, encoding in _UNSUPPORTED_BOMS:
         if data.startswith(mark):
             raise SourceError(
@@ -131,16 +133,16 @@ def decode_text(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         before = data[: error.start].decode()
         raise error_at(
-            f"byte 0x{data[error.start]:02x} is not UTF-8 text: if the file is in another "
-            f"encoding, convert it, say with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
+            f"byte 0x{data[error.start]:02x} is not UTF-8 text: convert a file in another "
+            f"encoding, for example with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
             before,
             len(before),
             file,
         ) from None
     if nul >= 0:
         raise error_at(
-            "a NUL byte, which text does not have: the file is damaged, binary, or UTF-16 "
-            f"(then: iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
+            "a NUL byte, which text cannot contain: the file is damaged, binary, or UTF-16 (then: "
+            f"iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
             decoded,
             len(decoded),
             file,
@@ -149,13 +151,13 @@ def decode_text(data: bytes, file: str) -> str:
 
 
 def error_at(what: str, text: str, at: int, file: str) -> SourceError:
-    """The error of what is wrong at this place of a text."""
+    """Return the error for a problem at a position of a text."""
     line, column = line_and_column(text[:at])
     return SourceError(what, file=file, line=line, column=column)
 
 
 def line_and_column(before: str) -> tuple[int, int]:
-    """The line and column, from 1, of what comes after this text.
+    """Return the line and column, from 1, of the character after this text.
 
     >>> line_and_column("a,b\\r\\n1,")
     (2, 3)

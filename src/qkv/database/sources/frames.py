@@ -1,4 +1,4 @@
-"""Data frames through narwhals, what DuckDB reads, data sets, and files of Parquet and Arrow."""
+"""Read data frames, DuckDB queries, Hugging Face data sets, and Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FRAME_NAME = "frame"
 
 
 def from_frame(frame: Any) -> Table:
-    """The table of a data frame, or of a query of DuckDB's; an index of pandas that has a name is
-    a column, as Parquet has it.
+    """Read a data frame of pandas, polars or pyarrow, or a DuckDB query.
 
-    None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
-    cell by it. Lists of floats that have one length are vectors. Dates and times finer than
-    Python's become ISO text, decimals numbers where all are exact and else text.
+    A named pandas index becomes a column, as in Parquet. None, NA and NaT become None; so does NaN
+    outside float columns, where pandas uses it for a missing value. Lists of floats of equal length
+    become vectors. Times with nanoseconds become ISO text. Decimals become numbers if all of them
+    stay exact, otherwise text.
 
     >>> import polars
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
@@ -38,18 +38,18 @@ def from_frame(frame: Any) -> Table:
     """
     with require_extra("tables", "reading a frame needs narwhals"):
         import narwhals
-    if hasattr(frame, "to_arrow_table"):  # a query of DuckDB's is one when it is asked for
+    if hasattr(frame, "to_arrow_table"):  # a DuckDB query
         frame = frame.to_arrow_table()
     try:
         native = narwhals.from_native(frame, eager_only=True)
     except narwhals.exceptions.DuplicateError as error:
         raise SourceError(f"{str(error).strip()}: rename all but one", file=_FRAME_NAME) from None
     except TypeError:
-        step = "a lazy frame is collected first (.collect())"
+        step = "collect a lazy frame first with .collect()"
         if hasattr(frame, "to_frame"):
-            step = "a column alone is its to_frame()"
+            step = "convert a single column with .to_frame()"
         raise DtypeError(
-            "frame must be a data frame of pandas, polars or pyarrow, or a query of DuckDB, not a "
+            "frame must be a data frame of pandas, polars or pyarrow, or a DuckDB query, not a "
             f"{type(frame).__name__}: {step}"
         ) from None
     if native.implementation.is_pandas_like():
@@ -68,14 +68,13 @@ def from_frame(frame: Any) -> Table:
 
 
 def _series_to_cells(series: Any) -> list[Any]:
-    """A column of pandas or polars as cells."""
+    """Return a pandas or polars column as cells."""
     import narwhals
 
-    fine = isinstance(series.dtype, narwhals.Datetime) and series.dtype.time_unit == "ns"
-    if fine and series.implementation.is_polars():
-        with require_extra(
-            "tables", "reading nanoseconds needs pyarrow"
-        ):  # polars gives them as Python's
+    is_ns = isinstance(series.dtype, narwhals.Datetime) and series.dtype.time_unit == "ns"
+    if is_ns and series.implementation.is_polars():
+        # polars itself would truncate to Python's microseconds.
+        with require_extra("tables", "reading nanoseconds needs pyarrow"):
             return arrow_to_cells(series.to_arrow())
     cells: list[Any] = extract_cells(series)
     if series.dtype.is_float():
@@ -84,15 +83,15 @@ def _series_to_cells(series: Any) -> list[Any]:
 
 
 def from_dataset(dataset: Any) -> Table:
-    """The table of a Hugging Face data set, whole or streamed."""
+    """Read a Hugging Face data set; a streamed one is read to its end."""
     if type(dataset).__module__.partition(".")[0] != "datasets":
         raise DtypeError(
-            "dataset must be a data set of Hugging Face's datasets, not a "
+            "dataset must be a Hugging Face data set, not a "
             f"{type(dataset).__name__}: load one with datasets.load_dataset(name, split=…)"
         )
     if isinstance(dataset, dict):
         raise DtypeError(
-            f"dataset holds the splits {', '.join(map(repr, dataset))}: pass one of them, "
+            f"dataset has the splits {', '.join(map(repr, dataset))}: pass one of them, "
             f"dataset[{next(iter(dataset), 'train')!r}]"
         )
     import pyarrow
@@ -105,49 +104,49 @@ def from_dataset(dataset: Any) -> Table:
 
 
 def _check_text(cells: list[Any], name: str) -> None:
-    """Refuse half characters (lone surrogates), which Python's text may have and no file can."""
+    """Raise `SourceError` for lone surrogates: Python text may contain them, UTF-8 may not."""
     try:
         "".join(cell for cell in cells if isinstance(cell, str)).encode()
     except UnicodeEncodeError:
         raise SourceError(
-            f"column {name!r} holds text with a lone surrogate, which no file can keep: decode "
-            "it with the right encoding first",
+            f"column {name!r} contains text with a lone surrogate, which UTF-8 cannot encode: "
+            "decode it with the right encoding first",
             file=_FRAME_NAME,
         ) from None
 
 
-def from_file(path: Path, kind: str, progress: ProgressCallback | None = None) -> Table:
-    """The table of a file of Parquet or of Arrow (of Feather version 2 too); types as in
-    `arrow_to_cells`."""
-    with require_extra("tables", f"reading {kind} needs pyarrow"):
+def from_file(path: Path, format_name: str, progress: ProgressCallback | None = None) -> Table:
+    """Read a file of the format "Parquet" or "Arrow", which includes Feather version 2."""
+    with require_extra("tables", f"reading {format_name} needs pyarrow"):
         import pyarrow.ipc
         import pyarrow.parquet
     file = str(path)
     try:
-        read = _read_parquet(path) if kind == "Parquet" else _read_arrow(path)
-        check_column_names(read.column_names, file)
-        # Damaged offsets would be followed out of the file.
-        read.validate(full=True)
+        table = _read_parquet(path) if format_name == "Parquet" else _read_arrow(path)
+        check_column_names(table.column_names, file)
+        # Arrow would follow damaged offsets to memory outside the file.
+        table.validate(full=True)
         columns = []
-        for column, name in zip(read.columns, read.column_names, strict=True):
+        for column, name in zip(table.columns, table.column_names, strict=True):
             columns.append(_convert_column(column, name, file))
             if progress is not None:
-                progress(len(columns), read.num_columns)
+                progress(len(columns), table.num_columns)
     except SourceError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-        told = f"damaged or not {kind} ({reason}): copy or write it again"
-        raise SourceError(told, file=file) from None
-    if not len(read):
+        raise SourceError(
+            f"damaged or not {format_name} ({reason}): copy or write it again", file=file
+        ) from None
+    if not len(table):
         raise no_rows_error(file)
-    return build_table(path.stem, read.column_names, columns, file)
+    return build_table(path.stem, table.column_names, columns, file)
 
 
 def _read_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
-    # Not read_table: it would take a folder named "year=1988" for a column.
+    # Not read_table: it would add a column for a folder named "year=1988".
     with pyarrow.parquet.ParquetFile(path) as opened:
         return opened.read()
 
@@ -155,7 +154,7 @@ def _read_parquet(path: Path) -> Any:
 def _read_arrow(path: Path) -> Any:
     import pyarrow.ipc
 
-    # Not memory-mapped: whoever shortens the file meanwhile would end this process.
+    # Not memory-mapped: if another process truncates the file, this one would get SIGBUS.
     with pyarrow.OSFile(str(path)) as opened:
         is_file = opened.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         opened.seek(0)
@@ -164,9 +163,9 @@ def _read_arrow(path: Path) -> Any:
 
 
 def arrow_to_cells(column: Any) -> list[Any]:
-    """An Arrow column as cells: numbers as they are, NaN kept, null as None.
+    """Return an Arrow column as cells: NaN stays NaN, null becomes None.
 
-    Lists of floats that have one length are vectors. Times finer than Python's become ISO text.
+    Lists of floats of equal length become vectors. Times with nanoseconds become ISO text.
 
     >>> import pyarrow
     >>> arrow_to_cells(pyarrow.chunked_array([[1.5, None]]))
@@ -188,11 +187,12 @@ def arrow_to_cells(column: Any) -> list[Any]:
         dtype = kind.value_type.to_pandas_dtype()
         return [None if x is None else np.asarray(x, dtype) for x in column.to_pylist()]
     if getattr(kind, "unit", None) == "ns":
-        # Python's times end at microseconds: finer ones that matter are written out.
-        moment = types.is_timestamp(kind)
-        other = pyarrow.time64 if types.is_time64(kind) else pyarrow.duration
+        # Python has microseconds: a column with finer times becomes text.
+        target = pyarrow.time64("us") if types.is_time64(kind) else pyarrow.duration("us")
+        if types.is_timestamp(kind):
+            target = pyarrow.timestamp("us", kind.tz)
         try:
-            column = column.cast(pyarrow.timestamp("us", kind.tz) if moment else other("us"))
+            column = column.cast(target)
         except pyarrow.ArrowInvalid:
             return [
                 each and _to_iso_text(each) for each in column.cast(pyarrow.string()).to_pylist()
@@ -201,7 +201,7 @@ def arrow_to_cells(column: Any) -> list[Any]:
 
 
 def _convert_column(column: Any, name: str, file: str) -> list[Any]:
-    """A column as cells, refused where it has a day that Python's calendar has not."""
+    """Return a column as cells; raise `SourceError` for dates outside Python's range."""
     from pyarrow import types
 
     try:
@@ -210,14 +210,14 @@ def _convert_column(column: Any, name: str, file: str) -> list[Any]:
         if not types.is_temporal(column.type):
             raise
         raise SourceError(
-            f"column {name!r} has a date outside of the years 1 to 9999, or an infinite one, which "
-            "Python has not: make text of the column, or leave these cells empty",
+            f"column {name!r} has a date outside the years 1 to 9999, or an infinite one, which "
+            "Python does not support: convert the column to text, or leave these cells empty",
             file=file,
         ) from None
 
 
 def _has_equal_lengths(column: Any) -> bool:
-    """Whether lists have one length, and nothing in them is missing."""
+    """Return whether all lists have the same length and contain no nulls."""
     from pyarrow import compute
 
     sizes = compute.unique(compute.list_value_length(column.drop_null())).to_pylist()
@@ -225,7 +225,7 @@ def _has_equal_lengths(column: Any) -> bool:
 
 
 def _to_iso_text(text: str) -> str:
-    """A time as Arrow writes it, in the form of Python's.
+    """Convert a time from Arrow's text form to Python's ISO form.
 
     >>> (
     ...     _to_iso_text("1969-12-31 19:00:00.000000001-0500"),

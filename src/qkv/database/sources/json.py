@@ -1,4 +1,4 @@
-"""JSON lines (one object a line) and a JSON array of objects: an object is a row."""
+"""Read JSON lines (one object per line) or a JSON array of objects; each object is a row."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from qkv.util.types import ProgressCallback
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 _LINE_PATTERN = re.compile(r"[^\r\n]+")
 _SURROGATE_PATTERN = re.compile(r"\\u[dD][89a-fA-F]")
-# A colon after a text's closing quote, before which stand backslashes in pairs or none.
+# A colon after the closing quote of a string; the quote itself is not escaped.
 _NAME_PATTERN = re.compile(rb'(?<!\\)(?:\\\\)*"[ \t\r\n]*:')
-# So few rows that they stay in the processor's cache until they are columns.
 _ROWS_PER_BATCH = 1024
-# Beyond it, names are data: a table of them would be columns² of None.
+"""Small enough that a batch stays in the processor's cache until it is split into columns."""
 _MAX_COLUMNS = 4096
+"""With more names, the names are data: a table of them would be mostly None."""
 
 
 def read_json(data: bytes, name: str, file: str, progress: ProgressCallback | None = None) -> Table:
-    """The table whose columns are the names in the objects, in the order they first appear.
+    """Parse JSON; the columns are the names in the objects, in the order of their first use.
 
-    A name that an object lacks is None in its row. NaN and Infinity, which JSON does not have but
-    many write, are floats. A column of lists of floats, all of one length, is one of vectors.
+    A name that an object does not have is None in its row. NaN and Infinity are floats, although
+    the JSON standard does not have them. Lists of floats of equal length become vectors.
 
     >>> read_json(b'{"name": "Li", "age": 34}\\n{"name": "Mu"}', "people", "people.jsonl").columns
     {'name': ['Li', 'Mu'], 'age': [34, None]}
     """
     text = files.decode_text(data, file)
-    listed = text.startswith("[", _skip_space(text, 0))
-    columns = _read_with_orjson(data, listed, progress)
+    is_array = text.startswith("[", _skip_space(text, 0))
+    columns = _read_with_orjson(data, is_array, progress)
     try:
-        columns = columns or _rows_to_columns(_read_rows(text, listed), progress, len(text))[0]
-    except _JsonError as fault:
-        raise files.error_at(fault.message, text, fault.position, file) from None
+        columns = columns or _rows_to_columns(_read_rows(text, is_array), progress, len(text))[0]
+    except _JsonError as error:
+        raise files.error_at(error.message, text, error.position, file) from None
     if progress is not None:
         progress(len(data), len(data))
     check_column_names(list(columns), file)
     _warn_nested_rows(columns, file)
-    # What JSON has are plain cells as they stand.
+    # JSON values are plain cells already.
     columns = {title: lists_to_vectors(cells) for title, cells in columns.items()}
     if len(data) > current_limits().cell_characters:
         columns = {
@@ -64,13 +64,13 @@ def read_json(data: bytes, name: str, file: str, progress: ProgressCallback | No
 
 
 def _warn_nested_rows(columns: dict[str, list[Any]], file: str) -> None:
-    """Tell of a table that is one row with the rows in it, as many an API sends them."""
+    """Warn if the only row contains a list of rows, as in the responses of many APIs."""
     for title, cells in columns.items():
         inner = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else []
         if len(inner) > 1 and all(isinstance(x, dict) for x in inner):
             warn_at_caller(
-                f"{file}: one row, whose {title!r} is a list of {len(inner):,} objects: if those "
-                "are the rows, write that list alone into a file"
+                f"{file}: only one row, and its {title!r} is a list of {len(inner):,} objects: if "
+                "those are the rows, write only that list to the file"
             )
 
 
@@ -79,7 +79,10 @@ def _rows_to_columns(
     progress: ProgressCallback | None,
     total: int,
 ) -> tuple[dict[str, list[Any]], int]:
-    """Rows as columns, and how many cells they had; each batch comes with how far it reaches."""
+    """Convert batches of rows to columns; also return the number of cells.
+
+    Each batch comes with the position of its end, for `progress`.
+    """
     columns: dict[str, list[Any]] = {}
     count = cells = 0
     for rows, done in batches:
@@ -99,12 +102,12 @@ def _rows_to_columns(
 
 
 def _read_with_orjson(
-    data: bytes, listed: bool, progress: ProgressCallback | None
+    data: bytes, is_array: bool, progress: ProgressCallback | None
 ) -> dict[str, list[Any]] | None:
-    """The columns by orjson, where it is installed; None where it may not read them as we do.
+    """Parse with orjson if it is installed; return None if its result may differ from ours.
 
-    What it refuses may be NaN, or is told by `_read_rows`. It keeps the last of two equal names,
-    and makes floats of ints beyond 64 bits and infinities of what is more.
+    orjson rejects NaN, keeps the last of two equal names, and converts ints beyond 64 bits to
+    floats or infinity. `_read_rows` then parses the text again and reports errors.
     """
     try:
         from orjson import loads
@@ -112,7 +115,7 @@ def _read_with_orjson(
         return None
     data = data.removeprefix(codecs.BOM_UTF8)
     if b"\r" in data:
-        if data.count(b"\r") > data.count(b"\r\n"):  # lines end there too
+        if data.count(b"\r") > data.count(b"\r\n"):  # a lone CR ends a line too
             return None
         data = data.replace(b"\r", b"")
 
@@ -123,52 +126,55 @@ def _read_with_orjson(
             yield [*map(loads, lines[at : at + _ROWS_PER_BATCH])], done
 
     try:
-        whole = [(loads(data), len(data))] if listed else parse_batches()
-        columns, names = _rows_to_columns(whole, progress, len(data))
-        names += sum(map(_count_names, columns.values()))
+        batches = [(loads(data), len(data))] if is_array else parse_batches()
+        columns, name_count = _rows_to_columns(batches, progress, len(data))
+        name_count += sum(map(_count_names, columns.values()))
     except (ValueError, TypeError, RecursionError):
         return None
-    # Text may hold colons too; then those after a name are counted, one by one.
-    return columns if columns and names in _count_colons(data) else None
+    # Fewer names than colons: orjson dropped a duplicate name, or strings contain colons.
+    return columns if columns and name_count in _count_colons(data) else None
 
 
 def _count_colons(data: bytes) -> Iterator[int]:
-    """How many names there are at most, each time with more care; the last is how many."""
+    """Yield upper bounds of the number of names, cheapest first; the last one is exact."""
     yield data.count(b":")
     yield sum(data.count(before + b":") for before in (b'"', b" ", b"\t", b"\n"))
     yield len(_NAME_PATTERN.findall(data))
 
 
 def _count_names(cells: Collection[Any]) -> int:
-    """How many names the objects within these cells have; an error where a float is none."""
+    """Return the number of names in nested objects.
+
+    Raise `ValueError` for a float of 2⁶³ or more: it may be an int that orjson converted.
+    """
     kinds = set(map(type, cells))
     if float in kinds:
         floats = cells if kinds == {float} else [cell for cell in cells if type(cell) is float]
         if max(max(floats), -min(floats)) >= 2**63:
-            raise ValueError("an int that was too long")
+            raise ValueError("an int may have lost digits")
     if not kinds & {dict, list}:
         return 0
     dicts = [cell for cell in cells if type(cell) is dict]
     lists = (cell for cell in cells if type(cell) is list)
-    within = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
-    return sum(map(len, dicts)) + _count_names(within)
+    nested = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
+    return sum(map(len, dicts)) + _count_names(nested)
 
 
 class _JsonError(ValueError):
-    """What is wrong, and at which character of the text."""
+    """A problem at a position of the text."""
 
-    def __init__(self, what: str, at: int = -1) -> None:
-        super().__init__(what)
-        self.message, self.position = what, at
+    def __init__(self, message: str, position: int = -1) -> None:
+        super().__init__(message)
+        self.message, self.position = message, position
 
 
-def _read_rows(text: str, listed: bool) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """The objects, many at a time, and where they end; else what is wrong with the first."""
+def _read_rows(text: str, is_array: bool) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Yield batches of objects and the position of their end; raise `_JsonError` for a bad one."""
     rows: list[dict[str, Any]] = []
     names: set[str] = set()
-    most = min(current_limits().columns or _MAX_COLUMNS, _MAX_COLUMNS)
+    limit = min(current_limits().columns or _MAX_COLUMNS, _MAX_COLUMNS)
     end = 0
-    for start, end, row in (_read_elements if listed else _read_lines)(text):
+    for start, end, row in (_read_elements if is_array else _read_lines)(text):
         if not isinstance(row, dict):
             raise _JsonError(
                 f"a {_type_name(row)} where an object was expected: each row must be "
@@ -176,10 +182,10 @@ def _read_rows(text: str, listed: bool) -> Iterator[tuple[list[dict[str, Any]], 
                 start,
             )
         names.update(row)
-        if len(names) > most:
+        if len(names) > limit:
             raise _JsonError(
-                f"the objects so far have more than {most:,} different names: rows of a "
-                "table share their names, so put what differs into a value",
+                f"the objects up to here have more than {limit:,} different names: the rows of a "
+                "table share their names, so put names that differ into values",
                 start,
             )
         rows.append(row)
@@ -187,16 +193,16 @@ def _read_rows(text: str, listed: bool) -> Iterator[tuple[list[dict[str, Any]], 
             yield rows, end
             rows = []
     if not end:
-        raise _JsonError("a list of no objects: add at least one", _skip_space(text, 0))
+        raise _JsonError("the list has no objects: add at least one", _skip_space(text, 0))
     if rows:
         yield rows, end
 
 
 def _read_lines(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Where each line's value begins and ends in the text, and the value."""
+    """Yield the start, the end and the value of each line."""
     first = True
-    for found in _LINE_PATTERN.finditer(text):
-        line = found.group()
+    for match in _LINE_PATTERN.finditer(text):
+        line = match.group()
         at = _skip_space(line, 0)
         if at == len(line):
             continue
@@ -204,20 +210,20 @@ def _read_lines(text: str) -> Iterator[tuple[int, int, Any]]:
             value, end = _decode_value(line, at)
             if end < len(line):
                 raise _syntax_error("more after the object", end)
-        except _JsonError as fault:
-            if first and _is_single_value(text, found.start() + at):
+        except _JsonError as error:
+            if first and _is_single_value(text, match.start() + at):
                 raise _JsonError(
-                    "one object over many lines, which is one row or none: write a list of objects "
-                    "[{…}, {…}], or one object a line",
-                    found.start() + at,
+                    "one object over many lines is not a table: write a list of objects "
+                    "[{…}, {…}], or one object per line",
+                    match.start() + at,
                 ) from None
-            raise _JsonError(fault.message, found.start() + fault.position) from None
+            raise _JsonError(error.message, match.start() + error.position) from None
         first = False
-        yield found.start() + at, found.end(), value
+        yield match.start() + at, match.end(), value
 
 
 def _read_elements(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Where each element of the list begins and ends in the text, and the element."""
+    """Yield the start, the end and the value of each element of the list."""
     at = _skip_space(text, _skip_space(text, 0) + 1)
     closed = text.startswith("]", at)
     while not closed:
@@ -227,28 +233,28 @@ def _read_elements(text: str) -> Iterator[tuple[int, int, Any]]:
             raise _syntax_error("expecting ',' or ']'", end)
         yield at, end, value
         at = end if closed else _skip_space(text, end + 1)
-    rest = _skip_space(text, at + 1)
-    if rest < len(text):
-        raise _JsonError("more after the list's end: a file holds one list", rest)
+    after = _skip_space(text, at + 1)
+    if after < len(text):
+        raise _JsonError("more after the end of the list: a file contains one list", after)
 
 
 def _skip_space(text: str, at: int) -> int:
-    found = _WHITESPACE.match(text, at)
-    return found.end() if found else at
+    match = _WHITESPACE.match(text, at)
+    return match.end() if match else at
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = dict(pairs)
     if len(names) < len(pairs):
-        ((double, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise _JsonError(f"this object has the name {double!r} twice: rename one")
+        ((duplicate, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise _JsonError(f"this object has the name {duplicate!r} twice: rename one")
     return names
 
 
 def _parse_float(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
-        raise _JsonError(f"{digits[:40]} is more than a float can hold: write it as text")
+        raise _JsonError(f"{digits[:40]} is too large for a float: write it as text")
     return number
 
 
@@ -267,32 +273,32 @@ _DECODER = json.JSONDecoder(
 
 
 def _decode_value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins here, and what comes after it begins where; else what is wrong."""
+    """Return the value at this position and the position after it; raise `_JsonError`."""
     try:
         value, end = _DECODER.raw_decode(text, at)
         if _SURROGATE_PATTERN.search(text, at, end):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise _syntax_error(error.msg[:1].lower() + error.msg[1:], error.pos) from None
-    except _JsonError as fault:
-        raise _JsonError(fault.message, at) from None
+    except _JsonError as error:
+        raise _JsonError(error.message, at) from None
     except RecursionError:
         raise _JsonError("lists or objects are nested too deeply: flatten them", at) from None
     except UnicodeEncodeError:
         raise _JsonError(
-            "text with half a character (a lone \\ud800 … \\udfff), which no UTF-8 file can "
-            "keep: write the whole pair",
+            "text with a lone surrogate (\\ud800 … \\udfff), which UTF-8 cannot encode: write the "
+            "complete pair",
             at,
         ) from None
     return value, _skip_space(text, end)
 
 
 def _syntax_error(what: str, at: int) -> _JsonError:
-    return _JsonError(f"broken JSON, {what}: mend or remove it", at)
+    return _JsonError(f"invalid JSON, {what}: fix or remove it", at)
 
 
 def _is_single_value(text: str, start: int) -> bool:
-    """Whether the whole text is one JSON value."""
+    """Return whether the text from `start` on is one JSON value."""
     try:
         return _decode_value(text, start)[1] == len(text)
     except _JsonError:

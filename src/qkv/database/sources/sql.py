@@ -1,13 +1,11 @@
-"""A table, view or query of an SQLite file or a PostgreSQL server, of which nothing is written."""
+"""Read a table, view or query of a SQLite file or a PostgreSQL server, without writing to it."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -15,16 +13,17 @@ from urllib.parse import quote, unquote
 from qkv.database.sources.table import (
     SourceError,
     Table,
+    TableSelector,
     build_table,
     check_column_names,
     no_rows_error,
 )
 from qkv.database.sources.type_inference import parse_dates
-from qkv.errors import CombinationError, require_extra, unknown_name_error
+from qkv.errors import CombinationError, require_extra
 from qkv.util.types import ProgressCallback
 
 SQLITE_MAGIC = b"SQLite format 3\0"
-"""What a file of SQLite begins with."""
+"""The first bytes of a SQLite file."""
 _ROWS_PER_FETCH = 16_384
 _LIST_SQLITE_TABLES = r"""
 select name from sqlite_master
@@ -38,53 +37,28 @@ order by table_schema <> current_schema(), table_schema, table_name
 """
 
 
-@dataclass(frozen=True)
-class TableSelector:
-    """What to read from a database: a table's name, a query, or (both None) its only table."""
-
-    table: str | None = None
-    query: str | None = None
-
-    def choose_table(self, tables: Sequence[str], file: str) -> str:
-        """The table that is meant, of those there are."""
-        if self.table is not None:
-            if self.table not in tables:
-                raise SourceError(str(unknown_name_error("table", self.table, tables)), file=file)
-            return self.table
-        if not tables:
-            raise SourceError("no tables: there is nothing to read", file=file)
-        if len(tables) > 1:
-            raise SourceError(
-                f"{len(tables)} tables ({', '.join(tables[:20])}{', …' * (len(tables) > 20)}): "
-                f"choose one with table={tables[0]!r} or ?table={quote(tables[0])}, on the command "
-                f"line with --table {shlex.quote(tables[0])}",
-                file=file,
-            )
-        return tables[0]
-
-
 def parse_selector(url: str, table: str | None) -> tuple[str, TableSelector]:
-    """The URL without ?table= and ?query=, and what they say; `table` is the caller's argument.
+    """Split ?table= and ?query= off a URL; `table` is the argument of the caller.
 
     >>> parse_selector("postgresql://host/shop?table=books&sslmode=require", None)
     ('postgresql://host/shop?sslmode=require', TableSelector(table='books', query=None))
     """
-    address, _, rest = url.partition("?")
-    options = [option.partition("=") for option in rest.split("&")]
-    found = {name: unquote(value) for name, _, value in options if name in ("table", "query")}
-    if table is not None and found.get("table", table) != table:
+    base, _, query_string = url.partition("?")
+    options = [option.partition("=") for option in query_string.split("&")]
+    ours = {name: unquote(value) for name, _, value in options if name in ("table", "query")}
+    if table is not None and ours.get("table", table) != table:
         raise CombinationError(
-            f"table={table!r} and ?table={found['table']} differ: name the table once"
+            f"table={table!r} and ?table={ours['table']} differ: name the table once"
         )
-    chosen = TableSelector(table if table is not None else found.get("table"), found.get("query"))
-    if chosen.table is not None and chosen.query is not None:
-        raise CombinationError("a table and a query were given: give one of them")
-    rest = "&".join("".join(option) for option in options if option[0] not in found)
-    return f"{address}?{rest}" if rest else address, chosen
+    selector = TableSelector(table if table is not None else ours.get("table"), ours.get("query"))
+    if selector.table is not None and selector.query is not None:
+        raise CombinationError("a table and a query were given: give only one of them")
+    query_string = "&".join("".join(option) for option in options if option[0] not in ours)
+    return f"{base}?{query_string}" if query_string else base, selector
 
 
 def quote_identifier(*names: str) -> str:
-    """An SQL identifier: schema and table, each in double quotes.
+    """Return an SQL identifier: schema and table, each in double quotes.
 
     >>> print(quote_identifier("public", 'my "own" books'))
     "public"."my ""own"" books"
@@ -93,7 +67,7 @@ def quote_identifier(*names: str) -> str:
 
 
 def quote_literal(text: str) -> str:
-    """A text as SQL writes it.
+    """Return a text as an SQL string literal.
 
     >>> print(quote_literal("it's"))
     'it''s'
@@ -101,89 +75,99 @@ def quote_literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def read_sqlite(path: Path, wish: TableSelector, progress: ProgressCallback | None = None) -> Table:
-    """The table that is wished for; cells are what SQLite has: int, float, text, bytes, None; text
-    of a column that is declared as one of dates as `parse_dates` has it."""
+def read_sqlite(
+    path: Path, selector: TableSelector, progress: ProgressCallback | None = None
+) -> Table:
+    """Read the selected table of a SQLite file.
+
+    Cells are int, float, text, bytes or None. Text in a column that is declared as a date or a
+    timestamp goes through `parse_dates`.
+    """
     file = str(path)
     try:
-        # By its address: "?" or "#" in a name would else end it.
-        address = f"file:{quote(str(path.absolute()))}?mode=ro"
-        with closing(sqlite3.connect(address, uri=True)) as database:
-            # The file may be a stranger's: its views shall call nothing that acts.
+        # Quoted, because "?" or "#" in a file name would end the path of the URI.
+        uri = f"file:{quote(str(path.absolute()))}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True)) as database:
+            # The file may be untrusted: its views must not call functions with side effects.
             database.execute("pragma trusted_schema = off")
             tables = {name: (name,) for (name,) in database.execute(_LIST_SQLITE_TABLES)}
             execute = database.execute
-            found = _read_table(execute, execute, tables, path.stem, wish, file, progress)
-            if wish.query is None:
-                for _, name, kind, *_ in execute(
-                    f"pragma table_info({quote_identifier(found.name)})"
+            table = _read_table(execute, execute, tables, path.stem, selector, file, progress)
+            if selector.query is None:
+                for _, name, declared_type, *_ in execute(
+                    f"pragma table_info({quote_identifier(table.name)})"
                 ):
-                    if re.match("date|timestamp", kind, re.IGNORECASE) and name in found.columns:
-                        found.columns[name] = parse_dates(found.columns[name])
-            return found
+                    is_date = re.match("date|timestamp", declared_type, re.IGNORECASE)
+                    if is_date and name in table.columns:
+                        table.columns[name] = parse_dates(table.columns[name])
+            return table
     except SourceError:
         raise
     except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
         raise SourceError(
-            f"SQLite cannot read it ({error or type(error).__name__}): check the query if you gave "
-            "one, else the file with PRAGMA integrity_check",
+            f"SQLite cannot read it ({error or type(error).__name__}): check the query, if any; "
+            "check the file with PRAGMA integrity_check",
             file=file,
         ) from None
 
 
-def read_postgres(url: str, wish: TableSelector, progress: ProgressCallback | None = None) -> Table:
-    """The table that is wished for; one outside the current schema is named schema.table.
+def read_postgres(
+    url: str, selector: TableSelector, progress: ProgressCallback | None = None
+) -> Table:
+    """Read the selected table of a PostgreSQL server.
 
-    What Python has no plain type for is text: ranges and addresses as PostgreSQL writes them;
-    numeric becomes a number where all cells are exact and else text.
+    A table outside the current schema is named schema.table. Ranges and network addresses become
+    text. A numeric column becomes numbers if all cells stay exact, otherwise text.
     """
     with require_extra("postgres", "reading PostgreSQL needs psycopg"):
         import psycopg
     file = mask_password(url)
-    # How long to wait for a server that does not answer, unless the address says.
-    patience: dict[str, Any] = {} if "connect_timeout=" in url else {"connect_timeout": 10}
+    # libpq waits forever by default for a server that does not answer.
+    timeout: dict[str, Any] = {} if "connect_timeout=" in url else {"connect_timeout": 10}
     try:
-        with psycopg.connect(url, **patience) as connection:
+        with psycopg.connect(url, **timeout) as connection:
             connection.read_only = True
             tables: dict[str, tuple[str, ...]] = {}
             for schema, table, current in connection.execute(_LIST_POSTGRES_TABLES):
                 tables.setdefault(table if current else f"{schema}.{table}", (schema, table))
-                if current and wish.table == f"{schema}.{table}":
-                    tables[wish.table] = (schema, table)
-            # A named cursor stays on the server: what is not fetched yet is not held here.
+                if current and selector.table == f"{schema}.{table}":
+                    tables[selector.table] = (schema, table)
+            # A named cursor is on the server: only the fetched rows take memory here.
             with connection.cursor(name="qkv") as cursor:
-                count, ask = connection.execute, cursor.execute
-                return _read_table(count, ask, tables, "query", wish, file, progress)
+                return _read_table(
+                    connection.execute, cursor.execute, tables, "query", selector, file, progress
+                )
     except (psycopg.Error, UnicodeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        step = "check the address, the rights and the query"
-        if isinstance(error, psycopg.DataError) and error.sqlstate is None:  # not the server's
-            step = "make text of that column by a query of your own, select day::text from …"
-        raise SourceError(f"PostgreSQL says: {reason}: {step}", file=file) from None
+        step = "check the URL, the permissions and the query"
+        if isinstance(error, psycopg.DataError) and error.sqlstate is None:  # raised by psycopg
+            step = "convert that column to text with ?query=select day::text from …"
+        raise SourceError(f"PostgreSQL reports: {reason}: {step}", file=file) from None
 
 
 def _read_table(
     count: Callable[[Any], Any],
-    ask: Callable[[Any], Any],
+    execute: Callable[[Any], Any],
     tables: Mapping[str, tuple[str, ...]],
     name: str,
-    wish: TableSelector,
+    selector: TableSelector,
     file: str,
     progress: ProgressCallback | None,
 ) -> Table:
-    """The table or query that is wished for, turned into columns batch by batch.
+    """Read the selected table or query into columns, batch by batch.
 
-    `count` and `ask` run a statement and give a cursor; `name` is what a query's table is called.
+    `count` and `execute` run a statement and return a cursor. `name` is the name of the result of a
+    query.
     """
-    query, total = wish.query, None
+    query, total = selector.query, None
     if query is None:
-        name = wish.choose_table(list(tables), file)
+        name = selector.choose_table(list(tables), file)
         query = f"select * from {quote_identifier(*tables[name])}"
         if progress is not None:
             (total,) = count(f"select count(*) from ({query}) t").fetchone()
-    cursor = ask(query)
+    cursor = execute(query)
     if cursor.description is None:
-        raise SourceError("the query gives no table: begin it with select", file=file)
+        raise SourceError("the query returns no table: begin it with select", file=file)
     names = [column[0] for column in cursor.description]
     check_column_names(names, file)
     columns: list[list[Any]] = [[] for _ in names]
@@ -198,7 +182,7 @@ def _read_table(
 
 
 def mask_password(url: str) -> str:
-    """The address as it may be shown.
+    """Return a URL without its passwords, for messages.
 
     >>> mask_password("postgresql://li:secret@host/shop?password=secret")
     'postgresql://li:…@host/shop?password=…'

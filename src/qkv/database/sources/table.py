@@ -1,9 +1,10 @@
-"""What every source becomes: named columns of plain cells, checked as a whole."""
+"""`Table`, the result of every reader, and the checks that its columns and cells pass."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import shlex
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,18 +12,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
 from qkv.database.errors import MixedColumnWarning
-from qkv.errors import QkvError, warn_at_caller
+from qkv.errors import QkvError, unknown_name_error, warn_at_caller
 
-# The longest text or bytes in one cell: above it, a file is more often broken than rich.
 MAX_CELL_LENGTH = 16 * 2**20
+"""The longest text or bytes in one cell. A longer one usually means a damaged file."""
 
 
 class SourceLimits(NamedTuple):
-    """How much a reader accepts; what is more is refused where it is met."""
+    """How much a reader accepts; it raises `SourceError` for more."""
 
     cell_characters: int = MAX_CELL_LENGTH
     columns: int | None = None
@@ -32,13 +34,13 @@ _LIMITS: ContextVar[SourceLimits | None] = ContextVar("qkv-source-limits", defau
 
 
 def current_limits() -> SourceLimits:
-    """The limits of the readers of this thread."""
+    """Return the limits of the readers in this thread or task."""
     return _LIMITS.get() or SourceLimits()
 
 
 @contextlib.contextmanager
 def limit_sources(limits: SourceLimits) -> Iterator[None]:
-    """Read with other limits than the usual, as a server does."""
+    """Read with these limits inside a `with`, as a server does."""
     token = _LIMITS.set(limits)
     try:
         yield
@@ -51,7 +53,7 @@ _DATE_TYPES = (datetime.date, datetime.datetime, datetime.time)
 
 
 class SourceError(QkvError, ValueError):
-    """A table cannot be read: which file, where in it (line and column from 1), what to do.
+    """A table cannot be read; the message says which file, which line and column, and what to do.
 
     >>> print(SourceError("a NUL byte", file="books.csv", line=7, column=3))
     books.csv, line 7, column 3: a NUL byte
@@ -69,8 +71,9 @@ class SourceError(QkvError, ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns of equal length; a cell is str, int, float, bool, None, bytes, a date, a
-    vector, a list or a dict.
+    """Named columns of equal length.
+
+    A cell is str, int, float, bool, None, bytes, a date, a vector, a list or a dict.
 
     >>> len(Table("books", {"title": ["Emma", "Ulysses"], "year": [1815, 1922]}))
     2
@@ -80,57 +83,87 @@ class Table:
     columns: dict[str, list[Any]]
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(next(iter(self.columns.values()), []))
+
+
+@dataclass(frozen=True)
+class TableSelector:
+    """What to read from a database: a table, a query, or (both None) its only table."""
+
+    table: str | None = None
+    query: str | None = None
+
+    def choose_table(self, tables: Sequence[str], file: str) -> str:
+        """Return the selected table; raise `SourceError` if it does not exist or is ambiguous."""
+        if self.table is not None:
+            if self.table not in tables:
+                raise SourceError(str(unknown_name_error("table", self.table, tables)), file=file)
+            return self.table
+        if not tables:
+            raise SourceError("no tables: there is nothing to read", file=file)
+        if len(tables) > 1:
+            raise SourceError(
+                f"{len(tables)} tables ({', '.join(tables[:20])}{', …' * (len(tables) > 20)}): "
+                f"choose one with table={tables[0]!r} or ?table={quote(tables[0])}, on the command "
+                f"line with --table {shlex.quote(tables[0])}",
+                file=file,
+            )
+        return tables[0]
 
 
 def build_table(
     name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], file: str
 ) -> Table:
-    """The table of these columns, or the error that says which name or cell cannot be kept."""
+    """Build a table of plain cells; raise `SourceError` for a name or cell that is not allowed."""
     check_column_names(names, file)
     pairs = zip(names, columns, strict=True)
     return Table(name, {title: to_plain_column(column, title, file) for title, column in pairs})
 
 
 def check_column_names(
-    names: Sequence[Any], file: str, line: int | None = None, otherwise: str = ""
+    names: Sequence[Any], file: str, line: int | None = None, hint: str = ""
 ) -> None:
-    """Refuse a table without columns, and column names that are empty, double or no text; what else
-    may be done is told `otherwise`."""
+    """Raise `SourceError` if there are no columns, or a name is empty, duplicate or not text.
+
+    `hint` is added to the next step in the message.
+    """
     where: dict[str, Any] = {"file": file, "line": line}
     if not names:
         raise SourceError("no columns: there is nothing to read", **where)
     check_columns(len(names), file, line)
     for place, name in enumerate(names, start=1):
         if not isinstance(name, str):
-            told = f"is named {name!r}, of type {type(name).__name__}: rename it"
-            raise SourceError(f"column {place} {told}", **where)
+            problem = f"is named {name!r}, of type {type(name).__name__}: rename it"
+            raise SourceError(f"column {place} {problem}", **where)
         if not name.strip():
-            told = f"has no name: give it one, or remove it{otherwise}"
-            raise SourceError(f"column {place} of {len(names)} {told}", **where)
+            problem = f"has no name: give it one, or remove it{hint}"
+            raise SourceError(f"column {place} of {len(names)} {problem}", **where)
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
         places = [str(place) for place, other in enumerate(names, start=1) if other == name]
-        told = f"are all named {name!r}: rename all but one{otherwise}"
-        raise SourceError(f"columns {', '.join(places)} {told}", **where)
+        problem = f"are all named {name!r}: rename all but one{hint}"
+        raise SourceError(f"columns {', '.join(places)} {problem}", **where)
 
 
 def check_columns(count: int, file: str, line: int | None = None) -> None:
-    """Refuse more columns than the reader's limit."""
-    most = current_limits().columns
-    if most is not None and count > most:
-        told = f"{count:,} columns, and {most:,} are the most that are read here"
-        raise SourceError(f"{told}: leave some out", file=file, line=line)
+    """Raise `SourceError` for more columns than the current limit."""
+    limit = current_limits().columns
+    if limit is not None and count > limit:
+        raise SourceError(
+            f"{count:,} columns, but at most {limit:,} are allowed here: leave some out",
+            file=file,
+            line=line,
+        )
 
 
 def no_rows_error(file: str) -> SourceError:
-    """The error for a table that has column names and nothing under them."""
+    """Return the error for a table with column names but without rows."""
     return SourceError("only column names, no rows: add at least one row", file=file)
 
 
 def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
-    """The column with every cell as one of the plain types, and none too long."""
+    """Return the column with plain cells; raise `SourceError` for a cell that is not allowed."""
     cells = column if isinstance(column, list) else list(column)
     kinds = set(map(type, cells))
     if Decimal in kinds and kinds <= {Decimal, type(None)}:
@@ -138,7 +171,7 @@ def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
     elif (dates := _to_dates(cells, kinds)) is not None:
         cells = dates
     elif not kinds <= _PLAIN_TYPES:
-        # Only a cell of another type has to be looked into.
+        # Most cells have a plain type: convert only the others.
         for row, value in enumerate(cells):
             if type(value) not in _PLAIN_TYPES:
                 try:
@@ -154,7 +187,7 @@ def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
 
 
 def lists_to_vectors(column: list[Any]) -> list[Any]:
-    """The column, with vectors for cells that are lists of as many floats each."""
+    """Turn lists of floats into vectors if all of them have the same length."""
     if not column or type(column[0]) not in (list, type(None)):
         return column
     lists = [cell for cell in column if cell is not None]
@@ -162,31 +195,33 @@ def lists_to_vectors(column: list[Any]) -> list[Any]:
         return column
     if len(set(map(len, lists))) != 1:
         return column
-    made = iter(np.array(lists))
-    return [None if cell is None else next(made) for cell in column]
+    vectors = iter(np.array(lists))
+    return [None if cell is None else next(vectors) for cell in column]
 
 
 def check_cell_lengths(cells: list[Any], name: str, file: str) -> list[Any]:
-    """The column, or the error of a cell that is too long."""
+    """Return the cells; raise `SourceError` if one is too long."""
     kinds = set(map(type, cells))
     if not kinds & {str, bytes}:
         return cells
     texts = cells if kinds <= {str, bytes} else [x for x in cells if type(x) in (str, bytes)]
-    longest, most = max(texts, key=len), current_limits().cell_characters
-    if len(longest) > most:
+    longest, limit = max(texts, key=len), current_limits().cell_characters
+    if len(longest) > limit:
         raise SourceError(
-            f"row {[x is longest for x in cells].index(True) + 1} of column {name!r} is "
-            f"{len(longest):,} long, and {most:,} is the most a cell may be: store such a value "
-            "in a file of its own",
+            f"row {[x is longest for x in cells].index(True) + 1} of column {name!r} has "
+            f"{len(longest):,} characters, but a cell may have at most {limit:,}: store such a "
+            "value in a separate file",
             file=file,
         )
     return cells
 
 
 def _to_dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
-    """A column of days, of moments or of times as Python has them, if it holds nothing else and
-    nothing finer than microseconds; a day among moments is its midnight."""
-    if any(kind.__name__ == "Timestamp" for kind in kinds):  # of pandas, with NaT for None
+    """Return a column of dates, datetimes or times as Python objects; None for any other column.
+
+    A date among datetimes becomes its midnight. Times with nanoseconds stay as they are.
+    """
+    if any(kind.__name__ == "Timestamp" for kind in kinds):  # pandas, with NaT for None
         cells = [
             x and (None if x != x else x if x.nanosecond else x.to_pydatetime()) for x in cells
         ]
@@ -200,8 +235,9 @@ def _to_dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
 
 
 def to_plain_cell(value: Any) -> Any:
-    """The plain cell that says the same: a date as ISO text, decimals as exact numbers or text; an
-    array of floats is a vector.
+    """Convert a value to a plain cell; raise `TypeError` if that is impossible.
+
+    A date becomes ISO text, a decimal an exact number or text. An array of floats stays a vector.
 
     >>> (
     ...     to_plain_cell(datetime.date(1988, 4, 14)),
@@ -212,7 +248,7 @@ def to_plain_cell(value: Any) -> Any:
     """
     if type(value) in _PLAIN_TYPES:
         return value
-    if type(value).__name__ in {"NAType", "NaTType"}:  # pandas' two other words for None
+    if type(value).__name__ in {"NAType", "NaTType"}:  # pandas.NA, pandas.NaT
         return None
     match value:
         case str():
@@ -228,12 +264,11 @@ def to_plain_cell(value: Any) -> Any:
         case datetime.timedelta() | uuid.UUID():
             return str(value)
         case _ if type(value).__module__.startswith(("ipaddress", "psycopg.types.")):
-            return str(value)  # addresses, networks and ranges of PostgreSQL
+            return str(value)  # PostgreSQL's inet, cidr and range types
         case np.generic():
             item = value.item()
-            # A long double is its own item.
-            if isinstance(item, np.generic):
-                raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
+            if isinstance(item, np.generic):  # a long double has no Python type
+                raise TypeError(f"a {type(value).__name__}, which a cell cannot be")
             return to_plain_cell(item)
         case np.ndarray() if value.ndim == 1 and value.dtype.kind == "f":
             return value
@@ -246,22 +281,24 @@ def to_plain_cell(value: Any) -> Any:
         case float():
             return float(value)
         case _:
-            raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
+            raise TypeError(f"a {type(value).__name__}, which a cell cannot be")
 
 
 def _convert_decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:
-    """Decimals as ints or floats where every one of them keeps its value, else as text, which is
-    told of a column that has a name."""
+    """Convert decimals to ints or floats if all of them keep their value, otherwise to text.
+
+    Warn about text if the column has a name.
+    """
     numbers = [number for number in cells if number is not None]
     kind: type = float
     if all(number.as_tuple().exponent == 0 for number in numbers):
         kind = int
-    elif odd := [x for x in numbers if x.is_finite() and Decimal(repr(float(x))) != x]:
+    elif inexact := [x for x in numbers if x.is_finite() and Decimal(repr(float(x))) != x]:
         kind = str
         if name:
-            told = f"column {name!r} is text for {len(odd):,} of {len(cells):,} cells"
             warn_at_caller(
-                f"{told} that a float would not keep, such as {odd[0]}: round them",
+                f"column {name!r} is read as text: {len(inexact):,} of its {len(cells):,} cells "
+                f"have more digits than a float, such as {inexact[0]}. Round them to get numbers",
                 MixedColumnWarning,
             )
     return [None if number is None else kind(number) for number in cells]

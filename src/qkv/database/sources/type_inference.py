@@ -1,4 +1,4 @@
-"""Which columns of text are columns of numbers or dates: those that lose nothing as such."""
+"""Find columns of text that are numbers or dates, and convert them if no digit is lost."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from qkv.database.errors import MixedColumnWarning
 from qkv.errors import warn_at_caller
 
 _PLAIN_NUMBER = re.compile(r"(-?)(0|[1-9]\d*|(?=\.))(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
-# Up to 17 digits and a point: a float keeps them.
+# Up to 17 digits and a point: exact as a float.
 _SHORT_FLOAT = re.compile(r"-?(?=.{2,18}\Z)(?:0|[1-9]\d*)?\.\d+", re.ASCII).fullmatch
 _INFINITE_OR_NAN = re.compile(r"[+-]?(?i:inf|infinity)|nan|NaN").fullmatch
 MISSING_WORDS = (
     *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
     *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
 )
-"""What a cell without anything in it is called in the tables of others, as pandas has it."""
-# Numbers with a comma for the point, thousands parted by points or not; and ones that are whole.
+"""The words for a missing value in CSV, as in pandas."""
+# Numbers with a decimal comma and integers; points may separate thousands.
 _DECIMAL_COMMA = re.compile(
     r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+),\d+(?:[eE][+-]?\d{1,3})?", re.ASCII
 ).fullmatch
 _INTEGER_WITH_POINTS = re.compile(r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+)", re.ASCII).fullmatch
-# A price or a share with one or two digits behind its comma, which no mark of thousands has.
+# A price or percentage with one or two digits after its comma, so the comma is decimal.
 _CURRENCY_SIGN, _COMMA_CENTS = r"(?:[€$£¥%]|[A-Z]{3})", r"-?[0-9][0-9.]*,[0-9]{1,2}"
 _PRICE = re.compile(
     rf"{_CURRENCY_SIGN}\s*{_COMMA_CENTS}|{_COMMA_CENTS}\s*{_CURRENCY_SIGN}"
 ).fullmatch
 _THOUSANDS = re.compile(r"-?[1-9]\d{0,2},\d{3}", re.ASCII).fullmatch
-# Numbers with a point, thousands parted by commas or not.
+# Numbers with a decimal point; commas may separate thousands.
 _COMMA_THOUSANDS = re.compile(
     r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)(?:\.\d+)?", re.ASCII
 ).fullmatch
@@ -42,19 +42,18 @@ _ISO_DATE = re.compile(
     re.ASCII,
 ).fullmatch
 MIN_COLUMN_CELLS, MAX_ODD_SHARE, SAMPLE_CELLS = 20, 0.1, 1000
-"""Cells that make a column, the share of words among them that is an accident, and how many are
-looked at first."""
+"""Warn about a few words among numbers if a column has at least `MIN_COLUMN_CELLS`, and at most
+this share of words. `SAMPLE_CELLS` are checked first."""
 _MAX_DIGITS = 19
-"""No usual way of printing a float has more; it also bounds the work on hostile digits."""
+"""Programs print floats with at most so many digits; the limit also bounds the parsing time."""
 
 
 def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> list[Any]:
-    """The column as ints of 64 bits, or as floats, or else as it came; missing cells as None.
+    """Convert a column to 64-bit ints or floats if no cell loses information; missing is None.
 
-    "007", "+1", ints that a float would round and longer digits than a float has stay text, and
-    with them their whole column. A cell is missing if it is empty or blank, or one of these words.
-    "inf" and "infinity", in any letters and with a sign or none, are numbers in a column that has
-    a finite number, else text.
+    A column stays text if one cell is like "007" or "+1", or has more digits than a float. A cell
+    is missing if it is blank or one of the words `missing`. "inf" and "infinity", in any case and
+    with any sign, are numbers if the column also has a finite number.
 
     >>> (
     ...     parse_numbers(["1", "", "3"]),
@@ -66,35 +65,34 @@ def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> l
     (['DE', None], ['DE', 'NA'])
     """
     words = {*missing, ""}
-    absent: set[str] = set()
+    missing_cells: set[str] = set()
     if not words.isdisjoint(map(str.strip, cells)):
-        absent = {text for text in set(cells) if text.strip() in words}
-    present = [text for text in cells if text not in absent] if absent else cells
+        missing_cells = {text for text in set(cells) if text.strip() in words}
+    present = [text for text in cells if text not in missing_cells] if missing_cells else cells
     parsed = _parse_ints(present) or _parse_floats(present)
     if parsed is None and present and _float_keeps(present[0].strip()):
-        bare = [*map(str.strip, present)]
-        parsed = _parse_ints(bare) or _parse_floats(bare)
-    if not absent:
+        stripped = [*map(str.strip, present)]
+        parsed = _parse_ints(stripped) or _parse_floats(stripped)
+    if not missing_cells:
         return present if parsed is None else parsed
-    rest = iter(present if parsed is None else parsed)
-    return [None if text in absent else next(rest) for text in cells]
+    values = iter(present if parsed is None else parsed)
+    return [None if text in missing_cells else next(values) for text in cells]
 
 
 def date_form(text: str) -> str | None:
-    """Which kind of date an ISO text is: a day, or a moment with or without a zone; None of none.
+    """Return the form of an ISO date: a date, or a datetime with or without a zone; else None.
 
     >>> date_form("2024-01-31"), date_form("2024-01-31 12:00Z"), date_form("31.1.2024")
-    ('day', 'moment with a zone', None)
+    ('date', 'datetime with zone', None)
     """
-    found = _ISO_DATE(text)
-    if found is None:
+    match = _ISO_DATE(text)
+    if match is None:
         return None
-    return "day" if found[1] is None else "moment with a zone" if found[2] else "moment"
+    return "date" if match[1] is None else "datetime with zone" if match[2] else "datetime"
 
 
 def parse_dates(cells: list[Any]) -> list[Any]:
-    """A column of ISO text as days, or as moments that all have a zone or all have none; else as
-    it came.
+    """Convert a column of ISO text to dates or datetimes if all cells have the same form.
 
     >>> parse_dates(["2024-01-31", None]), parse_dates(["2024-01-31", "2024-01-31 12:00"])
     ([datetime.date(2024, 1, 31), None], ['2024-01-31', '2024-01-31 12:00'])
@@ -102,63 +100,65 @@ def parse_dates(cells: list[Any]) -> list[Any]:
     first = next((cell for cell in cells if cell is not None), None)
     if not isinstance(first, str) or (form := date_form(first.strip())) is None:
         return cells
-    read = datetime.date.fromisoformat if form == "day" else datetime.datetime.fromisoformat
-    known: dict[str | None, Any] = {None: None}
+    parse = datetime.date.fromisoformat if form == "date" else datetime.datetime.fromisoformat
+    parsed: dict[str | None, Any] = {None: None}
     for text in set(cells) - {None}:
         if not isinstance(text, str) or date_form(text.strip()) != form:
             return cells
         try:
-            known[text] = read(text.strip())
-        except ValueError:  # the 30th of February
+            parsed[text] = parse(text.strip())
+        except ValueError:  # such as February 30
             return cells
-    return [known[cell] for cell in cells]
+    return [parsed[cell] for cell in cells]
 
 
 def infer_types(
     columns: Mapping[str, list[str]], missing: Sequence[str], text: Sequence[str] | bool = ()
 ) -> dict[str, list[Any]]:
-    """Every column as `parse_numbers` and `parse_dates` have it, but those that are to stay text
-    (True: all); a warning of each that a few cells keep from being one."""
-    stay = columns if text is True else text or ()
-    words, found = {*missing, ""}, dict[str, list[Any]]()
+    """Convert each column with `parse_numbers` and `parse_dates`, except those in `text`.
+
+    `text` True keeps all columns as text. Warn about a column that stays text because of a few
+    cells.
+    """
+    as_text = columns if text is True else text or ()
+    words, converted = {*missing, ""}, dict[str, list[Any]]()
     for name, cells in columns.items():
-        if name in stay:
-            found[name] = [None if cell.strip() in words else cell for cell in cells]
+        if name in as_text:
+            converted[name] = [None if cell.strip() in words else cell for cell in cells]
         else:
-            found[name] = parse_dates(parse_numbers(cells, missing))
-    for name, cells in found.items():
-        if name in stay:
+            converted[name] = parse_dates(parse_numbers(cells, missing))
+    for name, cells in converted.items():
+        if name in as_text:
             continue
-        odd, why = _count_odd_words(cells, _float_keeps), "are no numbers"
+        odd, reason = _count_odd_words(cells, _float_keeps), "are not numbers"
         if odd and all(map(_PLAIN_NUMBER.fullmatch, odd)):
-            why = "a float would not keep"
+            reason = "have more digits than a float"
         elif not odd:
-            odd, why = _count_odd_words(cells, date_form), "are no such dates as the others"
+            odd, reason = _count_odd_words(cells, date_form), "are not dates like the others"
         if odd:
-            told = f"column {name!r} is text for {sum(odd.values()):,} of {len(cells):,} cells"
-            named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*odd][:3]]
+            examples = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*odd][:3]]
             warn_at_caller(
-                f"{told} that {why}, such as {', '.join(named)}: name them as missing, if that is "
-                "what they mean",
+                f"column {name!r} is read as text: {sum(odd.values()):,} of its {len(cells):,} "
+                f"cells {reason}, such as {', '.join(examples)}. If they mean a missing value, "
+                "list them in missing= (--missing on the command line)",
                 MixedColumnWarning,
             )
-    return found
+    return converted
 
 
 def replace_decimal_commas(
     columns: Mapping[str, list[str]], missing: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Text in which numbers with decimal commas have points; columns of other cells as they are.
+    """Replace decimal commas by points in columns of numbers; other columns stay as they are.
 
-    One column must show that a comma is no mark of thousands, if only of prices (7,50 €): then the
-    commas of all are points, and points part thousands. Where none does, a warning
-    names the columns that stay text.
+    One cell must show that commas are decimal, even a price such as 7,50 €. Then they are decimal
+    in all columns, and points separate thousands. Otherwise warn about the columns that stay text.
 
     >>> replace_decimal_commas({"sum": ["1.234,5", "7"], "people": ["1.086", "336"]}, missing=())
     {'sum': ['1234.5', '7'], 'people': ['1086', '336']}
     """
     present = {
-        name: [bare for text in cells if (bare := text.strip()) and bare not in missing]
+        name: [cell for text in cells if (cell := text.strip()) and cell not in missing]
         for name, cells in columns.items()
     }
     commas = {
@@ -166,15 +166,19 @@ def replace_decimal_commas(
         for name, cells in present.items()
         if all(_DECIMAL_COMMA(text) or _INTEGER_WITH_POINTS(text) for text in cells)
     }
-    found = [name for name, comma in commas.items() if comma]
+    with_commas = [name for name, comma in commas.items() if comma]
     others = (text for name in present.keys() - commas for text in present[name])
-    shown = any(not _THOUSANDS(text) for name in found for text in present[name] if "," in text)
-    if not shown and not any(map(_PRICE, others)):
-        for name in found:
+    is_decimal = any(
+        not _THOUSANDS(text) for name in with_commas for text in present[name] if "," in text
+    )
+    if not is_decimal and not any(map(_PRICE, others)):
+        for name in with_commas:
             text = commas[name]
-            either = f"{text!r} may be {text.replace(',', '.')} or {text.replace(',', '')}"
-            told = f"column {name!r} is text: {either}, so write which"
-            warn_at_caller(told, MixedColumnWarning)
+            warn_at_caller(
+                f"column {name!r} is read as text: {text!r} may be {text.replace(',', '.')} or "
+                f"{text.replace(',', '')}. Write it without the comma, or with a decimal point",
+                MixedColumnWarning,
+            )
         return dict(columns)
     marks = str.maketrans({".": None, ",": "."})
     return {
@@ -188,41 +192,43 @@ def replace_decimal_commas(
 def remove_thousands_commas(
     columns: Mapping[str, list[str]], missing: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Text in which numbers whose thousands are parted by commas have none; other columns as they
-    are.
+    """Remove the commas that separate thousands; other columns stay as they are.
 
-    One cell must have a point too: then the commas of all part thousands. Where none has, a warning
-    names the columns that stay text.
+    One cell must also have a decimal point. Then the commas of all columns separate thousands.
+    Otherwise warn about the columns that stay text.
 
     >>> remove_thousands_commas(
     ...     {"sum": ["1,234.5", "7"], "people": ["12,000", "NA"]}, missing=["NA"]
     ... )
     {'sum': ['1234.5', '7'], 'people': ['12000', 'NA']}
     """
-    words, found, shown = {*missing, ""}, dict[str, str](), False
+    words, examples, has_point = {*missing, ""}, dict[str, str](), False
     for name, cells in columns.items():
         first = next((text for text in cells if "," in text and text.strip() not in words), "")
         if not _COMMA_THOUSANDS(first.strip()):
             continue
-        bare = [*map(str.strip, cells)]
-        if all(_COMMA_THOUSANDS(text) or text in words for text in bare):
-            found[name] = first.strip()
-            shown = shown or any("," in text and "." in text for text in bare)
-    if not shown:
-        for name, text in found.items():
-            told = f"column {name!r} is text: {text!r} may be {text.replace(',', '')} or a list"
-            warn_at_caller(f"{told}; without its commas it is a number", MixedColumnWarning)
+        stripped = [*map(str.strip, cells)]
+        if all(_COMMA_THOUSANDS(text) or text in words for text in stripped):
+            examples[name] = first.strip()
+            has_point = has_point or any("," in text and "." in text for text in stripped)
+    if not has_point:
+        for name, text in examples.items():
+            warn_at_caller(
+                f"column {name!r} is read as text: {text!r} may be {text.replace(',', '')} or a "
+                "list. Remove the commas to get numbers",
+                MixedColumnWarning,
+            )
         return dict(columns)
     return {
         name: [text if text.strip() in words else strip_thousands_commas(text) for text in cells]
-        if name in found
+        if name in examples
         else cells
         for name, cells in columns.items()
     }
 
 
 def strip_thousands_commas(text: str) -> str:
-    """A number without the commas that part its thousands; other text as it is.
+    """Remove the commas that separate the thousands of a number; return other text unchanged.
 
     >>> strip_thousands_commas("1,234.5"), strip_thousands_commas("1,2")
     ('1234.5', '1,2')
@@ -233,8 +239,10 @@ def strip_thousands_commas(text: str) -> str:
 def header_looks_like_row(
     names: Sequence[str], columns: Sequence[list[str]], missing: Sequence[str]
 ) -> bool:
-    """Whether what names the columns may be a row: a number above each column of numbers, and they
-    neither count, nor rise from four on, nor are years.
+    """Return whether the header may be a row of data.
+
+    It may if there is a number above each column of numbers, and these numbers are not years, not
+    consecutive, and not four or more in ascending order.
 
     >>> (
     ...     header_looks_like_row(["Li", "34"], [["Bo"], ["27"]], ()),
@@ -246,17 +254,19 @@ def header_looks_like_row(
     if all(isinstance(name, str) for name in first):
         return False
     below = [set(map(type, parse_numbers(cells, missing))) for cells in columns]
-    found = [x for x, kinds in zip(first, below, strict=True) if kinds & {int, float}]
-    if not found or any(isinstance(name, str) for name in found):
+    numbers = [x for x, kinds in zip(first, below, strict=True) if kinds & {int, float}]
+    if not numbers or any(isinstance(name, str) for name in numbers):
         return False
-    steps = {after - before for before, after in pairwise(found)}
-    counted = steps == {1} or (len(found) > 3 and min(steps) > 0)
-    return not counted and not all(type(x) is int and 1000 <= x < 3000 for x in found)
+    steps = {after - before for before, after in pairwise(numbers)}
+    is_sequence = steps == {1} or (len(numbers) > 3 and min(steps) > 0)
+    return not is_sequence and not all(type(x) is int and 1000 <= x < 3000 for x in numbers)
 
 
 def _count_odd_words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str, int]:
-    """What keeps a column from being one of numbers, or dates, and how often it stands there;
-    nothing where that is much, or digits with zeros before them, as 007 has."""
+    """Count the words that prevent a column from being numbers or dates.
+
+    Return nothing if there are many of them, or if one has leading zeros, as 007.
+    """
     texts = [cell for cell in cells[:SAMPLE_CELLS] if cell is not None]
     if len(texts) < MIN_COLUMN_CELLS or type(texts[0]) is not str:
         return {}
@@ -282,22 +292,22 @@ def _parse_floats(cells: list[str]) -> list[Any] | None:
     if not all(_SHORT_FLOAT(text) or _float_keeps(text) for text in cells):
         return None
     floats = [*map(float, cells)]
-    # Ints alone that were refused above are no floats either; NaN alone is a word.
-    whole = all(text.lstrip("-").isdigit() for text in cells)
-    if whole or not any(map(math.isfinite, floats)):
+    # Only ints: `_parse_ints` rejected them. Only NaN or infinity: they are words.
+    only_ints = all(text.lstrip("-").isdigit() for text in cells)
+    if only_ints or not any(map(math.isfinite, floats)):
         return None
     return floats
 
 
 def _float_keeps(text: str) -> bool:
-    """Whether this is a number, and a float keeps all that it says."""
+    """Return whether the text is a number that a float represents without loss."""
     if _INFINITE_OR_NAN(text):
         return True
-    found = _PLAIN_NUMBER.fullmatch(text)
-    if not found or len(text) > _MAX_DIGITS + 8:
+    match = _PLAIN_NUMBER.fullmatch(text)
+    if not match or len(text) > _MAX_DIGITS + 8:
         return False
     number = float(text)
-    if len(found[0]) == len(found[1]) + len(found[2]):  # an int: it must not be rounded
+    if len(match[0]) == len(match[1]) + len(match[2]):  # an int must not be rounded
         return abs(number) < 2**53 and text != "-0"
-    digits = (found[2] + (found[3] or "")).lstrip("0")
+    digits = (match[2] + (match[3] or "")).lstrip("0")
     return len(digits) <= (_MAX_DIGITS if "e" in text.lower() else 17) and not math.isinf(number)

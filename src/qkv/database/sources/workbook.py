@@ -1,4 +1,4 @@
-"""A sheet of a workbook: Excel's .xlsx, .xlsm, .xlsb and .xls, or .ods, through calamine."""
+"""Read a sheet of an Excel (.xlsx, .xlsm, .xlsb, .xls) or OpenDocument (.ods) workbook."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv.database.sources.sql import TableSelector
 from qkv.database.sources.table import (
     SourceError,
     Table,
+    TableSelector,
     build_table,
     check_column_names,
     no_rows_error,
@@ -23,28 +23,29 @@ WORKBOOK_MAGIC = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
 
 def read_workbook(
     path: Path,
-    wish: TableSelector,
+    selector: TableSelector,
     progress: ProgressCallback | None,
     missing: Sequence[str] | None,
 ) -> Table:
-    """The sheet that is wished for, by default the only one that is seen and holds something.
+    """Read the selected sheet; by default the only visible one that is not empty.
 
-    Its first row names the columns. A whole number is an int where all numbers of its column are
-    whole, a date among other cells is ISO text, and a formula is what it gave when the file was
-    saved; a cell is missing if it is empty, an error, or one of the words `missing`. Empty rows are
-    left out, and columns without a name that hold nothing.
+    The first row has the column names. A column of whole numbers becomes ints. A date among other
+    cells becomes ISO text. A formula has the value that was saved. A cell is missing if it is
+    empty, an error, or one of the words `missing`. Empty rows are skipped, and so are empty columns
+    without a name.
     """
     with require_extra("tables", "reading a workbook needs python-calamine"):
         import python_calamine as calamine
     file = str(path)
     try:
         with calamine.load_workbook(path) as book:
-            name = wish.choose_table(_list_sheets(calamine, book, wish.table), file)
+            name = selector.choose_table(_list_sheets(calamine, book, selector.table), file)
             sheet = book.get_sheet_by_name(name)
             rows, (top, _) = sheet.to_python(), sheet.start or (0, 0)
     except calamine.PasswordError:
-        step = "save it without"
-        raise SourceError(f"a password keeps it locked: {step}", file=file) from None
+        raise SourceError(
+            "it is protected with a password: save it without one", file=file
+        ) from None
     except calamine.CalamineError as error:
         step = "open and save it again, or save the sheet as CSV"
         raise SourceError(f"the workbook cannot be read ({error}): {step}", file=file) from None
@@ -66,17 +67,19 @@ def read_workbook(
     return build_table(name, names, cells, file)
 
 
-def _list_sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
-    """The sheets to choose from: all where one is `named`, else those seen that hold something."""
+def _list_sheets(calamine: Any, book: Any, selected: str | None) -> list[str]:
+    """Return all sheets if one is selected by name, otherwise the visible ones with content."""
     sheets = [x for x in book.sheets_metadata if x.typ == calamine.SheetTypeEnum.WorkSheet]
-    if named is None:
-        seen = calamine.SheetVisibleEnum.Visible
-        sheets = [x for x in sheets if x.visible == seen and book.get_sheet_by_name(x.name).height]
+    if selected is None:
+        visible = calamine.SheetVisibleEnum.Visible
+        sheets = [
+            x for x in sheets if x.visible == visible and book.get_sheet_by_name(x.name).height
+        ]
     return [x.name for x in sheets]
 
 
 def _floats_to_ints(cells: list[Any]) -> list[Any]:
-    """Excel's numbers are all floats: a column of whole ones is meant as ints."""
+    """Return ints for a column of whole numbers; Excel stores all numbers as floats."""
     floats = [x for x in cells if type(x) is float]
     if not all(x.is_integer() and abs(x) < 2**53 for x in floats):
         return cells
