@@ -95,10 +95,12 @@ def _read_postgres(request: SourceRequest) -> Table:
     )
 
 
+_CSV = SourceFormat("CSV", _read_csv, suffixes=(".csv", ".txt"), is_delimited=True)
+_JSON = SourceFormat("JSON", _read_json, suffixes=(".json", ".jsonl", ".ndjson"))
 BUILT_IN_FORMATS = (
-    SourceFormat("CSV", _read_csv, suffixes=(".csv", ".txt"), is_delimited=True),
+    _CSV,
     SourceFormat("TSV", _read_tsv, suffixes=(".tsv", ".tab"), is_delimited=True),
-    SourceFormat("JSON", _read_json, suffixes=(".json", ".jsonl", ".ndjson")),
+    _JSON,
     SourceFormat(
         "Parquet", _read_parquet, suffixes=(".parquet", ".pq"), magic=(frames.PARQUET_MAGIC,)
     ),
@@ -142,7 +144,6 @@ BUILT_IN_FORMATS = (
 
 for _built_in in BUILT_IN_FORMATS:
     register_source(_built_in)
-_CSV, _JSON = BUILT_IN_FORMATS[0], BUILT_IN_FORMATS[2]
 
 
 def read(
