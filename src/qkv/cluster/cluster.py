@@ -11,10 +11,8 @@ from typing import Any
 from qkv import partial_attention
 from qkv.cluster.query import ShardedQueryExecutor, ShardedView
 from qkv.cluster.shard_set import DifferentiableJob, ShardSet, assign_stores
-from qkv.database.errors import warn_no_rows
-from qkv.database.export.exportable import Exportable
-from qkv.database.key_errors import KeyNotFoundError
-from qkv.database.reader import DatabaseReader
+from qkv.database.database import ReadableDatabase
+from qkv.database.errors import KeyNotFoundError, warn_no_rows
 from qkv.database.table import cells
 from qkv.database.table.schema import as_pairs, has_several_keys
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, validate_sizes
@@ -28,7 +26,7 @@ from qkv.weightings import Weighting, WeightingLike
 StorePath = str | os.PathLike[str]
 
 
-class Cluster(Exportable, DatabaseReader[Any, Any]):
+class Cluster(ReadableDatabase[Any, Any]):
     """The database at a path, or in several stores that are its shards, asked on Ray.
 
     `sources` is the path or URL of a store, which `shards` actors share out by its rows, or a list
@@ -118,7 +116,7 @@ class Cluster(Exportable, DatabaseReader[Any, Any]):
         score: Score,
         weighting: WeightingLike,
         where: Any,
-        near: dict[str, float | None],
+        bound_options: dict[str, float | None],
     ) -> Array:
         if get_framework(code.code).is_abstract(code.code):
             raise FrameworkError(
@@ -126,7 +124,7 @@ class Cluster(Exportable, DatabaseReader[Any, Any]):
                 "outside of jit, compile or tf.function"
             )
 
-        near_to, fw = near["tolerance"], get_framework(code.code)
+        near_to, fw = bound_options["tolerance"], get_framework(code.code)
         if near_to is not None and not fw.needs_gradient(
             [code.code, *tree.array_leaves(fw, (score, weighting))]
         ):

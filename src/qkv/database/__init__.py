@@ -1,4 +1,4 @@
-"""The database: keys and values that are kept, found, and attended to."""
+"""The database: rows with a key and a value, looked up exactly or queried by attention."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv.database.database import Database, open
-    from qkv.database.key_errors import KeyNotFoundError
+    from qkv.database.errors import KeyNotFoundError
     from qkv.database.storage import check
 
 __all__ = ["KeyNotFoundError", "Database", "check", "open"]
 
 _MODULE_BY_NAME = {
-    "KeyNotFoundError": "key_errors",
+    "KeyNotFoundError": "errors",
     "Database": "database",
     "check": "storage",
     "open": "database",

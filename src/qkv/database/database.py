@@ -1,48 +1,112 @@
-"""A database that is asked by attention: D = {(k₁, v₁), …}, Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ."""
+"""The class `Database`: rows with a key and a value, queried by attention.
+
+Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ over the rows D = {(k₁, v₁), …}. `ReadableDatabase` holds the
+methods that only read, which `qkv.cluster.Cluster` shares. `Database` adds the constructors and
+the methods that write.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypedDict, Unpack, overload
 
-from qkv.database.storage import Store, folder
+import numpy as np
+
+from qkv.database.errors import (
+    DuplicateKeyError,
+    KeyNotFoundError,
+    StaleFitWarning,
+    StoreClosedError,
+    warn_no_rows,
+)
+from qkv.database.filter.column_chunk import has_any_value
+from qkv.database.interface import DatabaseInfo, RowSource
+from qkv.database.query.arguments import (
+    PARSER_BY_KIND,
+    AskOptions,
+    AttendOptions,
+    check_database_keywords,
+    check_tolerance,
+    check_top,
+    encode_numbers,
+    list_pairs,
+    parse_queries,
+    score_beside,
+)
+from qkv.database.query.inputs import Batch, as_cells
+from qkv.database.storage import CompactReport, Store, Version, folder
+from qkv.database.table import cells, encoding, quantization
+from qkv.database.table import columns as typed_columns
 from qkv.database.table.schema import (
     ColumnData,
+    Schema,
     as_column_names,
+    as_pairs,
+    count_rows,
     drop_missing_keys,
     extract_cells,
+    has_several_keys,
+    match_keys_and_values,
     normalize_columns,
+    rows_to_columns,
+    stack_vectors,
+    warn_partial_values,
 )
-from qkv.database.writer import DatabaseWriter, other_columns
+from qkv.database.table.view import ROWS_PER_CHUNK, TableView
 from qkv.errors import (
     ArgumentError,
     CombinationError,
     DtypeError,
+    QkvError,
+    escape_control_characters,
+    format_plural,
     validate_callables,
     validate_keywords,
+    warn_at_caller,
 )
-from qkv.frameworks import is_array
+from qkv.frameworks import get_framework, is_array, to_numpy
+from qkv.frameworks.lazy import LazySequence
+from qkv.frameworks.ragged import EncodedQuery
 from qkv.util.data_frames import frame_library
-from qkv.util.types import UNSET, K, ProgressCallback, Shaped, V
+from qkv.util.display import Displayable
+from qkv.util.formatting import quote_cell
+from qkv.util.logging import debug_logger
+from qkv.util.registry import REGISTRY_VERSION
+from qkv.util.types import UNSET, A, Array, Closable, K, ProgressCallback, Shaped, T, V
 
+# Imported at the first query: an exact lookup needs none of these modules.
 if TYPE_CHECKING:
-    from qkv.database.encoders import EncoderLike
+    from matplotlib.figure import Figure
+
+    from qkv.answer import Answer
+    from qkv.database.encoders import Encoder, EncoderLike
+    from qkv.database.learn import Report
+    from qkv.database.query.calibration import Calibration
+    from qkv.database.query.executor import QueryExecutor
     from qkv.database.query.influence import Valuation
-    from qkv.scores import ScoreLike
+    from qkv.scores import Score, ScoreLike
     from qkv.weightings import WeightingLike
 
+MAX_REFIT_ROWS = 2**17
+"""The largest number of rows for which the encoder is refitted when the rows have doubled."""
 
 OPEN_ARGUMENT_HINTS = dict.fromkeys(
     ("mode", "readonly", "read_only"),
-    "create=False to make none; many may read beside one that writes",
+    "create=False to open only what exists; any number of processes may read while one writes",
 )
-ON_DISK_HINT = " Database.from_columns(…, path=…) writes one to disk, and qkv.open(path) opens it."
+ON_DISK_HINT = (
+    " Database.from_columns(…, path=…) writes a database to disk, and qkv.open(path) opens it."
+)
 
 
 class DatabaseOptions(TypedDict, total=False):
-    """What a database is told beside its rows."""
+    """The keyword arguments of `Database`."""
 
     key: str | Sequence[str]
     value: str | Sequence[str]
@@ -51,17 +115,565 @@ class DatabaseOptions(TypedDict, total=False):
     precision: str | None
 
 
-class Database(DatabaseWriter[K, V]):
-    """Keys and values, asked exactly by D[key] and softly by D.ask(query).
+class ReadableDatabase(Closable, Displayable, Generic[K, V]):
+    """The methods that look up, query and export rows; `Database` and `Cluster` share them.
 
-    `data` is a mapping, pairs (key, value), or the keys, whose `values` then come second; arrays
-    (m, d) are m vectors. Keys may repeat, unless `unique`. Nothing is written to disk; `qkv.open`
-    gives the same on disk.
+    It reads the newest version of the store, or the one that `at` pinned.
+    """
 
-    `key` and `value` name the columns. `encoder` turns keys into vectors that are compared: a name
-    or an object of `qkv.database.encoders`; without one, the keys' type decides. `precision` is
-    what the vectors are kept as: "float32", "float16", or "int8", a quarter of the bytes, with a
-    bound on what that costs; without one, as they come, and those of text as int8.
+    def __init__(
+        self,
+        store: Store,
+        key: str | Sequence[str] = "key",
+        value: str | Sequence[str] | None = "value",
+        encoder: EncoderLike | None = None,
+        unique: bool = False,
+        precision: str | None = None,
+        pinned_version: int | None = None,
+    ):
+        self._store, self._pinned_version = store, pinned_version
+        self._precision = quantization.check_precision(precision)
+        self._requested_columns = (
+            as_column_names(key),
+            None if value is None else as_column_names(value, "value"),
+            unique,
+        )
+        self._requested_encoder: Encoder | None = None
+        if encoder is not None:
+            from qkv.database import encoders
+
+            self._requested_encoder = encoders.resolve(encoder)
+        self._cached_view: TableView | None = None
+        self._cached_executor: tuple[tuple[Any, ...], QueryExecutor] | None = None
+        self._frame_library: str | None = None
+
+    @classmethod
+    def _from_store(cls, store: Store, **options: Any) -> Self:
+        database = cls.__new__(cls)
+        ReadableDatabase.__init__(database, store, **options)
+        return database
+
+    # Metadata
+
+    @property
+    def path(self) -> Path | None:
+        return self._store.path
+
+    @property
+    def version(self) -> int:
+        return self._store.version if self._pinned_version is None else self._pinned_version
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        schema = self._schema
+        return () if schema is None else schema.columns
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """The encoder that turns keys into vectors; None before the first row."""
+        view = self._view
+        return view.encoder if view.is_initialized else self._requested_encoder
+
+    @property
+    def _view(self) -> TableView:
+        """The view of the newest version, or of the pinned one."""
+        newest = self._store.version  # raises if the store is closed
+        version = newest if self._pinned_version is None else self._pinned_version
+        view = self._cached_view  # read once: another thread may replace it
+        if view is None or view.version != version:
+            snapshot = self._store.open_snapshot(self._pinned_version)
+            previous, view = view, TableView(snapshot, self._requested_encoder)
+            if previous is not None:
+                view.inherit_encoder(previous)
+            self._cached_view, self._cached_executor = view, None
+            if log := debug_logger():
+                place = self.path or "a database in memory"
+                log.debug("read %s, version %d: %d rows", place, version, len(view))
+        return view
+
+    @property
+    def _schema(self) -> Schema | None:
+        view = self._view
+        return view.schema if view.is_initialized else None
+
+    def _nonempty_view(self) -> TableView:
+        view = self._view
+        if not len(view):
+            name = "the database" if self.path is None else f"the database {self.path}"
+            raise CombinationError(f"{name} is empty, so it has no answer: add rows first")
+        return view
+
+    def info(self) -> DatabaseInfo:
+        """Return the path, the number of rows, the version, the columns, the encoder and the size.
+
+        >>> from qkv import Database
+        >>> info = Database({"Li": 34, "Mu": 29}).info()
+        >>> info["rows"], info["key"], info["key_kind"]
+        (2, ['key'], 'text')
+        """
+        schema = self._schema
+        encoder = self._view.settings.get("encoder")
+        return {
+            "path": None if self.path is None else str(self.path),
+            "rows": len(self),
+            "version": self.version,
+            "columns": list(self.columns),
+            "key": [] if schema is None else list(schema.key),
+            "value": [] if schema is None else list(schema.value),
+            "key_kind": None if schema is None else schema.key_kind,
+            "value_kind": None if schema is None else schema.value_kind,
+            "unique": self._requested_columns[2] if schema is None else schema.unique,
+            "encoder": encoder if isinstance(encoder, dict) else None,
+            "vectors": self._view.precision_text,
+            "bytes": None if self.path is None else folder.folder_size(self.path),
+        }
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return the type of each column and the number of its missing cells.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": None}).describe()["value"]
+        {'type': 'number', 'missing': 1}
+        """
+        view, description = self._view, {}
+        for name in self.columns:
+            role = view.schema.vector_columns.get(name)
+            if role == "key":
+                description[name] = {"type": "vector", "missing": 0}
+                continue
+            counts = view.cell_kind_counts(name)
+            kind = "vector" if role else typed_columns.describe_kinds(counts)
+            if counts[typed_columns.TEXT] and view.is_date_column(name):
+                kind = kind.replace(typed_columns.KIND_NAMES[typed_columns.TEXT], "date")
+            description[name] = {"type": kind, "missing": int(counts[typed_columns.MISSING])}
+        return description
+
+    def at(self, version: int) -> Self:
+        """Return the database as of a past version, read-only."""
+        if isinstance(version, bool) or not isinstance(version, int | np.integer):
+            raise DtypeError(f"at: version must be an int, as in versions(), not {version!r}")
+        past = type(self)._from_store(self._store, pinned_version=int(version))
+        assert past._view.snapshot.version == version
+        past._frame_library = self._frame_library
+        return past
+
+    def versions(self) -> list[Version]:
+        """Return every stored version, oldest first."""
+        return self._store.versions()
+
+    def close(self) -> None:
+        if self._pinned_version is None:
+            self._store.close()
+
+    def __repr__(self) -> str:
+        place = "in memory" if self.path is None else str(self.path)
+        try:
+            schema, rows = self._schema, len(self)
+        except StoreClosedError:
+            return f"<Database {place}: closed>"
+        if schema is None:
+            return f"<Database {place}: empty>"
+        names = escape_control_characters(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
+        past = "" if self._pinned_version is None else f", version {self._pinned_version}"
+        return f"<Database {place}: {format_plural(rows, 'row')}, {names}{past}>"
+
+    # Rows
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._view.find_ids(key))
+
+    def __iter__(self) -> Iterator[K]:
+        return self.keys()
+
+    def keys(self) -> Iterator[K]:
+        return (key for key, _ in self.items())
+
+    def values(self) -> Iterator[V]:
+        return (value for _, value in self.items())
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Yield every (key, value), oldest first."""
+        view = self._view
+        for _, row in view.iterate_rows():
+            yield view.schema.row_key(row), view.schema.row_value(row)
+
+    def rows(
+        self, *, where: Any = None, start: int = 0, count: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the rows that pass `where` with all their columns, oldest first.
+
+        `start` rows are skipped, and at most `count` are returned.
+
+        >>> from qkv import Database
+        >>> D = Database({"Li": 34, "Mu": 29, "Hu": 41})
+        >>> list(D.rows(where="value > 30", start=1))
+        [{'key': 'Hu', 'value': 41}]
+        """
+        for name, number in (("start", start), ("count", 0 if count is None else count)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ArgumentError(f"{name} must be a number of rows, not {number!r}")
+        view = self._view
+        if where is None and start == 0 and count is None:
+            return (row for _, row in view.iterate_rows())
+        passed = view.filter_rows(where)
+        ids = (view.ids if passed is None else view.ids[passed])[start:][:count].tolist()
+        chunks = (ids[at : at + ROWS_PER_CHUNK] for at in range(0, len(ids), ROWS_PER_CHUNK))
+        return (row for chunk in chunks for row in view.read_rows(chunk))
+
+    def count(self, where: Any = None) -> int:
+        """Return the number of rows that pass a condition.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": 29, "Hu": 41}).count("value > 30")
+        2
+        """
+        passed = self._view.filter_rows(where)
+        return len(self) if passed is None else int(passed.sum())
+
+    def why_no_rows(self, where: Any) -> str:
+        """Return a sentence with values of the condition's columns, or "" if some row passes.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": 29}).why_no_rows("value > 40")
+        "No rows match where='value > 40'; column 'value' has the values 34, 29"
+        """
+        return self._view.why_none_pass(where)
+
+    def _is_integer_column(self, name: str, bits: int = 64) -> bool:
+        """Return whether every number of a column is an integer of at most this many bits.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": None})._is_integer_column("value")
+        True
+        """
+        return self._view.is_integer_column(name, bits)
+
+    # Exact lookup
+
+    def __getitem__(self, key: K) -> V:
+        """Return the value of the newest row with exactly this key."""
+        value: V = self._find_value(key, UNSET)
+        if value is UNSET:
+            raise KeyNotFoundError(key, partial(self._nearest_keys, key))
+        return value
+
+    @overload
+    def get(self, key: K) -> V | None: ...
+    @overload
+    def get(self, key: K, default: T) -> V | T: ...
+    def get(self, key: K, default: Any = None) -> Any:
+        """Return the value of the newest row with this key, or the default if no row has it."""
+        return self._find_value(key, default)
+
+    def get_all(self, key: K) -> list[V]:
+        """Return the values of all rows with this key, oldest first."""
+        view = self._view
+        return view.read_values(view.find_ids(key))
+
+    def _find_value(self, key: Any, default: Any) -> Any:
+        view = self._cached_view
+        if (
+            view is None
+            or self._pinned_version is not None
+            or not view.is_initialized
+            or view.has_vector_values
+        ):
+            return self._view.find_value(key, default)
+        # This reads the newest version itself, so the check for a newer one is not needed.
+        return view.find_newest_value(key, default)
+
+    def _nearest_keys(self, key: Any) -> list[Any]:
+        answer = self.ask(key, top=3) if len(self) else []
+        rows = [] if isinstance(answer, list) else answer.rows
+        return list({quote_cell(row.key): row.key for row in rows}.values())
+
+    # Queries
+
+    @overload
+    def ask(self, query: Shaped, **options: Unpack[AskOptions]) -> Any: ...
+    @overload
+    def ask(self, query: list[Any], **options: Unpack[AskOptions]) -> list[Answer]: ...
+    @overload
+    def ask(self, query: Any, **options: Unpack[AskOptions]) -> Answer: ...
+    def ask(
+        self,
+        query: Any,
+        *,
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
+        top: int = 5,
+        where: Any = None,
+        tolerance: float | None = None,
+        confidence: float | None = None,
+        **other: Any,
+    ) -> Any:
+        """Return Σᵢ α(q, kᵢ) vᵢ as an `Answer`: the value, the heaviest rows and their weights.
+
+        A list of queries, or an array with one query per row, gives a list of answers. If a key
+        consists of several numbers, a list or array of that length is one key.
+
+        `score` compares the vectors of query and key. The encoder chooses the default, and "exact"
+        compares the keys themselves. For vectors of your own the default is q·k/√d, which favours
+        long vectors. "cosine" compares directions, and "gaussian" compares distances. The answer's
+        `hint` says when this matters.
+
+        `top` is the number of rows in `answer.rows`. `where` selects rows:
+        {"genre": "poetry"}, "year > 1950 and genre != 'poetry'", or a function of a row. A function
+        is slower, since Python reads every row for it.
+
+        With a `tolerance` ε the weights are guaranteed to be close to the exact ones,
+        ½ Σ |αᵢ − exact αᵢ| ≤ ε. Few keys are then read in full; see `error_bound` and `rows_read`.
+        With a `confidence` such as 0.999, the bound may come from sampled rows and holds with that
+        probability; then `bound_is_probabilistic` is True.
+
+        >>> from qkv import Database
+        >>> D = Database([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, 95.0)])
+        >>> D.ask(3.55, score="gaussian", weighting="hard").value
+        82.0
+        """
+        if other:
+            check_database_keywords("ask()", other, AskOptions.__optional_keys__)
+        view = self._nonempty_view()
+        queries, is_single = parse_queries(view, query)
+        executor = self._get_executor(view, score, weighting, where, top, tolerance, confidence)
+        answers = executor.answer_queries(queries)
+        return answers[0] if is_single else answers
+
+    def _get_executor(
+        self, view: TableView, score: Any, weighting: Any, where: Any, *options: Any
+    ) -> QueryExecutor:
+        """Return the executor for these arguments; the last one is cached."""
+        arguments = (view, score, weighting, where, *options, REGISTRY_VERSION[0])
+        cached = self._cached_executor
+        if cached is not None and all(map(is_, arguments, cached[0])):
+            return cached[1]
+        from qkv.database.query.executor import QueryExecutor
+
+        checked = self._check_ask_options(view, score, weighting, *options)
+        executor = QueryExecutor(
+            view, view.resolve_score(score), weighting, view.filter_rows(where), *checked
+        )
+        executor.where = where
+        # A mutable condition, or a function, may mean something else the next time.
+        is_cacheable = where is None or type(where) is str
+        self._cached_executor = (arguments, executor) if is_cacheable else None
+        return executor
+
+    def _check_ask_options(
+        self, view: TableView, score: Any, weighting: Any, top: Any, tolerance: Any, confidence: Any
+    ) -> tuple[Any, ...]:
+        """Check the options of `ask` and return the last arguments of `QueryExecutor`."""
+        from qkv import partial_attention
+        from qkv.database.query.calibration import load_calibration
+
+        check_top(top)
+        partial_attention.require_one_framework(
+            {"query": view.ids}, score=score, weighting=weighting
+        )
+        tolerance, confidence = check_tolerance(tolerance, confidence)
+        calibration = load_calibration(view, score, weighting)
+        return top, tolerance, calibration, self._frame_library, confidence
+
+    @overload
+    def attend(self, query: A, **options: Unpack[AttendOptions]) -> A: ...
+    @overload
+    def attend(self, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray: ...
+    def attend(
+        self,
+        query: Array,
+        *,
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
+        where: Any = None,
+        tolerance: float | None = None,
+        confidence: float | None = None,
+        **other: Any,
+    ) -> Array:
+        """Return Σᵢ α(q, kᵢ) vᵢ in the query's framework, with gradients: (n, d) → (n, d_v).
+
+        A query (d,) gives (d_v,). Queries have the same meaning as in `ask`. Numbers are scaled
+        like the keys, and gradients pass through the scaling. Text is encoded first and has no
+        gradient; an array of floats is an encoded vector. `tolerance` and `confidence` are those of
+        `ask`, for a query that needs no gradient.
+
+        >>> from qkv import Database
+        >>> import numpy as np
+        >>> D = Database(np.eye(2), np.array([[10.0], [20.0]]))
+        >>> D.attend(np.array([[0.0, 0.0]]))
+        array([[15.]])
+        """
+        from qkv.database.query.executor import MAX_SPARSE_QUERIES_PER_BATCH
+
+        check_database_keywords("attend()", other, AttendOptions.__optional_keys__)
+        view = self._nonempty_view()
+        kind = view.schema.key_kind
+        if not view.schema.can_pool_values:
+            raise CombinationError(
+                f"the values are {view.schema.value_kind}, and only numbers can be pooled: "
+                "use ask, which returns the value with the largest weight"
+            )
+        original = query
+        if not isinstance(query, Batch):
+            query = as_cells(query, kind)
+        is_number_array = is_array(query) and (kind == "number" or view.has_number_keys)
+        if is_number_array:
+            vectors, is_single = encode_numbers(view, query)
+            code = EncodedQuery(vectors)
+        elif is_array(query) and kind != "date":  # already encoded
+            is_single = len(query.shape) == 1
+            code = EncodedQuery(query[None] if is_single else query)
+        else:
+            queries, is_single = parse_queries(view, query)
+            if view.has_sparse_vectors and len(queries) > MAX_SPARSE_QUERIES_PER_BATCH:
+                batches = (
+                    Batch(queries[at : at + MAX_SPARSE_QUERIES_PER_BATCH])
+                    for at in range(0, len(queries), MAX_SPARSE_QUERIES_PER_BATCH)
+                )
+                options = AttendOptions(
+                    score=score,
+                    weighting=weighting,
+                    where=where,
+                    tolerance=tolerance,
+                    confidence=confidence,
+                )
+                return np.concatenate([self.attend(batch, **options) for batch in batches])
+            code = view.encode_queries(queries)
+        view.check_query(code)
+        resolved_score = score_beside(view, score, code.code)
+        if resolved_score.compares_keys:
+            raise ArgumentError("attend compares vectors: score='exact' is only for ask")
+        bound_options = dict(
+            zip(("tolerance", "confidence"), check_tolerance(tolerance, confidence), strict=True)
+        )
+        out = self._attend_encoded(view, code, resolved_score, weighting, where, bound_options)
+        if is_number_array:
+            dtype = get_framework(original).dtype_name(original)
+            if dtype.startswith(("float", "bfloat")):
+                out = get_framework(out).astype(out, dtype)
+        return out[0] if is_single else out
+
+    def _attend_encoded(
+        self,
+        view: TableView,
+        code: EncodedQuery,
+        score: Score,
+        weighting: WeightingLike,
+        where: Any,
+        bound_options: dict[str, float | None],
+    ) -> Array:
+        """Return the output (n, d_v) for encoded queries."""
+        from qkv.attention import attend_rows
+
+        allowed = view.mask_missing_values(view.filter_rows(where))[0]
+        if where is not None and allowed is not None and not allowed.any():
+            warn_no_rows(view.why_none_pass(where))
+        rows = view.open_vectors(allowed, value=True, asked=code.sparse_positions)
+        return attend_rows(rows, code.code, score=score, weighting=weighting, **bound_options)
+
+    # Export
+
+    def reindex(
+        self, key: str | Sequence[str], value: str | Sequence[str] | None = None, **options: Any
+    ) -> Database:
+        """Return the same rows with other columns as key and value.
+
+        `options` are those of `Database.from_columns`. `by` is a short name for this method.
+
+        >>> from qkv import Database
+        >>> D = Database.from_columns(
+        ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
+        ... )
+        >>> D.reindex(key="major", value="name")["law"]
+        'Bo'
+        """
+        database = copy_rows(self, key, value, **options)
+        database._frame_library = self._frame_library
+        return database
+
+    by = reindex
+
+    def swap(self, **options: Any) -> Database:
+        """Return the same rows with key and value exchanged.
+
+        >>> from qkv import Database
+        >>> Database({"Li": "physics", "Hu": "history"}).swap()["history"]
+        'Hu'
+        """
+        key, value = swapped_columns(self)
+        return self.reindex(key, value, **options)
+
+    def to_frame(self, where: Any = None) -> Any:
+        """Return the rows as a data frame, which `Database.from_frame` accepts.
+
+        The library is that of the frame that the rows came from, else an imported one (pandas or
+        polars), else an installed one (polars, pandas or pyarrow).
+
+        >>> import pandas
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": None}).to_frame()["value"].tolist()
+        [34, <NA>]
+        """
+        from qkv.database.export import files
+
+        return files.to_frame(self.columns, self.rows(where=where), self._frame_library)
+
+    def to_csv(self, path: str | PathLike[str], where: Any = None) -> int:
+        """Write the rows as CSV, or as TSV if the name ends in .tsv; return their number.
+
+        Missing cells are empty. CSV has no types: a warning names the columns that `from_source`
+        would read differently.
+        """
+        from qkv.database.export import files
+
+        return files.write_file(path, self.columns, self.rows(where=where), ".csv", ".tsv")
+
+    def to_parquet(self, path: str | PathLike[str], where: Any = None) -> int:
+        """Write the rows as Parquet, with their types; return their number."""
+        from qkv.database.export import files
+
+        return files.write_file(path, self.columns, self.rows(where=where), ".parquet")
+
+    def plot(
+        self, query: Any, path: str | PathLike[str] | None = None, **options: Unpack[AskOptions]
+    ) -> Figure:
+        """Draw the weights of all keys as a heatmap with one row per query; save it to `path`.
+
+        `options` are those of `ask`.
+
+        >>> from qkv import Database
+        >>> students = Database({"John Doe": "psychology", "Ada Byron": "mathematics"})
+        >>> figure = students.plot("John Doe", score="exact", weighting="raw")  # one-hot
+        >>> figure.axes[0].images[0].get_array().tolist()
+        [[1.0, 0.0]]
+        """
+        from qkv.database.export.heatmap import plot_weights
+
+        answers: Any = self.ask(query, **options)
+        return plot_weights(answers if isinstance(answers, list) else [answers], self, path)
+
+    def _repr_html_(self) -> str:
+        from qkv.database.export.html import render_html
+
+        return render_html(self)
+
+
+class Database(ReadableDatabase[K, V]):
+    """Keys and values, looked up exactly by D[key] and queried by D.ask(query).
+
+    `data` is a mapping, pairs (key, value), or the keys with the `values` second. Arrays (m, d) are
+    m vectors. Keys may repeat unless `unique`. The database is in memory; `qkv.open` opens one on
+    disk.
+
+    `key` and `value` name the columns. `encoder` turns keys into vectors: a name or an object of
+    `qkv.database.encoders`. By default the type of the keys decides. `precision` is the type of the
+    stored vectors: "float32", "float16", or "int8", which takes a quarter of the memory and has an
+    error bound. By default vectors are stored as they are, and those of text as int8.
 
     >>> D = Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu"})
     >>> D["Li"]
@@ -73,18 +685,18 @@ class Database(DatabaseWriter[K, V]):
     """
 
     @overload
-    def __init__(self, data: Shaped, values: Any, **how: Unpack[DatabaseOptions]) -> None: ...
+    def __init__(self, data: Shaped, values: Any, **options: Unpack[DatabaseOptions]) -> None: ...
     @overload
-    def __init__(self, data: Mapping[K, V], **how: Unpack[DatabaseOptions]) -> None: ...
+    def __init__(self, data: Mapping[K, V], **options: Unpack[DatabaseOptions]) -> None: ...
     @overload
-    def __init__(self, data: Iterable[tuple[K, V]], **how: Unpack[DatabaseOptions]) -> None: ...
+    def __init__(self, data: Iterable[tuple[K, V]], **options: Unpack[DatabaseOptions]) -> None: ...
     @overload
     def __init__(
-        self, data: Iterable[K], values: Iterable[V], **how: Unpack[DatabaseOptions]
+        self, data: Iterable[K], values: Iterable[V], **options: Unpack[DatabaseOptions]
     ) -> None: ...
     @overload
     def __init__(
-        self, data: Any = None, values: Any = ..., **how: Unpack[DatabaseOptions]
+        self, data: Any = None, values: Any = ..., **options: Unpack[DatabaseOptions]
     ) -> None: ...
     def __init__(
         self,
@@ -104,9 +716,10 @@ class Database(DatabaseWriter[K, V]):
             self.add(data, values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the view of its rows, which is made anew: a copy of one on disk is the same rows,
-        opened again, and one in memory goes with its rows."""
+        # A copy builds its own view. It contains the rows if they are in memory, else the path.
         return {**vars(self), "_cached_view": None, "_cached_executor": None}
+
+    # Constructors
 
     @classmethod
     def from_columns(
@@ -122,11 +735,11 @@ class Database(DatabaseWriter[K, V]):
         progress: ProgressCallback | None = None,
         **other: Never,
     ) -> Database:
-        """Named columns of one length, as `key` and `value` say; on disk where `path` is given.
+        """Create a database from named columns of equal length, on disk if `path` is set.
 
-        Without `key`, the first column of text is the key, or the first column; without `value`,
-        a row's value is all its other columns. A row whose key is missing is skipped, with a
-        warning that says how many were.
+        Without `key`, the key is the first column of text, else the first column. Without `value`,
+        a row's value is all its other columns. Rows without a key are skipped, and a warning says
+        how many.
 
         >>> D = Database.from_columns(
         ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
@@ -135,36 +748,24 @@ class Database(DatabaseWriter[K, V]):
         'law'
         """
         validate_keywords("from_columns()", other, cls.from_columns.__kwdefaults__)
-        if not isinstance(columns, Mapping):
-            raise DtypeError(f"columns must be a mapping of them, not {type(columns).__name__}")
-        if not columns:
-            raise ArgumentError("columns: there are none; a database needs a key and a value")
-        told = [str(name) for name in columns]
-        if len(set(told)) < len(told):
-            raise ArgumentError(f"columns: two of them have the same name: {', '.join(told)}")
         validate_callables(progress=progress)
-        columns = dict(zip(told, map(extract_cells, columns.values()), strict=True))
-        for name, cells in columns.items():
-            if isinstance(cells, str | bytes) or not hasattr(cells, "__len__"):
-                raise DtypeError(f"column {name!r} must be a list of cells, not {cells!r:.40}")
+        columns = _check_columns(columns)
         keys = as_column_names(key) if key is not None else (_first_text_column(columns),)
         values = (
-            as_column_names(value, "value") if value is not None else other_columns(columns, keys)
+            as_column_names(value, "value") if value is not None else _other_columns(columns, keys)
         )
-        wish = {"key": keys, "value": values, "unique": unique, "precision": precision}
+        options = {"key": keys, "value": values, "unique": unique, "precision": precision}
         path = None if path is None else folder.check_path(path)
         if path is None or os.path.lexists(path):
-            made = cls._from_store(Store(path), encoder=encoder, **wish)
-            return made._import_columns(columns, progress)
-        with folder.build_store_folder(path) as part:
-            made = cls._from_store(Store(part), encoder=encoder, **wish)._import_columns(
-                columns, progress
-            )
-            made.close()
-        return cls._from_store(Store(path), encoder=made._requested_encoder, **wish)
+            database = cls._from_store(Store(path), encoder=encoder, **options)
+            return database._import_columns(columns, progress)
+        with folder.build_store_folder(path) as temporary_path:
+            database = cls._from_store(Store(temporary_path), encoder=encoder, **options)
+            database._import_columns(columns, progress).close()
+        return cls._from_store(Store(path), encoder=database._requested_encoder, **options)
 
     def _import_columns(self, columns: ColumnData, progress: ProgressCallback | None) -> Self:
-        """The first rows, or an error and the store closed."""
+        """Write the first rows; close the store if this fails."""
         try:
             with self._exclusive_lock():
                 if self._schema is not None:
@@ -180,9 +781,12 @@ class Database(DatabaseWriter[K, V]):
         return self
 
     @classmethod
-    def from_frame(cls, frame: Any, **how: Any) -> Database:
-        """A data frame of pandas, polars or pyarrow, as which answers and rows come out again, or a
-        query of DuckDB, duckdb.sql("FROM 'sales/**/*.parquet'"); `how` as in `from_columns`.
+    def from_frame(cls, frame: Any, **options: Any) -> Database:
+        """Create a database from a data frame of pandas, polars or pyarrow.
+
+        A DuckDB query works too: duckdb.sql("FROM 'sales/**/*.parquet'"). `to_frame` of the
+        database and of its answers returns frames of the same library. `options` are those of
+        `from_columns`.
 
         >>> import pandas
         >>> students = pandas.DataFrame({"gpa": [3.1, 3.9], "salary": [70.0, 95.0]})
@@ -191,27 +795,26 @@ class Database(DatabaseWriter[K, V]):
         """
         from qkv.database import sources
 
-        made = cls.from_columns(sources.from_frame(frame).columns, **how)
-        made._frame_library = frame_library(frame)
-        return made
+        database = cls.from_columns(sources.from_frame(frame).columns, **options)
+        database._frame_library = frame_library(frame)
+        return database
 
     @classmethod
-    def from_dataset(cls, dataset: Any, **how: Any) -> Database:
-        """One split of a Hugging Face data set; `how` as in `from_columns`.
+    def from_dataset(cls, dataset: Any, **options: Any) -> Database:
+        """Create a database from one split of a Hugging Face data set.
 
-        Lists of floats that are all of one length are vectors. One that is streamed is read to its
-        end: `dataset.take(1000)` is less of it.
+        Lists of floats of equal length become vectors. A streamed data set is read to its end; use
+        `dataset.take(1000)` to read less. `options` are those of `from_columns`.
 
         >>> from datasets import Dataset
-        >>> as_column_names = Dataset.from_dict({"name": ["Li", "Hu"], "label": [0, 1]})
-        >>> Database.from_dataset(as_column_names, key="name", value="label").ask("Lii").to_frame()[
-        ...     "key"
-        ... ][0]
+        >>> names = Dataset.from_dict({"name": ["Li", "Hu"], "label": [0, 1]})
+        >>> D = Database.from_dataset(names, key="name", value="label")
+        >>> D.ask("Lii").rows[0].key
         'Li'
         """
         from qkv.database import sources
 
-        return cls.from_columns(sources.from_dataset(dataset).columns, **how)
+        return cls.from_columns(sources.from_dataset(dataset).columns, **options)
 
     @classmethod
     def from_source(
@@ -221,21 +824,414 @@ class Database(DatabaseWriter[K, V]):
         table: str | None = None,
         missing: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
-        **how: Any,
+        **options: Any,
     ) -> Database:
-        """A CSV, TSV, JSON, Parquet, Arrow, Excel or SQLite file, a pattern of such files, as
-        "logs/*.csv", or a PostgreSQL URL; `table` where it has several. `how` as in `from_columns`.
+        """Create a database from a file or a PostgreSQL URL.
 
-        In CSV and TSV an empty cell is missing, and so are NA, NaN, null and the like
-        (`sources.MISSING_WORDS`); `missing` gives other words for it, () none: then NA is text.
-        `as_column_names` are the columns' where the first line is a row already.
+        The file is CSV, TSV, JSON, Parquet, Arrow, Excel or SQLite. A pattern such as "logs/*.csv"
+        reads several files. `table` selects one of several tables.
+
+        In CSV and TSV, empty cells and words such as NA, NaN and null are missing
+        (`sources.MISSING_WORDS`). `missing` replaces these words; with () NA is text. `names` are
+        the columns' names for a file without a header line. `options` are those of `from_columns`.
         """
         from qkv.database import sources
 
-        validate_keywords("from_source()", how, cls.from_columns.__kwdefaults__)
-        way: Any = {"table": table, "missing": missing, "names": names}
-        read = sources.read(source, **way, progress=how.get("progress"))
-        return cls.from_columns(read.columns, **how)
+        validate_keywords("from_source()", options, cls.from_columns.__kwdefaults__)
+        read = sources.read(
+            source,
+            table=table,
+            missing=missing,
+            names=names,
+            progress=options.get("progress"),
+        )
+        return cls.from_columns(read.columns, **options)
+
+    # Writing
+
+    def add(self, keys: Any, values: Any = UNSET) -> None:
+        """Add one row, or several: lists and arrays are several keys with as many values.
+
+        >>> from qkv import Database
+        >>> D = Database()
+        >>> D.add("Li", "Mu")
+        >>> D.add(["Hu", "Smola"], ["Rachel", "Alex"])
+        >>> list(D)
+        ['Li', 'Hu', 'Smola']
+        """
+        if values is UNSET:
+            self._add_pairs(keys)
+            return
+        if has_several_keys(keys, getattr(self._schema, "key_kind", None)):
+            keys, values = match_keys_and_values(keys, values)
+        else:
+            keys, values = [keys], [values]
+        self._write_rows(self._build_columns(keys, values))
+
+    def _add_pairs(self, data: Any) -> None:
+        if isinstance(data, RowSource):
+            self.extend(data.rows())
+            return
+        pairs = as_pairs(data, UNSET, False)
+        if pairs:
+            keys, values = map(list, zip(*pairs, strict=True))
+            self._write_rows(self._build_columns(keys, values))
+
+    def extend(
+        self, rows: Iterable[Mapping[str, Any]], *, progress: ProgressCallback | None = None
+    ) -> None:
+        """Add rows with named columns; rows without a key are skipped, with a warning.
+
+        >>> from qkv import Database
+        >>> D = Database(key="name", value="major")
+        >>> D.extend([{"name": "John Doe", "major": "psychology", "year": 4}])
+        >>> D["John Doe"]
+        'psychology'
+        """
+        validate_callables(progress=progress)
+        columns = rows_to_columns(rows)
+        if columns:
+            key = self._requested_columns[0] if self._schema is None else self._schema.key
+            self._write_rows(drop_missing_keys(columns, key), progress=progress)
+
+    def update(self, key: Any, value: Any = UNSET) -> int:
+        """Set the value of a key, or insert it; return the number of inserted keys.
+
+        If the key repeats, its newest row changes. A mapping or a list of pairs updates several
+        keys in one version; for equal keys the last pair wins.
+
+        >>> from qkv import Database
+        >>> D = Database({"Li": "Mu"})
+        >>> D.update("Li", "Wei"), D.update("Hu", "Rachel")
+        (0, 1)
+        """
+        if value is UNSET and not isinstance(key, Mapping | list):
+            raise DtypeError("update takes a key and its value, or a mapping of keys to values")
+        pairs = as_pairs(key, value, False)
+        with self._exclusive_lock():
+            view = self._view
+            if not view.is_initialized:
+                self._add_pairs(list({cells.key_digest(k): (k, v) for k, v in pairs}.values()))
+                return len(self)
+            new_rows: dict[bytes, dict[str, Any]] = {}
+            old_ids: dict[bytes, int] = {}
+            for k, v in pairs:
+                ids, old_row = view.find_ids(k), None
+                if ids:  # keep the key as it was written, like a dict
+                    old_row = view.read_rows(ids[-1:])[0]
+                    k = view.schema.row_key(old_row)
+                digest = view.schema.key_digest(k)
+                row = {name: column[0] for name, column in self._build_columns([k], [v]).items()}
+                if old_row is not None:
+                    old_ids[digest] = ids[-1]
+                    row = {**old_row, **row}
+                new_rows[digest] = row
+            self._write_rows(
+                rows_to_columns(new_rows.values()), remove=list(old_ids.values()), what="update"
+            )
+        return len(new_rows) - len(old_ids)
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self.update(key, value)
+
+    def remove(self, keys: Any) -> int:
+        """Delete every row with this key, or with one of a list of keys; return their number.
+
+        If a key does not exist, nothing is deleted and `KeyNotFoundError` is raised.
+
+        >>> from qkv import Database
+        >>> D = Database({"Li": "Mu", "Hu": "Rachel", "Wu": "Yi"})
+        >>> D.remove(["Li", "Wu"]), list(D)
+        (2, ['Hu'])
+        """
+        kind = getattr(self._schema, "key_kind", None)
+        keys = list(keys) if has_several_keys(keys, kind) else [keys]
+        with self._exclusive_lock():
+            view = self._view
+            deleted: dict[int, None] = {}
+            for key in keys:
+                ids = view.find_ids(key)
+                if not ids:
+                    raise KeyNotFoundError(key, partial(self._nearest_keys, key))
+                deleted.update(dict.fromkeys(ids))
+            self._store.commit(remove=list(deleted), what="remove")
+        return len(deleted)
+
+    def __delitem__(self, key: K) -> None:
+        self.remove([key])
+
+    def compact(self, progress: ProgressCallback | None = None) -> CompactReport:
+        """Merge segments, and drop deleted rows and past versions."""
+        validate_callables(progress=progress)
+        self._check_writable()
+        self._cached_view = self._cached_executor = None  # they would keep an old version alive
+        return self._store.compact(progress)
+
+    def _build_columns(self, keys: Any, values: Any) -> ColumnData:
+        """Return keys and values as named columns."""
+        key_names, value_names, _ = self._requested_columns
+        schema = self._schema
+        if schema is not None:
+            key_names, value_names = schema.key, schema.value
+        columns: ColumnData = {}
+        if len(key_names) == 1:
+            columns[key_names[0]] = keys
+        else:
+            for k in keys:
+                if not isinstance(k, tuple) or len(k) != len(key_names):
+                    raise ArgumentError(
+                        f"a key must be a tuple of {len(key_names)}, ({', '.join(key_names)}), not "
+                        f"{quote_cell(k)}"
+                    )
+            columns |= {name: [k[i] for k in keys] for i, name in enumerate(key_names)}
+        value_names = value_names or ("value",)
+        if len(value_names) == 1:
+            return columns | {value_names[0]: values}
+        for v in values:
+            if not isinstance(v, Mapping) or not set(v) <= set(value_names):
+                raise ArgumentError(
+                    f"a value must be a mapping of {', '.join(value_names)}, not {quote_cell(v)}"
+                )
+        return columns | {name: [v.get(name) for v in values] for name in value_names}
+
+    def _check_writable(self) -> None:
+        if self._pinned_version is not None:
+            raise CombinationError(
+                f"version {self._pinned_version} is past and read-only: write to the database "
+                "itself"
+            )
+
+    def _exclusive_lock(self) -> AbstractContextManager[object]:
+        """Return a context in which no other process changes the rows."""
+        self._check_writable()
+        return self._store.exclusive_lock()
+
+    def _write_rows(
+        self,
+        columns: ColumnData,
+        *,
+        remove: Sequence[int] = (),
+        what: str = "add",
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        """Insert rows and delete others, as one version."""
+        with self._exclusive_lock():
+            columns = normalize_columns(columns)
+            if count_rows(columns):
+                self._encode_and_commit(columns, remove, what, progress)
+                self._refit_encoder()
+
+    def _encode_and_commit(
+        self,
+        columns: ColumnData,
+        remove: Sequence[int],
+        what: str,
+        progress: ProgressCallback | None,
+    ) -> None:
+        view = self._view
+        if view.is_initialized:
+            schema = view.schema
+        else:
+            key, value, unique = self._requested_columns
+            value = value or _other_columns(columns, key)
+            schema = Schema.from_columns(columns, key, value, unique)
+        columns = schema.fill_columns(columns)
+        schema.check_types(columns)
+        if view.is_initialized and schema.with_number_values(columns) != schema:
+            wider = schema.with_number_values(columns)
+            view, schema = self._add_number_values(view, wider, progress)
+        keys = schema.keys_from_columns(columns)
+        record_columns = {
+            name: _as_list(column)
+            for name, column in columns.items()
+            if name not in schema.vector_columns
+        }
+        digests: Collection[bytes] = LazySequence(
+            len(keys), partial(_compute_digests, keys, schema)
+        )
+        records: Collection[str] = LazySequence(len(keys), partial(_dump_records, record_columns))
+        if not record_columns:
+            records = ["{}"] * len(keys)
+        if schema.key_kind != "vector" or len(keys) <= encoding.KEYS_PER_BLOCK:
+            # For many vectors they stay lazy: the writing threads compute them.
+            digests, records = list(digests), list(records)
+        if schema.key_kind == "vector":
+            keys = stack_vectors(keys, "key")
+        settings: dict[str, Any] | None = None
+        arrays = None
+        if view.is_initialized:
+            encoder, precision = view.encoder, view.vector_precision
+        else:
+            encoder, settings = self._fit_first_encoder(schema, keys)
+            precision = encoding.choose_precision(encoder, self._precision)
+            arrays = encoder.arrays()
+        first_id = view.snapshot.last_id + 1
+        tensors = encoding.encode_keys(encoder, keys, precision, first_id, progress)
+        value_array = schema.build_value_array(columns)
+        if value_array is not None:
+            tensors["value"] = value_array
+            if len(schema.value) > 1:
+                warn_partial_values(value_array, schema.value)
+        if encoding.stores_raw_keys(encoder, schema):
+            tensors["key"] = keys
+        vector_values = {
+            name: value_array for name, role in schema.vector_columns.items() if role == "value"
+        }
+        tensors |= typed_columns.build_column_tensors({**record_columns, **vector_values})
+        try:
+            self._store.commit(
+                records=records,
+                digests=digests,
+                tensors=tensors,
+                remove=remove,
+                settings=settings,
+                arrays=arrays,
+                unique=schema.unique,
+                what=what,
+            )
+        except DuplicateKeyError as error:
+            at = error.position
+            raise DuplicateKeyError(
+                f"the key {quote_cell(keys[at])} (row {at}) exists already or comes twice, and "
+                "keys are unique here: use update, or leave it out",
+                at,
+            ) from None
+
+    def _add_number_values(
+        self, view: TableView, schema: Schema, progress: ProgressCallback | None
+    ) -> tuple[TableView, Schema]:
+        """Change the schema to number values if no row has a value yet."""
+        if has_any_value(view):
+            return view, view.schema
+        self._store.rewrite_tensors(
+            encoding.add_value_tensor(view, len(schema.value), progress),
+            settings=view.settings | {"schema": schema.to_dict()},
+            arrays=view.snapshot.read_arrays(),
+            what="numbers",
+        )
+        return self._view, schema
+
+    def _fit_first_encoder(self, schema: Schema, keys: Any) -> tuple[Encoder, dict[str, Any]]:
+        """Return the encoder fitted to the first keys, and the first settings of the store."""
+        from qkv.database import encoders
+
+        names = schema.key if len(schema.key) > 1 else ()
+        unfitted = self._requested_encoder or encoders.default(keys, names)
+        encoder, description = encoding.fit_encoder(unfitted, keys)
+        settings = {"schema": schema.to_dict(), "encoded": 1} | description
+        if self._precision is not None:
+            settings["precision"] = self._precision
+        self._requested_encoder = encoder
+        return encoder, settings
+
+    # Encoding and learning
+
+    def _refit_encoder(self) -> None:
+        """Refit a fitted encoder when the number of keys has doubled.
+
+        The rows are committed by then, so a failure is only a warning. The next write tries again.
+        """
+        try:
+            fitted_keys = self._view.setting_number("fitted")
+            if fitted_keys and 2 * fitted_keys <= len(self) <= MAX_REFIT_ROWS:
+                self.encode()
+        except (QkvError, OSError, MemoryError) as error:
+            warn_at_caller(
+                f"the rows were added, but the encoder was not refitted to them: {error}",
+                StaleFitWarning,
+            )
+
+    def encode(
+        self,
+        encoder: EncoderLike | None = None,
+        *,
+        fit: bool = True,
+        what: str = "encode",
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        """Encode all keys again, as a new version.
+
+        `encoder` replaces the current one. With `fit` it is fitted to the current keys. `what` is
+        the label in `versions()`.
+        """
+        from qkv.database import encoders
+
+        if not isinstance(what, str):
+            raise DtypeError(f"what must be the label of the version, a text, not {what!r}")
+        validate_callables(progress=progress)
+        with self._exclusive_lock():
+            view = self._view
+            if not len(view):
+                raise CombinationError("there are no rows to encode: add some first")
+            new_encoder = view.encoder if encoder is None else encoders.resolve(encoder)
+            keys = view.read_all_keys()
+            if fit:
+                new_encoder, description = encoding.fit_encoder(new_encoder, keys)
+            else:
+                description = encoding.describe_encoder(new_encoder, 0)
+            # The counter distinguishes encoders with equal settings and different arrays.
+            settings = {**view.settings, **description}
+            settings["encoded"] = view.setting_number("encoded") + 1
+            blocks = encoding.reencode_rows(view, new_encoder, keys, progress)
+            self._store.rewrite_tensors(
+                blocks, settings=settings, arrays=new_encoder.arrays(), what=what
+            )
+            self._requested_encoder = new_encoder
+
+    def learn(
+        self, pairs: Iterable[Any], *, progress: ProgressCallback | None = None, **options: Any
+    ) -> Report:
+        """Train the encoder on (query, right key) pairs; see `qkv.database.learn`.
+
+        The new vectors are a new version; `at(version)` reads the old ones. Returns the report.
+        """
+        from qkv.database.learn import learn
+
+        validate_keywords("learn()", options, learn.__kwdefaults__)
+        validate_callables(progress=progress)
+        self._check_writable()
+        view = self._nonempty_view()
+        keys, pairs = view.read_all_keys(), list_pairs(pairs, "learn", "right key")
+        if view.schema.key_kind in ("vector", *PARSER_BY_KIND):
+            pairs = [_normalize_pair(view, keys, pair, i) for i, pair in enumerate(pairs)]
+        learned, report = learn(view.encoder, keys, pairs, progress=progress, **options)
+        self.encode(learned, fit=False, what="learn", progress=progress)
+        return report
+
+    def calibrate(
+        self,
+        pairs: Iterable[Any],
+        coverage: float = 0.9,
+        *,
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
+        **other: Never,
+    ) -> Calibration:
+        """Calibrate prediction sets on (query, right key) pairs.
+
+        An answer then has a `prediction_set`, which contains the right row with the probability
+        `coverage`. It `abstains` if no row fits.
+
+        The guarantee holds for queries like those of the pairs, with this score and weighting. It
+        is stored as a new version. It ends when the keys are encoded again, or when a tenth of the
+        rows has changed.
+
+        >>> from qkv import Database
+        >>> D = Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu"})
+        >>> typos = [("Zang", "Zhang"), ("Lee", "Li"), ("Liptn", "Lipton"), ("Zhnag", "Zhang")]
+        >>> calibration = D.calibrate(typos, coverage=0.7)
+        >>> [row.key for row in D.ask("Lpton").prediction_set], D.ask("qwy").abstains
+        (['Lipton'], True)
+        """
+        from qkv.database.query.calibration import calibrate
+
+        validate_keywords("calibrate()", other, Database.calibrate.__kwdefaults__)
+        with self._exclusive_lock():
+            view = self._nonempty_view()
+            calibration = calibrate(view, pairs, coverage, score, weighting)
+            settings = view.settings | {"promise": calibration.to_dict()}
+            self._store.commit(settings=settings, what="calibrate")
+        return calibration
 
     def value_of_rows(
         self,
@@ -247,8 +1243,10 @@ class Database(DatabaseWriter[K, V]):
         tolerance: float | None = None,
         confidence: float | None = None,
     ) -> Valuation:
-        """What each row does for the answers to (query, right value) pairs: by how much their loss
-        would grow without it. A row that does harm may be mislabelled. The rest as in `ask`.
+        """Return how much each row improves the answers to (query, right value) pairs.
+
+        The value of a row is the increase of the loss without it. A row with a negative value may
+        be mislabelled. The other arguments are those of `ask`.
 
         >>> D = Database([(1.0, "low"), (1.1, "low"), (1.2, "high"), (5.0, "high"), (5.2, "high")])
         >>> D.value_of_rows([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
@@ -256,8 +1254,8 @@ class Database(DatabaseWriter[K, V]):
         """
         from qkv.database.query.influence import compute_row_values
 
-        how = (score, weighting, where, 1, tolerance, confidence)
-        return compute_row_values(self._get_executor(self._nonempty_view(), *how), pairs)
+        options = (score, weighting, where, 1, tolerance, confidence)
+        return compute_row_values(self._get_executor(self._nonempty_view(), *options), pairs)
 
 
 def open(
@@ -272,11 +1270,12 @@ def open(
     skip_damaged: bool = False,
     **other: Never,
 ) -> Database:
-    """The database in the folder `path`, made empty where there is none unless `create=False`.
+    """Open the database in the folder `path`; create an empty one if none exists.
 
-    `key`, `value`, `encoder`, `unique` and `precision` are for a new one; its first rows fix them,
-    and others, or `unique` where keys may repeat, are refused from then on. Close it, or use it in
-    a `with`.
+    With `create=False`, a missing folder is an error. `key`, `value`, `encoder`, `unique` and
+    `precision` are for a new database: its first rows fix them, and other values are an error from
+    then on. `skip_damaged` answers from the intact rows of a damaged store. Close the database, or
+    use it in a `with` statement.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -289,69 +1288,60 @@ def open(
     validate_keywords("open()", other, open.__kwdefaults__, elsewhere=OPEN_ARGUMENT_HINTS)
     if isinstance(path, str) and "://" in path:
         raise ArgumentError(
-            f"path: {path} is an address, and a database here is a folder: qkv.Client(url) asks a "
-            "server, and what lies elsewhere is copied first"
+            f"path: {path} is a URL, and qkv.open needs a folder: use qkv.Client(url) for a "
+            "server, and copy a database that is stored elsewhere first"
         )
     store = Store(path, create=create, skip_damaged=skip_damaged)
-    wish = {"key": key, "value": value, "unique": unique, "precision": precision}
-    made = Database._from_store(store, encoder=encoder, **wish)
+    options = {"key": key, "value": value, "unique": unique, "precision": precision}
+    database = Database._from_store(store, encoder=encoder, **options)
     if (key, value, unique, encoder, precision) != ("key", "value", False, None, None):
         try:
-            _check_same_columns(made, key, value, unique)
-            _check_same_vectors(made, precision)
+            _check_same_columns(database, key, value, unique)
+            _check_same_vectors(database, precision)
         except BaseException:
-            made.close()
+            database.close()
             raise
-    return made
+    return database
 
 
-def _check_same_columns(made: Database, key: Any, value: Any, unique: bool) -> None:
-    """Refuse what was asked for where the rows that are there were made otherwise."""
-    about = made.info()
-    given = {"key": "key" if key == "key" else as_column_names(key)}
-    given["value"] = "value" if value in (None, "value") else as_column_names(value, "value")
-    for what, name in given.items():
-        have = about[what]  # type: ignore[literal-required]
-        if have and name != what and list(name) != have:
-            raise CombinationError(
-                f"{what}: {made.path} has {', '.join(have)}, not {', '.join(name)}: open it "
-                f"without {what}=, and by(key=…, value=…) is the same rows by other columns"
-            )
-    if unique and about["key"] and not about["unique"]:
-        raise CombinationError(
-            f"unique: the keys of {made.path} may repeat, as its first rows were told: open it "
-            "without unique=, and copy it into a new one"
+def copy_rows(
+    source: RowSource,
+    key: str | Sequence[str],
+    value: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Database:
+    """Create a database from the rows of another one, with other columns as key and value."""
+    return Database.from_columns(rows_to_columns(source.rows()), key=key, value=value, **options)
+
+
+def swapped_columns(source: RowSource) -> tuple[list[str], list[str]]:
+    """Return the value columns and the key columns of a database that is not empty."""
+    info = source.info()
+    if not info["key"]:
+        raise CombinationError("there are no rows to swap: add some first")
+    return info["value"], info["key"]
+
+
+def _check_columns(columns: Any) -> ColumnData:
+    """Return the columns by name, each as a list or array of cells."""
+    if not isinstance(columns, Mapping):
+        raise DtypeError(
+            f"columns must be a mapping of names to cells, not {type(columns).__name__}"
         )
-
-
-def _check_same_vectors(made: Database, precision: str | None) -> None:
-    """The same of the keys' vectors: of which encoder they are, in how many bits."""
-    view, given = made._view, made._requested_encoder
-    told = view.settings.get("encoder", {})
-    if told and given is not None and given.kind not in _encoder_kinds(told):
-        raise CombinationError(
-            f"encoder: the keys of {made.path} were encoded by {told['kind']}, not {given.kind}: "
-            "open it without encoder=, and encode(encoder) turns them into other vectors"
-        )
-    have = view.snapshot.tensor_type("code")
-    if precision is not None and have is not None and have[0].name != precision:
-        raise CombinationError(
-            f"precision: the keys of {made.path} are kept in {have[0].name}, not {precision}: open "
-            "it without precision=, and copy it into a new one"
-        )
-
-
-def _encoder_kinds(told: Any) -> Iterator[str]:
-    """The kind of an encoder, by its settings, and those of the encoders in it."""
-    if isinstance(told, dict):
-        yield from [told["kind"]] if "kind" in told else []
-    if isinstance(told, dict | list):
-        for part in told.values() if isinstance(told, dict) else told:
-            yield from _encoder_kinds(part)
+    if not columns:
+        raise ArgumentError("columns is empty: a database needs a key and a value")
+    names = [str(name) for name in columns]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"columns: two columns have the same name: {', '.join(names)}")
+    checked = dict(zip(names, map(extract_cells, columns.values()), strict=True))
+    for name, cells_ in checked.items():
+        if isinstance(cells_, str | bytes) or not hasattr(cells_, "__len__"):
+            raise DtypeError(f"column {name!r} must be a list of cells, not {cells_!r:.40}")
+    return checked
 
 
 def _first_text_column(columns: ColumnData) -> str:
-    """The first column whose first cell that is not missing is text; else the first."""
+    """Return the first column whose first present cell is text, else the first column."""
     for name, column in columns.items():
         if is_array(column):
             continue
@@ -359,3 +1349,94 @@ def _first_text_column(columns: ColumnData) -> str:
         if isinstance(first, str):
             return name
     return next(iter(columns))
+
+
+def _other_columns(columns: ColumnData, key: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that are not part of the key."""
+    others = tuple(name for name in columns if name not in key)
+    if not others:
+        names = ", ".join(key)
+        raise ArgumentError(
+            f"there is no column besides the key {names} for the value: to use the key as the "
+            f"value too, pass value={names!r}"
+        )
+    return others
+
+
+def _check_same_columns(database: Database, key: Any, value: Any, unique: bool) -> None:
+    """Raise an error if the stored rows have another key or value."""
+    info = database.info()
+    requested = {"key": "key" if key == "key" else as_column_names(key)}
+    requested["value"] = "value" if value in (None, "value") else as_column_names(value, "value")
+    for role, names in requested.items():
+        stored = info[role]  # type: ignore[literal-required]
+        if stored and names != role and list(names) != stored:
+            raise CombinationError(
+                f"{role}: {database.path} has {', '.join(stored)}, not {', '.join(names)}: open it "
+                f"without {role}=, and use reindex(key=…, value=…) for other columns"
+            )
+    if unique and info["key"] and not info["unique"]:
+        raise CombinationError(
+            f"unique: the keys of {database.path} may repeat, as fixed when it was created: "
+            "open it without unique=, and copy it into a new database"
+        )
+
+
+def _check_same_vectors(database: Database, precision: str | None) -> None:
+    """Raise an error if the stored vectors have another encoder or precision."""
+    view, requested = database._view, database._requested_encoder
+    stored = view.settings.get("encoder", {})
+    if stored and requested is not None and requested.kind not in _encoder_kinds(stored):
+        raise CombinationError(
+            f"encoder: the keys of {database.path} were encoded by {stored['kind']}, not "
+            f"{requested.kind}: open it without encoder=, then call encode(encoder)"
+        )
+    dtype = view.snapshot.tensor_type("code")
+    if precision is not None and dtype is not None and dtype[0].name != precision:
+        raise CombinationError(
+            f"precision: the keys of {database.path} are stored as {dtype[0].name}, not "
+            f"{precision}: open it without precision=, and copy it into a new database"
+        )
+
+
+def _encoder_kinds(settings: Any) -> Iterator[str]:
+    """Yield the kind of an encoder, from its settings, and the kinds of the encoders in it."""
+    if isinstance(settings, dict):
+        yield from [settings["kind"]] if "kind" in settings else []
+    if isinstance(settings, dict | list):
+        for part in settings.values() if isinstance(settings, dict) else settings:
+            yield from _encoder_kinds(part)
+
+
+def _normalize_pair(view: TableView, keys: Any, pair: Any, position: int) -> Any:
+    """Parse the query of a pair, and replace its right key by the stored form.
+
+    A stored vector may be rounded, and a stored day may be a midnight.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
+        return pair
+    query, right, *weight = pair
+    if (parse := PARSER_BY_KIND.get(view.schema.key_kind)) is not None:
+        query = parse(query, f"learn: the query of pairs[{position}]")
+    ids = view.find_ids(right)
+    return (query, keys[int(view.ids.searchsorted(ids[-1]))] if ids else right, *weight)
+
+
+def _dump_records(columns: ColumnData, start: int, stop: int) -> list[str]:
+    return cells.dump_rows({name: column[start:stop] for name, column in columns.items()})
+
+
+def _compute_digests(keys: Any, schema: Schema, start: int, stop: int) -> list[bytes]:
+    try:
+        return schema.key_digests(keys[start:stop])
+    except ArgumentError:
+        for i, key in enumerate(keys[start:stop], start):
+            try:
+                cells.key_digest(key)
+            except ArgumentError as error:
+                raise ArgumentError(f"key {i} (column {', '.join(schema.key)}): {error}") from None
+        raise
+
+
+def _as_list(column: Any) -> list[Any]:
+    return list(to_numpy(column).tolist() if is_array(column) else column)

@@ -1,60 +1,98 @@
-"""What a store raises: each fault names the file and the next step."""
+"""Errors and warnings of a database. Each message names the file or the key and the next step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qkv.errors import QkvError, warn_at_caller
+from qkv.frameworks import is_array
+from qkv.util.formatting import quote_cell
 
 
 class StoreDamagedError(QkvError, OSError):
-    """A file of the store is missing, cut short or changed."""
+    """A file of the store is missing, truncated or changed."""
 
 
 class StoreLockedError(QkvError, OSError):
-    """Another writer holds the store."""
+    """Another process holds the write lock of the store."""
 
 
 class NotAStoreError(QkvError, OSError):
-    """The path holds something else, or a store of a newer format."""
+    """The path is not a store, or it is a store of a newer format."""
 
 
 class StoreNotFoundError(NotAStoreError, FileNotFoundError):
-    """There is nothing at the path."""
+    """Nothing exists at the path."""
 
 
 class StoreUnreadableError(QkvError, OSError):
-    """A file of the store cannot be read now, though nothing is wrong with it."""
+    """An intact file of the store cannot be read at the moment."""
 
 
 class StoreUnwritableError(QkvError, OSError):
-    """The store cannot be written: a full disk, a read-only folder."""
-
-
-def unwritable_error(path: Path, error: OSError) -> StoreUnwritableError:
-    """The fault of a file that was not written, and left as it was."""
-    return StoreUnwritableError(
-        f"{path} cannot be written ({error.strerror or error}): nothing was changed; make room or "
-        "make the folder writable, and try again"
-    )
-
-
-def reason(error: BaseException) -> str:
-    """What the system or SQLite said, of an error that may wrap it."""
-    cause = error.__cause__ or error
-    return str(getattr(cause, "strerror", None) or cause)
+    """The store cannot be written: for example, the disk is full or the folder is read-only."""
 
 
 class StoreClosedError(QkvError, ValueError):
-    """The store was closed, or belongs to the process that this one was forked from."""
+    """The store is closed, or this process was forked from the one that opened it."""
+
+
+class LostShardError(StoreUnreadableError, RuntimeError):
+    """A shard did not answer before the timeout; `shard` is its number."""
+
+    def __init__(self, message: str, shard: int):
+        super().__init__(message)
+        self.shard = shard
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.shard)
+
+
+class VersionNotFoundError(QkvError, LookupError):
+    """The version never existed, or compaction deleted it."""
+
+
+class RowNotFoundError(QkvError, LookupError):
+    """This version has no such row."""
+
+
+class KeyNotFoundError(QkvError, KeyError):
+    """No row has the key. The message names the nearest keys, which it looks up when it is read."""
+
+    def __init__(self, key: Any, find_nearest: Callable[[], Sequence[Any]]):
+        super().__init__(key)
+        self.key, self._find_nearest = key, find_nearest
+
+    @property
+    def nearest_keys(self) -> list[Any]:
+        try:
+            return list(self._find_nearest())
+        except QkvError:
+            return []
+
+    def __reduce__(self) -> Any:
+        return KeyNotFoundError, (self.key, partial(list, self.nearest_keys))
+
+    def __str__(self) -> str:
+        nearest, message = self.nearest_keys, f"no row has the key {quote_cell(self.key)}"
+        if is_array(self.key) and any(np.array_equal(self.key, other) for other in nearest):
+            return (
+                f"{message}: a stored key was rounded to these numbers: look it up by the numbers "
+                "that were added"
+            )
+        hint = f": the nearest are {', '.join(map(quote_cell, nearest))}" if nearest else ""
+        return f"{message}{hint}"
 
 
 class DuplicateKeyError(QkvError, ValueError):
-    """A key that must be unique is there already; `position` is its place in the call."""
+    """A unique key exists already; `position` is its position among the rows of the call."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -64,26 +102,50 @@ class DuplicateKeyError(QkvError, ValueError):
         return type(self), (str(self), self.position)
 
 
-class VersionNotFoundError(QkvError, LookupError):
-    """No such version, or a compaction dropped it."""
+def unwritable_error(path: Path, error: OSError) -> StoreUnwritableError:
+    """Return the error for a file that could not be written and was left unchanged."""
+    return StoreUnwritableError(
+        f"{path} cannot be written ({error.strerror or error}): nothing was changed; free disk "
+        "space or make the folder writable, and try again"
+    )
 
 
-class RowNotFoundError(QkvError, LookupError):
-    """No such row in this version."""
+def reason(error: BaseException) -> str:
+    """Return the message of the system or of SQLite, also from an error that wraps it."""
+    cause = error.__cause__ or error
+    return str(getattr(cause, "strerror", None) or cause)
 
 
 class StaleFitWarning(UserWarning):
-    """Rows were added, but their encoder could not be fitted anew to them; it goes on as it was."""
+    """Rows were added, but the encoder could not be refitted to them and stays as it was."""
 
 
 class SkippedRowsWarning(UserWarning):
-    """Rows were left out: of a scan by a damaged file, of answers for want of a number among those
-    pooled together, of an import for want of a key; `rows` are then their numbers in what was
-    imported, the first is 1."""
+    """Rows were skipped.
+
+    A scan skips the rows of a damaged file, an answer the rows that lack a number, and an import
+    the rows without a key. For an import, `rows` are their numbers in the input, from 1.
+    """
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rows = rows
+
+
+class NoRowsMatchWarning(UserWarning):
+    """No row passes the condition `where`, so the output is 0."""
+
+
+class MixedColumnWarning(UserWarning):
+    """A column was read as text because a few of its cells are not numbers."""
+
+
+class NoHeaderWarning(UserWarning):
+    """The first line of a table should name the columns, but it looks like a row."""
+
+
+class ChangedCellsWarning(UserWarning):
+    """The format of a written file cannot represent some cells exactly."""
 
 
 _skipped_warnings: ContextVar[list[SkippedRowsWarning] | None] = ContextVar(
@@ -93,62 +155,32 @@ _skipped_warnings: ContextVar[list[SkippedRowsWarning] | None] = ContextVar(
 
 @contextlib.contextmanager
 def collect_skipped_rows() -> Iterator[list[SkippedRowsWarning]]:
-    """What is skipped by an import within, instead of a warning; only of this thread.
+    """Collect the warnings about skipped rows in a list, for the current thread.
 
     >>> from qkv import Database
-    >>> with collect_skipped_rows() as told:
+    >>> with collect_skipped_rows() as skipped:
     ...     _ = Database.from_columns({"name": ["Li", None], "age": [1, 2]})
-    >>> told[0].rows
+    >>> skipped[0].rows
     [2]
     """
-    told: list[SkippedRowsWarning] = []
-    token = _skipped_warnings.set(told)
+    skipped: list[SkippedRowsWarning] = []
+    token = _skipped_warnings.set(skipped)
     try:
-        yield told
+        yield skipped
     finally:
         _skipped_warnings.reset(token)
 
 
-def report_skipped_rows(fault: SkippedRowsWarning) -> None:
-    """Tell who listens that rows were skipped, or warn."""
-    told = _skipped_warnings.get()
-    if told is None:
-        warn_at_caller(fault)
+def report_skipped_rows(warning: SkippedRowsWarning) -> None:
+    """Append to the list of `collect_skipped_rows` if it is active, else warn."""
+    skipped = _skipped_warnings.get()
+    if skipped is None:
+        warn_at_caller(warning)
     else:
-        told.append(fault)
+        skipped.append(warning)
 
 
-class NoRowsMatchWarning(UserWarning):
-    """No row passes the condition `where`, so that what is pooled is 0."""
-
-
-def warn_no_rows(told: str) -> None:
-    """Warn that a sum is of no rows; `told` is why, or empty where rows pass."""
-    if told:
-        warn_at_caller(f"{told}. The output is 0", NoRowsMatchWarning)
-
-
-class MixedColumnWarning(UserWarning):
-    """A column of a table is text because of a few words among its numbers."""
-
-
-class NoHeaderWarning(UserWarning):
-    """The first line of a table, which names the columns, looks like a row."""
-
-
-class ChangedCellsWarning(UserWarning):
-    """A file was written that cannot hold some cells as they are."""
-
-
-class LostShardError(StoreUnreadableError, RuntimeError):
-    """A shard does not answer, and was not back in time.
-
-    `shard` is its number.
-    """
-
-    def __init__(self, told: str, shard: int):
-        super().__init__(told)
-        self.shard = shard
-
-    def __reduce__(self) -> Any:
-        return type(self), (str(self), self.shard)
+def warn_no_rows(cause: str) -> None:
+    """Warn that no rows were pooled; do nothing if `cause` is empty."""
+    if cause:
+        warn_at_caller(f"{cause}. The output is 0", NoRowsMatchWarning)

@@ -22,15 +22,15 @@ def show(*shown: Any) -> Any:
 
     That is an answer, a database, captured heads, or a sentence, which attends to itself.
     """
-    from qkv.database.reader import DatabaseReader
+    from qkv.database.database import ReadableDatabase
     from qkv.page.views import build_views
     from qkv.page.widget import Page
 
     found: list[dict[str, Any]] = []
-    databases: dict[str, DatabaseReader[Any, Any]] = {}
+    databases: dict[str, ReadableDatabase[Any, Any]] = {}
     for item in shown:
         for view in build_views(item):
-            if isinstance(item, DatabaseReader):
+            if isinstance(item, ReadableDatabase):
                 name = f"{len(databases)}"
                 databases[name] = item
                 view["data"]["database"] = name

@@ -12,7 +12,7 @@ from qkv import scores, weightings
 from qkv.answer import Answer
 from qkv.answer_backend import SourceRows
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
-from qkv.database.export.exportable import Exportable
+from qkv.database.interface import RowSource
 from qkv.errors import ArgumentError, DtypeError
 from qkv.page.heads import MAX_HEAD_CELLS, heads_view
 from qkv.page.sentence import sentence
@@ -52,7 +52,7 @@ def build_views(shown: Any) -> list[Descriptor]:
         return [{**view, "title": name} for name, x in shown.items() for view in build_views(x)]
     if isinstance(shown, Answer):
         return [answer_view(shown)]
-    if isinstance(shown, Exportable):
+    if isinstance(shown, RowSource):
         return [database_view(shown)]
     if isinstance(shown, str):
         return [sentence(shown)]

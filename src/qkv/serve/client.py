@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from qkv.answer import Answer
+    from qkv.database.interface import DatabaseInfo
     from qkv.database.query.arguments import AskOptions, AttendOptions
-    from qkv.database.reader import DatabaseInfo
 
 
 class Client(Closable):

@@ -27,7 +27,7 @@ from qkv.util.deadline import DeadlineError, current_deadline, limit_time
 
 if TYPE_CHECKING:
     from qkv.answer import Answer
-    from qkv.database.reader import DatabaseInfo
+    from qkv.database.interface import DatabaseInfo
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
 """What a database may be called: nothing that could be a path."""

@@ -15,6 +15,7 @@ from qkv.answer import Answer
 from qkv.answer_backend import AnswerBackend, Row, ValueWeight
 from qkv.database.table import cells
 from qkv.errors import ArgumentError, CombinationError
+from qkv.util.formatting import quote_cell
 
 REQUIRED_FIELDS = ("lse", "total", "missing", "engine", "score", "weighting", "version")
 OPTIONAL_FIELDS = {
@@ -44,7 +45,7 @@ def loads(text: str) -> Any:
     try:
         return restore_cells(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{cells.format_cell(text)} is not a cell: {error}") from None
+        raise ArgumentError(f"{quote_cell(text)} is not a cell: {error}") from None
 
 
 def restore_cells(body: Any) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
 from qkv.database import parsing
-from qkv.database.errors import warn_no_rows
-from qkv.database.export.exportable import Exportable
-from qkv.database.key_errors import KeyNotFoundError
+from qkv.database.errors import KeyNotFoundError, warn_no_rows
 from qkv.database.query.arguments import AskOptions, AttendOptions, check_database_keywords
 from qkv.database.query.inputs import as_cells
 from qkv.database.table import cells
@@ -20,19 +19,22 @@ from qkv.errors import ArgumentError, DtypeError
 from qkv.frameworks import is_array, to_numpy
 from qkv.serve import encoding
 from qkv.serve.transport import Transport
+from qkv.util.display import Displayable
 from qkv.util.types import UNSET, Closable, Shaped
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.figure import Figure
 
     from qkv.answer import Answer
-    from qkv.database.reader import DatabaseInfo
+    from qkv.database import Database
+    from qkv.database.interface import DatabaseInfo
 
 FIRST_PAGE_ROWS, MAX_PAGE_ROWS = 16, 1000
 """Rows that are fetched together: at first, and at most."""
 
 
-class RemoteDatabase(Closable, Exportable):
+class RemoteDatabase(Closable, Displayable):
     """The database `name` of a server; `at(version)` is what it was."""
 
     def __init__(self, transport: Transport, name: str, version: int | None = None):
@@ -237,7 +239,57 @@ class RemoteDatabase(Closable, Exportable):
             raise DtypeError(f"a value is a mapping of {', '.join(values)}, not {value!r}")
         return {**dict.fromkeys(values), **dict(zip(keys, parts, strict=True)), **told}
 
-    # What it is
+    # Export
+
+    def reindex(
+        self, key: str | Sequence[str], value: str | Sequence[str] | None = None, **options: Any
+    ) -> Database:
+        """Copy the rows into a `Database` with other columns as key and value."""
+        from qkv.database.database import copy_rows
+
+        return copy_rows(self, key, value, **options)
+
+    by = reindex
+
+    def swap(self, **options: Any) -> Database:
+        """Copy the rows into a `Database` with key and value exchanged."""
+        from qkv.database.database import swapped_columns
+
+        return self.reindex(*swapped_columns(self), **options)
+
+    def to_frame(self, where: Any = None) -> Any:
+        """Return the rows as a data frame of an installed library."""
+        from qkv.database.export import files
+
+        return files.to_frame(self.columns, self.rows(where=where))
+
+    def to_csv(self, path: str | PathLike[str], where: Any = None) -> int:
+        """Write the rows as CSV, or as TSV if the name ends in .tsv; return their number."""
+        from qkv.database.export import files
+
+        return files.write_file(path, self.columns, self.rows(where=where), ".csv", ".tsv")
+
+    def to_parquet(self, path: str | PathLike[str], where: Any = None) -> int:
+        """Write the rows as Parquet, with their types; return their number."""
+        from qkv.database.export import files
+
+        return files.write_file(path, self.columns, self.rows(where=where), ".parquet")
+
+    def plot(
+        self, query: Any, path: str | PathLike[str] | None = None, **options: Unpack[AskOptions]
+    ) -> Figure:
+        """Draw the weights of all keys as a heatmap with one row per query; save it to `path`."""
+        from qkv.database.export.heatmap import plot_weights
+
+        answers: Any = self.ask(query, **options)
+        return plot_weights(answers if isinstance(answers, list) else [answers], self, path)
+
+    def _repr_html_(self) -> str:
+        from qkv.database.export.html import render_html
+
+        return render_html(self)
+
+    # Metadata
 
     @property
     def path(self) -> str:

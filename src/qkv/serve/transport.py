@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from qkv import errors
 from qkv.database import errors as faults
-from qkv.database.key_errors import KeyNotFoundError
+from qkv.database.errors import KeyNotFoundError
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
 from qkv.serve import encoding
 from qkv.serve.encoding import CELLS_MEDIA_TYPE

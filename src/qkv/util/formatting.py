@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import reprlib
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -126,3 +128,23 @@ def format_one_line(x: Any, most: int = 40) -> str:
         text = json.dumps(to_jsonable(x), ensure_ascii=False)
     text = " ".join(escape_control_characters(text).split())
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+MAX_NUMBER = int(sys.float_info.max)
+"""The largest number that a database stores: the largest finite float64."""
+
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.fillvalue = 3, "…"
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 60
+
+
+def quote_cell(cell: Any) -> str:
+    """Return a cell as an error message quotes it: at most a few dozen characters, on one line.
+
+    >>> quote_cell((1, (2, (3, (4, 5))))), len(quote_cell("a" * 100_000))
+    ('(1, (2, (3, (…))))', 58)
+    """
+    if isinstance(cell, int) and not -MAX_NUMBER <= cell <= MAX_NUMBER:
+        return f"a number of about {int(cell.bit_length() * math.log10(2)) + 1:,} digits"
+    text = _SHORT_REPR.repr(cell)
+    return " ".join(text.split()) if hasattr(cell, "shape") else text

@@ -293,7 +293,7 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
 @pytest.mark.parametrize("named", [(), (".names.csv.0a1b2c3d",)])
 def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path, named):
     path = tmp_path / "names.csv"
-    told = r"/names\.csv cannot be written \(No space left on device\): nothing was changed; make"
+    told = r"/names\.csv cannot be written \(No space left on device\): nothing was changed; free"
     with pytest.raises(StoreUnwritableError, match=told), files.open_atomically(path):
         raise OSError(errno.ENOSPC, "No space left on device", *named)
     assert not list(tmp_path.iterdir())

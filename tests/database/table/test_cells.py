@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import qkv
 from qkv.database.table import cells
 from qkv.errors import ArgumentError, DtypeError
-from qkv.util.formatting import to_jsonable
+from qkv.util.formatting import quote_cell, to_jsonable
 
 leaf = (
     st.none()
@@ -171,7 +171,7 @@ def test_cells_that_are_nested_too_deeply_are_refused(wrap):
     for look in (cells.key_digest, lambda x: cells.dump_row({"a": x})):
         with pytest.raises(ArgumentError, match="nested too deeply"):
             look(cell)
-    assert len(cells.format_cell(cell)) < 100
+    assert len(quote_cell(cell)) < 100
 
 
 @given(

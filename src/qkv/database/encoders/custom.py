@@ -16,10 +16,10 @@ from qkv.database.encoders.base import (
     check_batch,
     sharpness_for_rows,
 )
-from qkv.database.table.cells import format_cell
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import is_array, to_numpy
 from qkv.scores import Cosine, Score
+from qkv.util.formatting import quote_cell
 
 _FUNCTION_BY_NAME: dict[str, Callable[..., Any]] = {}
 """The functions that this process made encoders of, by name."""
@@ -99,7 +99,7 @@ class Custom(Encoder):
         if bad.any():
             key = keys[int(bad.argmax())]
             raise ArgumentError(
-                f"{self._function_text} gave NaN or infinity for the key {format_cell(key)}"
+                f"{self._function_text} gave NaN or infinity for the key {quote_cell(key)}"
             )
         return out
 

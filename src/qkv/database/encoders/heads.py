@@ -17,9 +17,9 @@ from qkv.database.encoders.base import (
     select_by_prefix,
 )
 from qkv.database.encoders.characters import mix_hash
-from qkv.database.table.cells import format_cell
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks.ragged import Ragged, build_sparse, entry_positions, entry_values
+from qkv.util.formatting import quote_cell
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Columns(Heads):
         for i, row in enumerate(rows):
             if not isinstance(row, tuple | list) or len(row) != count:
                 raise ShapeError(
-                    f"key {i} must be a tuple of {count} columns, not {format_cell(row)}"
+                    f"key {i} must be a tuple of {count} columns, not {quote_cell(row)}"
                 )
         return [[row[c] for row in rows] for c in range(count)]
 
@@ -244,7 +244,7 @@ class Columns(Heads):
         spread = tuple(query if head.can_read_query(query) else None for head in self.heads)
         if all(part is None for part in spread):
             raise DtypeError(
-                f"no column can read the query {format_cell(query)}: pass a tuple of columns"
+                f"no column can read the query {quote_cell(query)}: pass a tuple of columns"
             )
         return spread
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.database.encoders.base import Encoder, check_batch
-from qkv.database.table.cells import format_cell, to_python_datetime
+from qkv.database.table.cells import to_python_datetime
 from qkv.errors import ArgumentError, DtypeError, ShapeError, format_plural
 from qkv.frameworks import get_framework, is_array, to_numpy
 from qkv.scores import Gaussian, Score
+from qkv.util.formatting import quote_cell
 from qkv.util.types import Array
 
 MAX_SPREAD = 1e30
@@ -179,16 +180,14 @@ def _to_number(part: Any, row: int) -> float:
         try:
             return float(part)
         except (OverflowError, TypeError, ValueError):
-            raise ArgumentError(
-                f"key {row} is {format_cell(part)}: too large for a float"
-            ) from None
+            raise ArgumentError(f"key {row} is {quote_cell(part)}: too large for a float") from None
     if is_array(part) and not part.shape:
         return float(part)
     if isinstance(part, np.datetime64):
         part = to_python_datetime(part)
     if isinstance(part, datetime.date | datetime.time):
         return _to_days(part)
-    raise DtypeError(f"key {row} must be a number, not {format_cell(part)}: leave that row out")
+    raise DtypeError(f"key {row} must be a number, not {quote_cell(part)}: leave that row out")
 
 
 def _to_days(moment: datetime.date | datetime.time) -> float:

@@ -17,6 +17,7 @@ from qkv.database.table import cells, columns
 from qkv.database.table.columns import INEXACT_NUMBER, MISSING, NUMERIC_KINDS, OTHER, TEXT, Column
 from qkv.errors import ArgumentError, DtypeError
 from qkv.util.deadline import check_deadline
+from qkv.util.formatting import quote_cell
 
 if TYPE_CHECKING:
     from qkv.database.filter.column_chunk import ColumnChunk
@@ -218,9 +219,7 @@ def order_condition(op: ast.cmpop, left: Operand, right: Operand) -> Condition:
             if not isinstance(left.cell, str | int | float) or (
                 isinstance(left.cell, str) != isinstance(right.cell, str)
             ):
-                raise _type_mismatch_error(
-                    cells.format_cell(left.cell), cells.format_cell(right.cell)
-                )
+                raise _type_mismatch_error(quote_cell(left.cell), quote_cell(right.cell))
             passes = bool(_ORDER_OPERATORS[type(op)](left.cell, right.cell))
             return constant_condition(passes)
         return order_condition(_MIRRORED_OPERATORS[type(op)](), right, left)
@@ -285,15 +284,13 @@ def substring_condition(right: Operand, left: Operand) -> Condition:
     if isinstance(right, Constant) or not isinstance(left, Constant):
         wish = "a list of what a column may be, or a text in a column"
         told = right.cell if isinstance(right, Constant) else right.column
-        raise ArgumentError(
-            f"where: in {cells.format_cell(told)} is not understood: in needs {wish}"
-        )
+        raise ArgumentError(f"where: in {quote_cell(told)} is not understood: in needs {wish}")
     part, name = left.cell, right.column
     if not isinstance(part, str):
         raise ArgumentError(
-            f"where: {cells.format_cell(part)} in {name}: only text can be a part of a column's "
+            f"where: {quote_cell(part)} in {name}: only text can be a part of a column's "
             "text; "
-            f"for a list of what it may be, write {name} in [{cells.format_cell(part)}]"
+            f"for a list of what it may be, write {name} in [{quote_cell(part)}]"
         )
 
     def evaluate_substring(table: ColumnChunk) -> FilterResult:
@@ -315,7 +312,7 @@ def _compare_text(
     moment = parsing.parse_moment(text + "-01-01"[len(text) - 4 :] if part else text)
     if moment is None and dates and None not in dates:
         raise DtypeError(
-            f"where: column {name!r} holds dates and is compared with {cells.format_cell(text)}: "
+            f"where: column {name!r} holds dates and is compared with {quote_cell(text)}: "
             "write "
             "a date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
         )
@@ -393,7 +390,7 @@ def _check_comparable(
     table: ColumnChunk, name: str, constants: Sequence[Any], order: bool = False
 ) -> None:
     """Refuse to compare text with numbers, which would find nothing without a word."""
-    census, told = table.cell_kind_counts(name), cells.format_cell(constants[0])
+    census, told = table.cell_kind_counts(name), quote_cell(constants[0])
     kinds = {columns.cell_kind_code(cell) for cell in constants} - {MISSING}
     texts, numbers = bool(census[TEXT]), bool(census[list(NUMERIC_KINDS)].any())
     if order:
@@ -424,7 +421,7 @@ def _describe_column_content(table: ColumnChunk, name: str) -> str:
     at = np.flatnonzero(table.read_column(name).kinds == TEXT)[:_SAMPLE_ROWS]
     texts = [str(columns.normalize_cell(x)) for x in table.read_cells(name, at)]
     strange = next((x for x in texts if not x[:1].isdigit()), texts[0] if texts else None)
-    return told if strange is None else f"{told}, such as {cells.format_cell(strange)},"
+    return told if strange is None else f"{told}, such as {quote_cell(strange)},"
 
 
 def _check_ordered_kinds(name: str, census: np.ndarray) -> None:

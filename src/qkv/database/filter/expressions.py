@@ -12,8 +12,8 @@ import numpy as np
 
 from qkv.database.filter import comparisons
 from qkv.database.filter.comparisons import ColumnName, Condition, Constant, Operand
-from qkv.database.table import cells
 from qkv.errors import ArgumentError, DtypeError, unknown_name_error
+from qkv.util.formatting import quote_cell
 
 _EQUALITY_OPERATORS = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
 _MEMBERSHIP_OPERATORS = {ast.In: True, ast.NotIn: False}
@@ -88,7 +88,7 @@ def as_text(where: Any) -> str:
     """A condition as an error or a hint quotes it."""
     if callable(where):
         return f"where={getattr(where, '__name__', type(where).__name__)}"
-    return f"where={_quote_text(where) if isinstance(where, str) else cells.format_cell(where)}"
+    return f"where={_quote_text(where) if isinstance(where, str) else quote_cell(where)}"
 
 
 class PartialTableCondition(NamedTuple):

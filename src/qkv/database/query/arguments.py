@@ -14,6 +14,7 @@ from qkv.database.query.inputs import Batch, as_cells, as_floats, as_tuple, as_t
 from qkv.database.table import cells
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, validate_keywords
 from qkv.frameworks import get_framework, is_array, load_framework, to_numpy, tree
+from qkv.util.formatting import quote_cell
 from qkv.util.keyword_hints import FOREIGN_KEYWORDS
 from qkv.util.types import Array
 
@@ -89,10 +90,10 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
             told = f"query {i} is empty, and every row would match it alike: say what to look for"
             raise ArgumentError(f"{told} in {' or '.join(map(repr, names))}")
         elif kind == "text" and not view.encoder.accepts_any_query:
-            told = f"not {cells.format_cell(one)} ({type(one).__name__})"
+            told = f"not {quote_cell(one)} ({type(one).__name__})"
             raise DtypeError(f"query {i} must be text, as the keys are, {told}")
         elif kind == "number" and isinstance(one, datetime.date | datetime.time):
-            raise DtypeError(f"query {i} must be a number, not {cells.format_cell(one)}")
+            raise DtypeError(f"query {i} must be a number, not {quote_cell(one)}")
     return queries, not many
 
 
@@ -116,7 +117,7 @@ def _vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
     except (TypeError, ValueError, OverflowError):
         raise DtypeError(
             "query must be a vector of numbers, as the keys are, or a list of such, not "
-            f"{cells.format_cell(query)}"
+            f"{quote_cell(query)}"
         ) from None
     if not array.ndim:
         told = "a vector" if kind == "vector" else f"{kind}, as the keys are, or their vector"
@@ -149,7 +150,7 @@ def _parse_moment(one: Any, what: str) -> Any:
 
 
 def _no_date(one: Any, what: str) -> str:
-    return f"{what} must be a date or its ISO text, as the keys are, not {cells.format_cell(one)}"
+    return f"{what} must be a date or its ISO text, as the keys are, not {quote_cell(one)}"
 
 
 def _parse_number(one: Any, what: str) -> Any:
@@ -157,7 +158,7 @@ def _parse_number(one: Any, what: str) -> Any:
     if not isinstance(one, str) or not one.strip():
         return one
     if (found := parsing.parse_number(one)) is None:
-        raise DtypeError(f"{what} must be a number, not {cells.format_cell(one)}")
+        raise DtypeError(f"{what} must be a number, not {quote_cell(one)}")
     return found
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from qkv.answer_backend import Row
 from qkv.database.query.arguments import list_pairs, split_pairs
 from qkv.database.query.executor import QueryExecutor, as_batch, identify_value
-from qkv.database.table.cells import format_cell
 from qkv.database.table.schema import normalize_columns
 from qkv.database.table.view import ROWS_PER_CHUNK
 from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.util.formatting import quote_cell
 
 MAX_NUMBERS_PER_BATCH = 2**22
 """Numbers of answers without a row that are held together."""
@@ -147,7 +147,7 @@ def _wrong_weight_loss(
             known[identify_value(y)] = _measure_rows(asked, y)
             if not known[identify_value(y)].any():
                 told = "so no answer could be right: pairs are (query, right value)"
-                raise ArgumentError(f"valuate: no row has the value {format_cell(y)}, {told}")
+                raise ArgumentError(f"valuate: no row has the value {quote_cell(y)}, {told}")
     return lambda at: np.stack(
         [known[identify_value(y)] for y in right[at]]
     ), lambda out, at: 1 - out[..., 0]

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import json
 import math
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -23,12 +22,11 @@ import numpy as np
 from qkv.database.errors import StoreDamagedError
 from qkv.errors import ArgumentError, DtypeError
 from qkv.frameworks import is_array, to_numpy
+from qkv.util.formatting import MAX_NUMBER, quote_cell
 
 DIGEST_BYTES = 16
 _NAN_KEY_MESSAGE = "a key must not hold NaN, which equals no key"
 
-MAX_NUMBER = int(sys.float_info.max)
-"""The largest number that is kept."""
 MAX_DECIMAL_EXPONENT = sys.float_info.max_10_exp
 _TOO_DEEP_MESSAGE = "tuples, lists or mappings are nested too deeply to be kept: flatten them"
 
@@ -157,7 +155,7 @@ def load_row(text: str) -> dict[str, Any]:
         cells = None
     if type(cells) is not dict:
         raise StoreDamagedError(
-            f"a record is not what was written: {format_cell(text)}. qkv check names its file"
+            f"a record is not what was written: {quote_cell(text)}. qkv check names its file"
         )
     return cells
 
@@ -281,7 +279,7 @@ def key_digest(key: Any) -> bytes:
 
 def _check_numeric(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind not in "biuf":
-        raise DtypeError(f"a key must be a vector of numbers, not {format_cell(array)}")
+        raise DtypeError(f"a key must be a vector of numbers, not {quote_cell(array)}")
     return array
 
 
@@ -381,26 +379,9 @@ def _canonical_key(key: Any) -> Any:
 
 def _too_large_error(number: Any) -> ArgumentError:
     return ArgumentError(
-        f"{format_cell(number)} is more than a float can hold, and cannot be compared: keep it "
+        f"{quote_cell(number)} is more than a float can hold, and cannot be compared: keep it "
         "as text"
     )
-
-
-def format_cell(cell: Any) -> str:
-    """A cell as an error quotes it: some characters of it, however long or deep it is.
-
-    >>> format_cell((1, (2, (3, (4, 5))))), len(format_cell("a" * 100_000))
-    ('(1, (2, (3, (…))))', 58)
-    """
-    if isinstance(cell, int) and not -MAX_NUMBER <= cell <= MAX_NUMBER:
-        return f"a number of about {int(cell.bit_length() * math.log10(2)) + 1:,} digits"
-    told = _SHORT_REPR.repr(cell)
-    return " ".join(told.split()) if is_array(cell) else told
-
-
-_SHORT_REPR = reprlib.Repr()
-_SHORT_REPR.maxlevel, _SHORT_REPR.fillvalue = 3, "…"
-_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 60
 
 
 def encode_utf8(text: str) -> bytes:

@@ -21,6 +21,7 @@ from qkv.errors import (
     unknown_name_error,
 )
 from qkv.frameworks import is_array, to_numpy
+from qkv.util.formatting import quote_cell
 from qkv.util.types import UNSET
 
 ColumnData = dict[str, Any]
@@ -429,7 +430,7 @@ def _describe_example(column: Any, wish: str) -> str:
         return column_kind(column)
     present = (x for x in column if not cells.is_missing(x))
     wrong = next((x for x in present if cells.cell_kind(x) != wish), None)
-    return f"{cells.format_cell(wrong)} ({cells.cell_kind(wrong)})"
+    return f"{quote_cell(wrong)} ({cells.cell_kind(wrong)})"
 
 
 def as_column_names(wish: str | Sequence[str], what: str = "key") -> tuple[str, ...]:

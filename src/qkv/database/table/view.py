@@ -29,6 +29,7 @@ from qkv.frameworks import get_framework
 from qkv.frameworks.ragged import DenseAndSparse, EncodedQuery, sparse_width
 from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from qkv.util.deadline import check_deadline
+from qkv.util.formatting import quote_cell
 
 if TYPE_CHECKING:  # loaded when keys are encoded
     from qkv.database.encoders import Encoder
@@ -338,9 +339,7 @@ class TableView:
         rows = self.read_rows(self.ids[:SAMPLED].tolist()) if names else []
         for name in names[:NAMED]:
             values = {
-                cells.format_cell(row[name]): None
-                for row in rows
-                if not cells.is_missing(row[name])
+                quote_cell(row[name]): None for row in rows if not cells.is_missing(row[name])
             }
             some = list(values)[:NAMED]
             whole = len(rows) == len(self) and len(some) == len(values)
