@@ -334,13 +334,13 @@ def test_jax_under_jit() -> None:
 
 BAD: list[tuple[type[QkvError], str, dict[str, Any]]] = [
     (ShapeError, r"Q has shape \(3, 8\)", {"Q": rand(3, 8)}),
-    (ArgumentError, "Q has shape .* needs q_num_heads", {"Q": rand(2, 3, 32)}),
-    (ShapeError, "32 do not split into 5", {"Q": rand(2, 3, 32), "q_num_heads": 5}),
+    (ArgumentError, "Q has shape .* pass q_num_heads", {"Q": rand(2, 3, 32)}),
+    (ShapeError, "32 is not a multiple of 5 heads", {"Q": rand(2, 3, 32), "q_num_heads": 5}),
     (ShapeError, "so 2 heads, but kv_num_heads=4", {"kv_num_heads": 4}),
     (ShapeError, "at most 5 keys", {"attn_mask": rand(3, 6)}),
     (ShapeError, r"\(2, 5\) does not broadcast", {"attn_mask": rand(2, 5)}),
-    (ArgumentError, "past_key came alone", {"past_key": rand(2, 2, 4, 8)}),
-    (ArgumentError, "past_value came alone", {"past_value": rand(2, 2, 4, 6)}),
+    (ArgumentError, "past_key was passed without past_value", {"past_key": rand(2, 2, 4, 8)}),
+    (ArgumentError, "past_value was passed without past_key", {"past_value": rand(2, 2, 4, 6)}),
     (ArgumentError, "nonpad_kv_seqlen", CACHES["past"] | CACHES["padded"]),
     (ArgumentError, "qk_matmul_output_mode is 4", {"qk_matmul_output_mode": 4}),
     (ArgumentError, "left_window_size is -2", {"left_window_size": -2}),

@@ -2,8 +2,8 @@
 
     Y = softmax(cap(scale · Q Kᵀ) + bias) V        cap(s) = softcap · tanh(s / softcap)
 
-`attention` is the operator as a function. `Attention` is the same as a class for
-`onnx.reference.ReferenceEvaluator(model, new_ops=[qkv.onnx.Attention])`; it alone needs onnx.
+`attention` is the operator as a function. `Attention` is the operator as a class for
+`onnx.reference.ReferenceEvaluator(model, new_ops=[qkv.onnx.Attention])`; only it needs onnx.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ def attention(
     softcap: float = 0.0,
     softmax_precision: int | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Y = softmax(cap(scale · Q Kᵀ) + bias) V, and the other three outputs of ONNX `Attention`.
+    """Return Y = softmax(cap(scale · Q Kᵀ) + bias) V and the other outputs of ONNX `Attention`.
 
-    Q is (B, Hq, n, d), K (B, Hkv, m, d) and V (B, Hkv, m, dv); or each has its heads flattened,
-    (B, n, Hq·d) and so on, and `q_num_heads` and `kv_num_heads` tell them apart. `past_key` and
-    `past_value` (B, Hkv, past, …) go before K and V. `attn_mask`, boolean or added, broadcasts
-    to (B, Hq, n, past + m); where its last axis is shorter, the keys beyond it are forbidden.
+    Q is (B, Hq, n, d), K (B, Hkv, m, d) and V (B, Hkv, m, dv). Or the heads are flattened,
+    (B, n, Hq·d) and so on; then `q_num_heads` and `kv_num_heads` are required. `past_key` and
+    `past_value` (B, Hkv, past, …) are prepended to K and V. `attn_mask`, boolean or additive,
+    broadcasts to (B, Hq, n, past + m). If its last axis is shorter, the keys beyond it are masked
+    out.
 
-    Query i stands at position p = i + offset: offset is `past`, or `nonpad_kv_seqlen` − n in
-    each batch, or 0. It sees key j if j ≤ p where `is_causal`, and if
-    p − `left_window_size` ≤ j ≤ p + `right_window_size`, where −1 is no bound.
+    Query i has the position p = i + offset. The offset is `past`, or `nonpad_kv_seqlen` − n for
+    each batch, or 0. With `is_causal` it sees key j if j ≤ p. With window sizes it sees key j if
+    p − `left_window_size` ≤ j ≤ p + `right_window_size`; −1 means no bound.
 
-    Returns (Y, present_key, present_value, qk_matmul_output). The last is, by its mode,
-    0: scale · Q Kᵀ; 1: that, capped; 2: that plus bias; 3: its softmax; None: not made.
-    `softmax_precision` is a floor: nothing is summed more coarsely than `attend` does anyway.
+    Returns (Y, present_key, present_value, qk_matmul_output). `qk_matmul_output_mode` selects the
+    last: 0: scale · Q Kᵀ; 1: after the cap; 2: after adding the bias; 3: after the softmax; None:
+    None. `softmax_precision` can only raise the precision of `attend`, never lower it.
 
     >>> import numpy as np
     >>> Q, K, V = np.ones((1, 2, 3, 4)), np.ones((1, 1, 3, 4)), np.eye(3).reshape(1, 1, 3, 3)
@@ -76,23 +77,23 @@ def attention(
     >>> qk[0, 1, 0]
     array([2., 2., 2.])
     """
-    given = {"Q": Q, "K": K, "V": V, "attn_mask": attn_mask, "past_key": past_key}
-    given |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen}
-    for name, x in given.items():
+    arrays = {"Q": Q, "K": K, "V": V, "attn_mask": attn_mask, "past_key": past_key}
+    arrays |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen}
+    for name, x in arrays.items():
         if not frameworks.is_array(x) and (x is not None or name in ("Q", "K", "V")):
             raise DtypeError(f"{name} must be an array, not {type(x).__name__}")
-    fw = frameworks.common_framework(**{name: x for name, x in given.items() if x is not None})
+    fw = frameworks.common_framework(**{name: x for name, x in arrays.items() if x is not None})
     if softmax_precision == ONNX_DOUBLE and not fw.supports_float64(Q):
         raise ArgumentError(f"softmax_precision is 11 (float64), and {FLOAT64_HINT}")
     windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
     _check_attributes(qk_matmul_output_mode, windows, softmax_precision)
     if (past_key is None) != (past_value is None):
-        lone = "past_key" if past_value is None else "past_value"
-        raise ArgumentError(f"{lone} came alone; past_key and past_value go together")
+        names = ("past_key", "past_value") if past_value is None else ("past_value", "past_key")
+        raise ArgumentError("{} was passed without {}: pass both or none".format(*names))
     if past_key is not None and nonpad_kv_seqlen is not None:
         raise ArgumentError(
-            "past_key came with nonpad_kv_seqlen; the one says that the cache is kept outside "
-            "K and V, the other that it is K and V"
+            "past_key and nonpad_kv_seqlen cannot be combined: past_key means that the cache is "
+            "outside K and V, nonpad_kv_seqlen that K and V are the cache"
         )
 
     query = _split_heads(fw, "Q", Q, "q_num_heads", q_num_heads)
@@ -107,11 +108,11 @@ def attention(
         offset = nonpad_kv_seqlen - fw.static_shape(query)[-2]
     present = key, value
     m = fw.static_shape(key)[-2]
-    kinds = {fw.dtype_name(query), fw.dtype_name(value)}  # ONNX lets V have a type of its own
-    kinds |= {"float64"} if softmax_precision == ONNX_DOUBLE else set()
-    if len(kinds) > 1:
-        wide = "float64" if "float64" in kinds else "float32"
-        query, key, value = (fw.astype(x, wide) for x in (query, key, value))
+    dtypes = {fw.dtype_name(query), fw.dtype_name(value)}  # in ONNX, V may have another type than Q
+    dtypes |= {"float64"} if softmax_precision == ONNX_DOUBLE else set()
+    if len(dtypes) > 1:
+        common = "float64" if "float64" in dtypes else "float32"
+        query, key, value = (fw.astype(x, common) for x in (query, key, value))
 
     limits: list[Any] = []
     if is_causal:
@@ -156,14 +157,14 @@ def _check_attributes(mode: int | None, windows: dict[str, int], precision: int 
         raise ArgumentError(f"qk_matmul_output_mode is {mode}; expected 0, 1, 2 or 3")
     for name, size in windows.items():
         if size < -1:
-            raise ArgumentError(f"{name} is {size}; expected a count, or -1 for no bound")
+            raise ArgumentError(f"{name} is {size}; expected a number of keys, or -1 for no bound")
     if precision is not None and precision not in ONNX_FLOAT_DTYPES:
         known = ", ".join(f"{number} ({name})" for number, name in ONNX_FLOAT_DTYPES.items())
         raise ArgumentError(f"softmax_precision is {precision}; expected one of {known}")
 
 
 def _split_heads(fw: Framework, name: str, x: Array, count: str, heads: int | None) -> Array:
-    """(B, n, H·d) or (B, H, n, d) → (B, H, n, d)."""
+    """Return (B, n, H·d) or (B, H, n, d) as (B, H, n, d)."""
     shape = fw.static_shape(x)
     if len(shape) == 4:
         if heads is not None and heads != shape[1]:
@@ -175,10 +176,10 @@ def _split_heads(fw: Framework, name: str, x: Array, count: str, heads: int | No
             "or (batch, sequence, heads · size)"
         )
     if heads is None:
-        raise ArgumentError(f"{name} has shape {shape}, its heads flattened: it needs {count}")
+        raise ArgumentError(f"{name} has shape {shape}, with flattened heads: pass {count}")
     if heads < 1 or shape[2] % heads:
         raise ShapeError(
-            f"{name} has shape {shape}, whose {shape[2]} do not split into {heads} heads"
+            f"{name} has shape {shape}: its width {shape[2]} is not a multiple of {heads} heads"
         )
     columns = fw.xp.matrix_transpose(x)
     columns = fw.xp.reshape(columns, (shape[0], heads, shape[2] // heads, shape[1]))
@@ -186,14 +187,14 @@ def _split_heads(fw: Framework, name: str, x: Array, count: str, heads: int | No
 
 
 def _join_heads(fw: Framework, x: Array) -> Array:
-    """(B, H, n, d) → (B, n, H·d)."""
+    """Return (B, H, n, d) as (B, n, H·d)."""
     batch, heads, n, width = fw.static_shape(x)
     columns = fw.xp.reshape(fw.xp.matrix_transpose(x), (batch, heads * width, n))
     return fw.xp.matrix_transpose(columns)
 
 
 def _pad_mask(fw: Framework, attn_mask: Array, m: int) -> Array:
-    """The mask for m keys; those beyond its last axis are forbidden."""
+    """Extend the mask to m keys; keys beyond its last axis are masked out."""
     shape = fw.static_shape(attn_mask)
     if not 1 <= len(shape) <= 4 or shape[-1] > m:
         raise ShapeError(
@@ -202,28 +203,28 @@ def _pad_mask(fw: Framework, attn_mask: Array, m: int) -> Array:
         )
     if shape[-1] == m:
         return attn_mask
-    forbid = False if fw.dtype_name(attn_mask) == "bool" else float("-inf")
-    beyond = fw.full((*shape[:-1], m - shape[-1]), forbid, attn_mask)
-    return fw.xp.concat([attn_mask, beyond], axis=-1)
+    masked_out = False if fw.dtype_name(attn_mask) == "bool" else float("-inf")
+    padding = fw.full((*shape[:-1], m - shape[-1]), masked_out, attn_mask)
+    return fw.xp.concat([attn_mask, padding], axis=-1)
 
 
 def _build_operator_class() -> type:
-    """The operator as onnx's reference evaluator wants it, found by its class's name."""
+    """Return the operator class; onnx's reference evaluator finds it by its class name."""
     with require_extra("onnx", "qkv.onnx.Attention needs onnx"):
         from onnx.reference.op_run import OpRun
 
     class Attention(OpRun):  # type: ignore[misc]
-        """ONNX `Attention` on qkv, for `ReferenceEvaluator(model, new_ops=[Attention])`.
+        """ONNX `Attention` computed by qkv, for `ReferenceEvaluator(model, new_ops=[Attention])`.
 
-        onnx passes `new_ops` on to subgraphs but not to a model's own functions: inline those
-        first, `onnx.inliner.inline_local_functions(model)`.
+        onnx applies `new_ops` to subgraphs but not to a model's local functions: inline those
+        first with `onnx.inliner.inline_local_functions(model)`.
         """
 
         op_domain = ""
 
         def run(self, *inputs: Any, **context: Any) -> tuple[Any, ...]:
             outputs = super().run(*inputs, **context)
-            # The evaluator gives what is stored as "" to later nodes for an input left out.
+            # The evaluator passes the value stored under "" to later nodes for a missing input.
             return tuple(x if name else None for name, x in zip(self.output, outputs, strict=False))
 
         def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
@@ -239,13 +240,15 @@ def _build_operator_class() -> type:
     return Attention
 
 
-def _broadcast_mask(Q: Array, K: Array, V: Array, *rest: Array | None) -> tuple[Array | None, ...]:
-    """The inputs of opset 23, whose mask of one key stands for all keys: no padding yet."""
-    attn_mask, past_key, *_ = (*rest, None, None)
+def _broadcast_mask(
+    Q: Array, K: Array, V: Array, *others: Array | None
+) -> tuple[Array | None, ...]:
+    """Return the inputs of opset 23 with a mask of one key broadcast to all keys."""
+    attn_mask, past_key, *_ = (*others, None, None)
     if attn_mask is None or attn_mask.shape[-1:] != (1,):
-        return Q, K, V, *rest
+        return Q, K, V, *others
     m = K.shape[-2] + (0 if past_key is None else past_key.shape[-2])
-    return Q, K, V, np.broadcast_to(attn_mask, (*attn_mask.shape[:-1], m)), *rest[1:]
+    return Q, K, V, np.broadcast_to(attn_mask, (*attn_mask.shape[:-1], m)), *others[1:]
 
 
 def __getattr__(name: str) -> Any:

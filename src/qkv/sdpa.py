@@ -1,4 +1,4 @@
-"""PyTorch's `scaled_dot_product_attention`, as it is called there."""
+"""`scaled_dot_product_attention` with PyTorch's signature, for every framework."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ def scaled_dot_product_attention(
 ) -> A:
     """softmax(QKᵀ · scale + mask) V, with PyTorch's signature and meaning, on every framework.
 
-    query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). A boolean mask is True where
-    a pair takes part; `is_causal` is aligned to the top left; heads are shared only if
-    `enable_gqa`. `attn_mask` and `is_causal=True` together are an error, as in PyTorch. torch's
-    nested tensors are taken too, sequence by sequence. Beyond PyTorch, dropout takes a `seed`,
-    which JAX needs.
+    query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). The rules are PyTorch's:
+
+    - A boolean mask is True where a query may attend to a key.
+    - `is_causal` is aligned to the top left, and cannot be combined with `attn_mask`.
+    - Groups of query heads share a key head only with `enable_gqa`.
+    - Nested torch tensors are computed sequence by sequence.
+
+    `seed` is an addition to PyTorch: it makes dropout reproducible, and JAX requires it.
 
     >>> import numpy as np
     >>> x = np.eye(2)
@@ -42,22 +45,27 @@ def scaled_dot_product_attention(
            [0.33, 0.67]])
     """
     if is_array(is_causal):
-        raise DtypeError("is_causal must be True or False, not an array: pass that as attn_mask")
+        raise DtypeError(
+            "is_causal must be True or False, not an array: pass the array as attn_mask"
+        )
     if is_array(enable_gqa):
         raise DtypeError("enable_gqa must be True or False, not an array")
     if is_causal and attn_mask is not None:
         raise CombinationError(
-            "attn_mask must not be set when is_causal=True: pass one of them, or both as one mask, "
+            "attn_mask must not be set when is_causal=True: pass one of them, or combine both in "
             "qkv.attend(query, key, value, mask=masks.causal & attn_mask)"
         )
     fw = find_framework(query)
     rows = None if fw is None else fw.split_nested(query)
     if fw is not None and rows is not None:
-        given = zip(
+        sequences = zip(
             rows, *_split_sequences(len(rows), attn_mask, key=key, value=value), strict=True
         )
-        how = (dropout_p, is_causal, scale, enable_gqa)
-        parts = [scaled_dot_product_attention(q, k, v, None, *how, seed=seed) for q, k, v in given]
+        options = (dropout_p, is_causal, scale, enable_gqa)
+        parts = [
+            scaled_dot_product_attention(q, k, v, None, *options, seed=seed)
+            for q, k, v in sequences
+        ]
         packed: A = fw.pack_nested(parts, query)
         return packed
     heads = [x.shape[-3] for x in (query, key, value) if len(getattr(x, "shape", ())) > 2]
@@ -73,14 +81,14 @@ def scaled_dot_product_attention(
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
 
 
-def _split_sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Array]]:
-    """The sequences of arrays that must be nested as the query is."""
+def _split_sequences(count: int, attn_mask: Any, **arrays: Array) -> Iterator[list[Array]]:
+    """Split each array into its `count` sequences; all must be nested, like the query."""
     if attn_mask is not None:
         raise CombinationError(
-            "attn_mask: sequences of different lengths have no mask in common: pass is_causal, or "
-            "call once for each sequence"
+            "attn_mask cannot be used with nested tensors, because their sequences differ in "
+            "length: pass is_causal, or call once for each sequence"
         )
-    for name, x in given.items():
+    for name, x in arrays.items():
         parts = get_framework(x).split_nested(x)
         if parts is None:
             raise FrameworkError(f"query is a nested tensor but {name} is not nested: nest it too")
@@ -90,7 +98,7 @@ def _split_sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[lis
 
 
 def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:
-    """A mask as torch has it: an array, or `causal_upper_left` and `causal_lower_right`."""
+    """Convert torch's mask: an array, or a `causal_upper_left` or `causal_lower_right`."""
     variant = getattr(mask, "variant", None)
     if variant is None:
         fw = find_framework(query)
@@ -100,14 +108,14 @@ def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:
                 "pass attn_mask.to(query.device)"
             )
         return masks.array(mask)
-    made, met = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
-    if made != met:
+    expected, lengths = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if expected != lengths:
         raise ShapeError(
-            f"attn_mask was made for {made[0]} queries and {made[1]} keys, but met "
-            f"{met[0]} and {met[1]}"
+            f"attn_mask is for {expected[0]} queries and {expected[1]} keys, but there are "
+            f"{lengths[0]} and {lengths[1]}"
         )
     return masks.causal if variant.name == "UPPER_LEFT" else masks.causal("bottom_right")
 
 
-# As for `attend`: AutoGraph is to leave it as it is.
+# Like `attend`: TensorFlow's AutoGraph must not convert it.
 setattr(scaled_dot_product_attention, "autograph_info__", None)  # noqa: B010

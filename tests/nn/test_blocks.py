@@ -195,7 +195,7 @@ def test_a_block_can_be_copied():
     "call, match",
     [
         (lambda x: TransformerBlock(D, H, cross=True)(x), "memory.* pass it, or .*cross=False"),
-        (lambda x: TransformerBlock(D, H)(x, x), "memory.* takes none.*cross=True"),
+        (lambda x: TransformerBlock(D, H)(x, x), "memory.* has no cross-attention.*cross=True"),
         (lambda x: TransformerBlock(D, 3), "embed_dim"),
         (lambda x: TransformerEncoder(0, D, H), "num_layers"),
         (lambda x: FeedForward(D, activation="gello"), "gelu"),

@@ -53,7 +53,7 @@ def test_capture_of_one_layer(layer):
 def test_a_capture_is_told_in_a_line_for_each_layer():
     model = torch.nn.Sequential(TransformerEncoder(1, 8, 2, dim_feedforward=8), SelfAttention(8))
     with capture(model) as seen:
-        assert repr(seen) == "CapturedAttention: nothing yet"
+        assert repr(seen) == "CapturedAttention: nothing recorded yet"
         model(torch.randn(3, 5, 8))
     lines = ["0.layers.0.self_attn: (3, 2, 5, 5), 2 heads", "1: (3, 5, 5)"]
     assert repr(seen).splitlines() == ["CapturedAttention, by layer:", *(f"  {x}" for x in lines)]

@@ -114,7 +114,7 @@ def test_a_step_that_goes_nowhere_leaves_the_rows_alone(loss, lr):
     memory = Memory(database, weighting=weightings.TopK(3), learn=True)
     (loss * memory(QUERY[0, :, :4].detach())).sum().backward()
     before = database.version
-    with pytest.raises(ValueError, match="NaN or infinite, and stay as they are"):
+    with pytest.raises(ValueError, match="NaN or infinite, so none is changed"):
         memory.step(lr=lr)
     assert database.version == before
 

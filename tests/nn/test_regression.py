@@ -27,7 +27,7 @@ def test_kernel_regression_learns_which_features_count():
     value = torch.stack(((6 * key[:, 0]).sin(), key[:, 0]), 1)
     model = KernelRegression(key, value, bandwidth=0.5, features=True)
     told = []
-    losses = model.fit(60, told=told.append)
+    losses = model.fit(60, callback=told.append)
     assert losses[-1] < 0.2 * losses[0]
     assert told == losses
     useful, useless = model.score.bandwidth.tolist()

@@ -189,7 +189,7 @@ def test_keys_that_a_model_has_chosen() -> None:
     numbers = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, torch.finfo(x.dtype).min)
     for mask in (seen, numbers, None):
         close(attend(module, x, x, x, mask, indices=chosen)[0], want, 1e-12)
-    with pytest.raises(ArgumentError, match="LlamaAttention leaves block_indices"):
+    with pytest.raises(ArgumentError, match="LlamaAttention passes block_indices"):
         attend(module, x, x, x, seen, block_indices=chosen)
 
 

@@ -173,7 +173,7 @@ def test_encoder_and_decoder_apart() -> None:
         np.testing.assert_allclose(part.select(name).weights, torch.cat(found).numpy(), atol=1e-6)
     with pytest.raises(ShapeError, match=r"11 × 11.*5 × 11"):
         _ = seen.weights
-    with pytest.raises(ShapeError, match="5 and 11"):
+    with pytest.raises(ShapeError, match="5 queries and 11 keys"):
         seen.select("EncDec").words(None, [1])
     with pytest.raises(ArgumentError, match="'vision'"):
         seen.select("vision")
@@ -182,7 +182,7 @@ def test_encoder_and_decoder_apart() -> None:
 def test_the_last_pass_counts() -> None:
     model = build(llama, "sdpa")
     with torch.no_grad(), ours.capture(model) as seen:
-        assert repr(seen) == "CapturedAttention(nothing yet)"
+        assert repr(seen) == "CapturedAttention(nothing recorded yet)"
         with pytest.raises(ArgumentError, match="nothing was recorded"):
             _ = seen.weights
         model(tokens(1, 4))
@@ -279,9 +279,12 @@ def test_gradients_and_checkpoints_inside_a_capture() -> None:
 
 
 def test_models_that_cannot_be_captured() -> None:
-    with pytest.raises(DtypeError, match=r"pipeline has one as \.model"), ours.capture("bert"):
+    with pytest.raises(DtypeError, match=r"pipeline pass pipeline\.model"), ours.capture("bert"):
         pass
-    with pytest.raises(ArgumentError, match="Linear without"), ours.capture(torch.nn.Linear(1, 1)):
+    with (
+        pytest.raises(ArgumentError, match="Linear that contains no"),
+        ours.capture(torch.nn.Linear(1, 1)),
+    ):
         pass
     own = hf.XLNetModel(hf.XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8))
     with (
@@ -310,5 +313,5 @@ def test_what_attends_in_a_way_of_its_own_is_named() -> None:
     seen = passing(build(linear, "eager", torch.float32), tokens(5))
     assert [layer.name for layer in seen.layers] == ["layers.1.self_attn"]
     assert seen.unseen == seen.select("layers.1").unseen == ("layers.0.self_attn",)
-    assert repr(seen).endswith("; not layers.0.self_attn)")
+    assert repr(seen).endswith("; not recorded: layers.0.self_attn)")
     assert not passing(build(llama, "eager"), tokens(5)).unseen

@@ -2,14 +2,16 @@
 
     Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ
 
-`Attention` is called as keras.layers.Attention is; `MultiHeadAttention`, `GroupedQueryAttention`
-and `AdditiveAttention` are drop-ins for those layers of Keras; `SelfAttention` and `FeedForward`
-are the other two parts of a transformer. Where a row of a mask is all False they give 0, and Keras
-some mean of the values.
+- `Attention` has the call signature of keras.layers.Attention.
+- `MultiHeadAttention`, `GroupedQueryAttention` and `AdditiveAttention` are drop-ins for the layers
+  of Keras.
+- `SelfAttention` and `FeedForward` are the other two layers of a transformer.
 
-A `score` and a `weighting` are given by name or as objects, and are saved with the layer. Arrays in
-them are where training starts: each becomes a weight of the layer. The scores "additive",
-"multiplicative" and "gated" can be had by name too, since a layer knows its widths.
+A query that may attend to no key gives 0; Keras gives a mean of the values.
+
+`score` and `weighting` are names or objects, and are saved with the layer. Each array in them
+becomes a trainable weight of the layer, with the array as its initial value. The learned scores
+"additive", "multiplicative" and "gated" can be given by name, because a layer knows its widths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The equation as a Keras layer, and what every layer of attention shares."""
+"""The Keras layers `Attention` and `AdditiveAttention`, and their base classes."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from qkv.util.types import Array, Shape
 Config = dict[str, Any]
 
 KERAS_SCORE_MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
-"""Keras's names of scores, and ours."""
+"""Names of Keras's score modes, and the scores that they mean."""
 
 
 def init_keras_layer(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
-    """init(**kwargs) of Keras's own layer; what it does not know is told with where that goes."""
+    """Call init(**kwargs) of Keras's layer; an unknown keyword raises with a suggestion."""
     try:
         init(**kwargs)
     except ValueError as error:
-        if others := [name for name in kwargs if f"'{name}'" in str(error)]:
-            reject_init_keywords(layer, others, init_keywords(type(layer)))
+        if unknown := [name for name in kwargs if f"'{name}'" in str(error)]:
+            reject_init_keywords(layer, unknown, init_keywords(type(layer)))
         raise
 
 
 class KeywordCheckedLayer(keras.Layer):  # type: ignore[misc]
-    """A layer that says of a keyword which it is not called with where that goes."""
+    """A layer that answers an unknown keyword of a call with a suggestion."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -58,7 +58,7 @@ class KeywordCheckedLayer(keras.Layer):  # type: ignore[misc]
 
 
 class AttentionLayer(KeywordCheckedLayer):
-    """What the layers share: a score and a weighting, their weights, and the call of `attend`."""
+    """The base of all attention layers: score, weighting, their weights, and `attend`."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class AttentionLayer(KeywordCheckedLayer):
     ) -> None:
         if isinstance(score, keras.Layer):
             raise DtypeError(
-                f"score is a Keras layer, {type(score).__name__}, whose weights would not be "
-                "trained: pass a score of qkv.scores, whose arrays are"
+                f"score is a Keras layer, {type(score).__name__}; its weights would not train: "
+                "pass a score of qkv.scores, whose arrays become weights of this layer"
             )
         init_keras_layer(self, super().__init__, kwargs)
         self.score = learned_score_name(from_config(scores, score))
@@ -84,7 +84,7 @@ class AttentionLayer(KeywordCheckedLayer):
         return isinstance(self.score, str) and self.score in LEARNED_SCORES
 
     def _build_score(self, d_q: int, d_k: int) -> None:
-        """One weight for each array of the score and of the weighting."""
+        """Add one weight for each array of the score and of the weighting."""
         if self._creates_score:
             self._score = LEARNED_SCORES[self.score](d_q, d_k)
         self._score.check_shapes((d_q,), (d_k,))
@@ -101,7 +101,7 @@ class AttentionLayer(KeywordCheckedLayer):
         self._build_weighting()
 
     def _score_arrays(self) -> Sequence[Any]:
-        """What stands in the score in this call."""
+        """Return the arrays to put into the score for this call."""
         return self._score_weights
 
     def _build_weighting(self) -> None:
@@ -122,24 +122,24 @@ class AttentionLayer(KeywordCheckedLayer):
         seeds: Any,
         return_weights: bool,
     ) -> tuple[Array, Array | None]:
-        """The output and, where asked for, the weights as they are before dropout."""
+        """Return the output and, if requested, the weights before dropout."""
 
         def fill_arrays(record: Any, variables: Sequence[Any]) -> Any:
-            now = (ops.cast(x, query.dtype) for x in variables)
-            return tree.replace_arrays(load_framework("numpy"), record, now)
+            arrays = (ops.cast(x, query.dtype) for x in variables)
+            return tree.replace_arrays(load_framework("numpy"), record, arrays)
 
-        how = {
+        options = {
             "score": fill_arrays(self._score, self._score_arrays()),
             "weighting": fill_arrays(self._weighting, self._weighting_weights),
             "mask": mask,
         }
         if not dropout:
-            found = attend(query, key, value, return_weights=return_weights, **how)
-            return found if return_weights else (found, None)
-        # A number drawn here, for the seeds of Keras are pairs, and JAX may draw in no other way.
+            result = attend(query, key, value, return_weights=return_weights, **options)
+            return result if return_weights else (result, None)
+        # Keras's own seeds are pairs of numbers, and under JAX only keras.random may draw one.
         seed = keras.random.randint((), 0, 2**31 - 1, "int32", seed=seeds)
-        out = attend(query, key, value, dropout_p=dropout, seed=seed, **how)
-        return out, weights(query, key, **how) if return_weights else None
+        out = attend(query, key, value, dropout_p=dropout, seed=seed, **options)
+        return out, weights(query, key, **options) if return_weights else None
 
     def get_config(self) -> Config:
         return {
@@ -151,19 +151,22 @@ class AttentionLayer(KeywordCheckedLayer):
 
 @keras.saving.register_keras_serializable("qkv")
 class Attention(AttentionLayer):
-    """Σᵢ α(q, kᵢ) vᵢ, called as keras.layers.Attention: on [query, value] or [query, value, key].
+    """Σᵢ α(q, kᵢ) vᵢ, called like keras.layers.Attention: on [query, value] or [query, value, key].
 
     query (…, n, d_q), value (…, m, d_v), key (…, m, d_k) → (…, n, d_v), and with
-    `return_attention_scores` the weights (…, n, m). Without a key the value is the key.
+    `return_attention_scores` the weights (…, n, m). Without a key, the value is also the key.
 
-    `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend, or a mask of
-    `qkv.masks`, or its name ("causal"); the masks that come with Keras's tensors and
-    `use_causal_mask` narrow it. A query that may attend to nothing gets 0.
+    `attention_mask` is a mask of `qkv.masks`, its name ("causal"), or an array (batch, n, m), or
+    with fewer axes, that is True where a query may attend. It is combined with `use_causal_mask`
+    and with the masks attached to Keras tensors. A query that may attend to no key gives 0.
 
-    The score is `score`, "scaled_dot" unless given. `use_scale` and `score_mode` say it as Keras's
-    own layer does, which does not divide by √d: "dot" is qᵀk, "concat" is w Σ tanh(q + k), both
-    with a learned scale, scale qᵀk and w Σ tanh(scale (q + k)), where `use_scale` is True. Weights
-    (`scale`, `concat_score_weight`) have its names and its order.
+    `score` defaults to "scaled_dot". Instead of `score`, pass `use_scale` and `score_mode` for the
+    scores of Keras's own layer, which do not divide by √d:
+
+    - "dot" is qᵀk, with `use_scale` scale · qᵀk.
+    - "concat" is w Σ tanh(q + k), with `use_scale` w Σ tanh(scale (q + k)).
+
+    The weights `scale` and `concat_score_weight` have Keras's names and order.
 
     >>> import numpy as np
     >>> from qkv.frameworks import to_numpy
@@ -188,7 +191,7 @@ class Attention(AttentionLayer):
         if as_keras and score is not None:
             raise ArgumentError(
                 f"score={score!r} and Keras's own use_scale={use_scale!r}, "
-                f"score_mode={score_mode!r} each say how query and key are compared: give one"
+                f"score_mode={score_mode!r} both set the score: pass one of them"
             )
         if as_keras and score_mode not in (None, *KERAS_SCORE_MODES):
             raise unknown_name_error("score_mode", score_mode, KERAS_SCORE_MODES)
@@ -199,16 +202,16 @@ class Attention(AttentionLayer):
         self.dropout, self.seed = validate_fraction("dropout", dropout), seed
         self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout else None
 
-    # Where a layer that makes its own query, key and value differs.
+    # A layer that computes its own query, key and value overrides these two methods.
 
     def _qvk_shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
-        """The shapes of query, value and key."""
+        """Return the shapes of query, value and key."""
         shapes = unpack_inputs(input_shape)
         check_shapes(*shapes)
         return shapes
 
     def _qvk_inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Query, value and key, and the masks that came with them."""
+        """Return query, value and key, and the masks attached to them."""
         return unpack_inputs(inputs), unpack_inputs([None] * 2 if mask is None else mask, "mask")
 
     def build(self, input_shape: Any) -> None:
@@ -252,9 +255,10 @@ class Attention(AttentionLayer):
         training: bool | None = None,
         use_causal_mask: bool = False,
     ) -> Any:
-        # Keras fills in `mask`, or `inputs_mask` where a second tensor is passed.
-        given = self._qvk_inputs(inputs, inputs_mask if mask is None else mask)
-        (query, value, key), (query_mask, value_mask, key_mask) = given
+        # Keras passes `mask`, or `inputs_mask` if the call has a second tensor argument.
+        (query, value, key), (query_mask, value_mask, key_mask) = self._qvk_inputs(
+            inputs, inputs_mask if mask is None else mask
+        )
         rank = len(query.shape)
         rule = merge_masks(
             query,
@@ -268,10 +272,10 @@ class Attention(AttentionLayer):
             causal=use_causal_mask,
         )
         dropout = self.dropout if training else 0.0
-        found = self._run_attention(
+        result = self._run_attention(
             query, key, value, rule, dropout, self.seed_generator, return_attention_scores
         )
-        return found if return_attention_scores else found[0]
+        return result if return_attention_scores else result[0]
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         return mask[0] if isinstance(mask, list | tuple) else mask
@@ -295,11 +299,11 @@ class Attention(AttentionLayer):
 
 @keras.saving.register_keras_serializable("qkv")
 class AdditiveAttention(Attention):
-    """Σᵢ α(q, kᵢ) vᵢ by the score Σ scale · tanh(q + k): keras.layers.AdditiveAttention, with its
-    arguments and its weight, `scale` (d,), and with `weighting`.
+    """Σᵢ α(q, kᵢ) vᵢ with the score Σ scale · tanh(q + k).
 
-    query and key have one width d. W₁ and W₂ of `scores.Additive` are layers before this one, or
-    weights of `Attention(score="additive")`.
+    It has the arguments and the weight `scale` (d,) of keras.layers.AdditiveAttention, and
+    `weighting`. query and key have the same width d. It does not have the matrices W₁ and W₂ of
+    `scores.Additive`: put dense layers before it, or use `Attention(score="additive")`.
 
     >>> import numpy as np
     >>> layer = AdditiveAttention(use_scale=False)
@@ -337,7 +341,7 @@ class AdditiveAttention(Attention):
 
 
 def build_output_spec(layer: Any, out: Shape, alpha: Shape, both: bool) -> Any:
-    """What a layer will give: the output and, if asked for, the weights."""
+    """Return the Keras specs of the output and, if `both`, of the weights."""
     shapes = (out, alpha) if both else (out,)
     specs = tuple(keras.KerasTensor(shape, dtype=layer.compute_dtype) for shape in shapes)
     return specs if both else specs[0]

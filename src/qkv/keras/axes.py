@@ -1,4 +1,4 @@
-"""What came in, by its shapes; the axes that are attended over, as one axis of rows."""
+"""Shape checks, and the conversion of several attention axes to one axis of rows."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from qkv.util.types import Array, Shape
 
 
 class Axes(NamedTuple):
-    """`attended`, of the axes between the batch and the width; the others are more of a batch."""
+    """The axes that attention runs over; all others except the width are batch axes."""
 
     attended: tuple[int, ...]
     rank: int
-    """Of a tensor (batch, …, width)."""
+    """The number of axes of a tensor (batch, …, width)."""
 
     @property
     def axis_order(self) -> tuple[int, ...]:
-        """Every axis but the width, the batch first and what is attended over last."""
+        """All axes except the width: batch axes first, attended axes last."""
         return (*(i for i in range(self.rank - 1) if i not in self.attended), *self.attended)
 
     def split_shape(self, shape: Shape) -> tuple[Shape, Shape]:
-        """Of (batch, …, width): the axes of the batch, and those of the rows."""
+        """Split the shape (batch, …, width) into the batch axes and the attended axes."""
         axes = self.axis_order
         cut = len(axes) - len(self.attended)
         return tuple(shape[i] for i in axes[:cut]), tuple(shape[i] for i in axes[cut:])
 
     def check_shared_axes(self, query: Shape, value: Shape) -> None:
-        """Refuse axes between the batch and the rows that a query and a value do not share."""
+        """Raise unless query and value agree in the axes that attention does not run over."""
         sides = (self.split_shape(x)[0][1:] for x in (query, value))
         if any(None not in pair and pair[0] != pair[1] for pair in zip(*sides, strict=True)):
             raise ShapeError(
-                f"query {tuple(query)} and value {tuple(value)} differ in an axis that is not "
-                f"attended over: attention_axes are {self.attended}"
+                f"query {tuple(query)} and value {tuple(value)} must agree in all axes between the "
+                f"batch and the width, except attention_axes={self.attended}"
             )
 
     def flatten_rows(self, x: Array) -> Array:
-        """(batch, …, heads, width) as (batch, …, heads, rows, width)."""
+        """Return (batch, …, heads, width) as (batch, …, heads, rows, width)."""
         lead, rows = self.split_shape(ops.shape(x))
         heads = self.rank - 1
         cut = len(lead)
@@ -47,7 +47,7 @@ class Axes(NamedTuple):
         return x if len(rows) == 1 else ops.reshape(x, (*lead, x.shape[cut], -1, x.shape[-1]))
 
     def restore_axes(self, out: Array, like: Array) -> Array:
-        """What `flatten_rows` did to `like`, undone."""
+        """Undo `flatten_rows`; `like` is its input, which gives the shape."""
         lead, rows = self.split_shape(ops.shape(like))
         cut = len(lead)
         out = ops.reshape(out, (*lead, out.shape[cut], *rows, out.shape[-1]))
@@ -55,13 +55,13 @@ class Axes(NamedTuple):
         return ops.transpose(out, [now.index(i) for i in range(self.rank + 1)])
 
     def scores_shape(self, query: Shape, value: Shape, heads: int | None) -> Shape:
-        """(batch, …, heads, axes of the query, axes of the key), as Keras has the weights."""
+        """Return the shape of Keras's weights: (batch, …, heads, query axes, key axes)."""
         lead, rows = self.split_shape(query)
         return (*lead, *(() if heads is None else (heads,)), *rows, *self.split_shape(value)[1])
 
     def expand_row_mask(self, mask: Array, of_keys: bool, heads: int | None) -> Array:
-        """A mask (batch, …) of rows, beside scores (batch, …, heads, n, m)."""
-        if len(mask.shape) < self.rank - 1:  # (batch, rows), for all that lies between
+        """Reshape a mask (batch, …) of rows to broadcast with scores (batch, …, heads, n, m)."""
+        if len(mask.shape) < self.rank - 1:  # (batch, rows): the same for all axes between
             lead = (ops.shape(mask)[0], *(1,) * (self.rank - 3))
         else:
             mask = ops.transpose(mask, self.axis_order)
@@ -70,8 +70,10 @@ class Axes(NamedTuple):
         return ops.reshape(mask, (*lead, *ones, *((1, -1) if of_keys else (-1, 1))))
 
     def expand_pair_mask(self, mask: Array, full: Shape) -> Array:
-        """A mask of pairs, its axes as in `full`, the shape of the scores, or the first and last
-        of them; beside scores (batch, …, heads, n, m)."""
+        """Reshape a mask of pairs to broadcast with scores (batch, …, heads, n, m).
+
+        Its axes are those of `full`, the shape of the scores, or the first and the last of them.
+        """
         count = len(self.attended)
         while 2 * count < len(mask.shape) < len(full):
             mask = ops.expand_dims(mask, -2 * count - 1)
@@ -83,18 +85,18 @@ class Axes(NamedTuple):
 
 
 SEQUENCE_AXES = Axes((1,), 3)
-"""(batch, rows, width)"""
+"""For tensors (batch, rows, width)."""
 
 
-def unpack_inputs(given: Any, name: str = "inputs") -> tuple[Any, Any, Any]:
-    """[query, value] or [query, value, key] as three."""
-    listed = isinstance(given, list | tuple) and not any(isinstance(x, int) for x in given)
-    if not listed or len(given) not in (2, 3):
-        what = f"{len(given)} of them" if listed else type(given).__name__
+def unpack_inputs(inputs: Any, name: str = "inputs") -> tuple[Any, Any, Any]:
+    """Return query, value and key from [query, value] or [query, value, key]."""
+    is_list = isinstance(inputs, list | tuple) and not any(isinstance(x, int) for x in inputs)
+    if not is_list or len(inputs) not in (2, 3):
+        came = f"a list of {len(inputs)}" if is_list else type(inputs).__name__
         raise DtypeError(
-            f"{name} must be a list, [query, value] or [query, value, key], not {what}"
+            f"{name} must be a list, [query, value] or [query, value, key], not {came}"
         )
-    query, value, *key = given
+    query, value, *key = inputs
     return query, value, key[0] if key else value
 
 
@@ -107,7 +109,7 @@ def check_shapes(query: Shape, value: Shape, key: Shape) -> None:
         known_width(name, shape)
     if None not in (value[-2], key[-2]) and value[-2] != key[-2]:
         raise ShapeError(
-            f"key and value must have one row each per pair, but key has {key[-2]} and value "
+            f"key and value must have the same number of rows, but key has {key[-2]} and value "
             f"{value[-2]}"
         )
 

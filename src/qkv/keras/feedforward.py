@@ -1,4 +1,4 @@
-"""The network that each row goes through by itself."""
+"""The feed-forward network of a transformer block."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from qkv.util.types import Shape
 
 @keras.saving.register_keras_serializable("qkv")
 class FeedForward(KeywordCheckedLayer):
-    """y = f(x W₁ + b₁) W₂ + b₂, each row by itself: what follows attention in a transformer.
+    """y = f(x W₁ + b₁) W₂ + b₂, applied to each row: the layer after attention in a transformer.
 
-    x (…, d) → (…, d_out); W₁ (d, hidden), W₂ (hidden, d_out). d_out is d unless given. Dropout
-    acts on the hidden numbers.
+    x (…, d) → (…, d_out); W₁ (d, hidden), W₂ (hidden, d_out). d_out defaults to d. Dropout is
+    applied to the hidden activations.
 
     >>> import numpy as np
     >>> layer = FeedForward(32, activation="gelu")

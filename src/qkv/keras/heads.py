@@ -1,4 +1,4 @@
-"""Self-attention as one head, and many heads side by side."""
+"""Keras layers: self-attention, multi-head attention and grouped-query attention."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from qkv.util.types import Array, Shape
 
 @keras.saving.register_keras_serializable("qkv")
 class SelfAttention(Attention):
-    """S = α(Q, K) V with Q = X W_Q, K = X W_K, V = X W_V: a sequence that asks itself.
+    """S = α(Q, K) V with Q = X W_Q, K = X W_K, V = X W_V: self-attention with one head.
 
-    X (batch, n, d) → (batch, n, d_v); W_Q and W_K are (d, d_qk), W_V is (d, d_v). Both widths are
-    d unless given. Masks are as in `Attention`.
+    X (batch, n, d) → (batch, n, d_v); W_Q and W_K are (d, d_qk), W_V is (d, d_v). d_qk and d_v
+    default to d. The masks are those of `Attention`.
 
     >>> import numpy as np
     >>> layer = SelfAttention(d_qk=4, d_v=2)
@@ -52,8 +52,8 @@ class SelfAttention(Attention):
 
     def _qvk_shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
         *rows, d = check_sequence("inputs", input_shape)
-        asked, given = (*rows, self.d_qk or d), (*rows, self.d_v or d)
-        return asked, given, asked
+        query, value = (*rows, self.d_qk or d), (*rows, self.d_v or d)
+        return query, value, query
 
     def _qvk_inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         return [ops.matmul(inputs, w) for w in (self.w_q, self.w_v, self.w_k)], (mask, mask, None)
@@ -62,7 +62,7 @@ class SelfAttention(Attention):
         d = check_sequence("inputs", input_shape)[-1]
 
         def add_matrix(name: str, width: int) -> Any:
-            # A copy: one initializer gives the same numbers each time.
+            # A copy, because the same initializer returns the same numbers for every matrix.
             fresh = keras.initializers.get(keras.initializers.serialize(self.kernel_initializer))
             regularizer = self.kernel_regularizer
             return self.add_weight(
@@ -84,16 +84,26 @@ class SelfAttention(Attention):
 
 
 class MultiHeadBase(AttentionLayer):
-    """The two places where Keras's layers of many heads let another attention in; `_heads` are the
-    query's, `_axes` those that are attended over, `_window` the sliding one."""
+    """Overrides the two methods in which Keras's multi-head layers compute masks and attention.
+
+    Subclasses set `_heads`, the number of query heads, `_axes`, the attended axes, and `_window`,
+    the size of the sliding window or None.
+    """
 
     _axes = SEQUENCE_AXES
 
     def _compute_attention_mask(
-        self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
+        self, query: Array, value: Array, use_causal_mask: bool = False, **keras_masks: Any
     ) -> masks.Mask | None:
-        how = {"causal": use_causal_mask, "window": self._window, **given}
-        return merge_masks(query, value, self._heads, self._axes, **how)
+        return merge_masks(
+            query,
+            value,
+            self._heads,
+            self._axes,
+            causal=use_causal_mask,
+            window=self._window,
+            **keras_masks,
+        )
 
     def _compute_attention(
         self,
@@ -105,7 +115,7 @@ class MultiHeadBase(AttentionLayer):
         return_attention_scores: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Array, Array | None]:
-        if return_attention_scores is None:  # a layer of grouped heads keeps it
+        if return_attention_scores is None:  # GroupQueryAttention stores it instead of passing it
             return_attention_scores = self._return_attention_scores
         q, k, v = (self._axes.flatten_rows(x) for x in (query, key, value))
         dropout = self.dropout if training else 0.0
@@ -114,23 +124,23 @@ class MultiHeadBase(AttentionLayer):
             q, k, v, attention_mask, dropout, seeds, return_attention_scores
         )
         if alpha is not None and len(self._axes.attended) > 1:
-            asked, given = ops.shape(query)[:-1], ops.shape(key)[:-1]
-            alpha = ops.reshape(alpha, self._axes.scores_shape(asked, given, self._heads))
+            shape = self._axes.scores_shape(ops.shape(query)[:-1], ops.shape(key)[:-1], self._heads)
+            alpha = ops.reshape(alpha, shape)
         return self._axes.restore_axes(out, query), alpha
 
 
 @keras.saving.register_keras_serializable("qkv")
 class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # type: ignore[misc]
-    """Σₕ S⁽ʰ⁾ W_O⁽ʰ⁾ + b, where S⁽ʰ⁾ = α(Q W_Q⁽ʰ⁾, K W_K⁽ʰ⁾) V W_V⁽ʰ⁾: many heads at once.
+    """Σₕ S⁽ʰ⁾ W_O⁽ʰ⁾ + b, where S⁽ʰ⁾ = α(Q W_Q⁽ʰ⁾, K W_K⁽ʰ⁾) V W_V⁽ʰ⁾.
 
     query (batch, n, d), value and key (batch, m, ·) → (batch, n, d), and with
     `return_attention_scores` the weights (batch, heads, n, m).
 
-    It is keras.layers.MultiHeadAttention, with its arguments and its weights, which move both ways,
-    and with `score` and `weighting`, which all heads share. More axes than one are attended over
-    together, or those that `attention_axes` names. One thing differs: a query with nothing to
-    attend to gets 0 before W_O, not an average. `flash_attention` is not needed: `attend` takes the
-    fastest engine that serves.
+    A subclass of keras.layers.MultiHeadAttention with the same arguments; weights load in both
+    directions. `score` and `weighting` are shared by all heads. Attention runs over all axes
+    between the batch and the width, or over `attention_axes`. One thing differs from Keras: a query
+    that may attend to no key gives 0 before W_O, not an average. `flash_attention` has no effect:
+    `attend` chooses the fastest engine that supports the call.
 
     >>> import numpy as np
     >>> x = np.ones((2, 5, 16))
@@ -174,11 +184,12 @@ class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # typ
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         query, value, key = unpack_inputs([query_shape, value_shape, key_shape or value_shape])
         check_shapes(query, value, key)
-        asked, rank = self._attention_axes or (), len(query)
-        if not all(0 < (axis + rank if axis < 0 else axis) < rank - 1 for axis in asked):
+        attended, rank = self._attention_axes or (), len(query)
+        if not all(0 < (axis + rank if axis < 0 else axis) < rank - 1 for axis in attended):
             raise ArgumentError(
-                "attention_axes must lie between the batch, 0, and the width, the last of the "
-                f"query's {rank}; counted from the end −2 is the one before the width"
+                f"attention_axes must be from 1 to {rank - 2}, or from −2 to −{rank - 1} counted "
+                f"from the end, for a query with {rank} axes: the first axis is the batch and the "
+                f"last the width. Got {tuple(attended)}"
             )
         super().build(query, value, key)
         self._query_mask = None
@@ -200,19 +211,28 @@ class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # typ
         training: bool | None = None,
         use_causal_mask: bool = False,
     ) -> Any:
-        # Keras takes the mask that came with the query's tensor, and drops one that is passed.
+        # Keras's call uses the mask attached to the query tensor and drops this argument.
         self._query_mask = query_mask
-        masks_given = None, value_mask, key_mask, attention_mask
-        how = return_attention_scores, training, use_causal_mask
         try:
-            return super().call(query, value, key, *masks_given, *how)
+            return super().call(
+                query,
+                value,
+                key,
+                None,
+                value_mask,
+                key_mask,
+                attention_mask,
+                return_attention_scores,
+                training,
+                use_causal_mask,
+            )
         finally:
             self._query_mask = None
 
-    def _compute_attention_mask(self, *args: Any, **given: Any) -> masks.Mask | None:
+    def _compute_attention_mask(self, *args: Any, **keras_masks: Any) -> masks.Mask | None:
         if self._query_mask is not None:
-            given["query_mask"] = self._query_mask
-        return super()._compute_attention_mask(*args, **given)
+            keras_masks["query_mask"] = self._query_mask
+        return super()._compute_attention_mask(*args, **keras_masks)
 
     def compute_output_spec(
         self,
@@ -223,21 +243,21 @@ class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # typ
         return_attention_scores: bool = False,
         **kwargs: Any,
     ) -> Any:
-        asked, given = tuple(query.shape), tuple(value.shape)
-        out = self.compute_output_shape(asked, given, None if key is None else key.shape)
-        alpha = self._axes.scores_shape(asked, given, self.num_heads)
+        query_shape, value_shape = tuple(query.shape), tuple(value.shape)
+        key_shape = None if key is None else key.shape
+        out = self.compute_output_shape(query_shape, value_shape, key_shape)
+        alpha = self._axes.scores_shape(query_shape, value_shape, self.num_heads)
         return build_output_spec(self, out, alpha, return_attention_scores)
 
 
 @keras.saving.register_keras_serializable("qkv")
 class GroupedQueryAttention(MultiHeadBase, keras.layers.GroupQueryAttention):  # type: ignore[misc]
-    """`MultiHeadAttention` whose keys and values have fewer heads, each shared by a group of the
-    query's.
+    """Multi-head attention with fewer key and value heads, each shared by a group of query heads.
 
     query (batch, n, d), value and key (batch, m, d) → (batch, n, d), and with
-    `return_attention_scores` the weights (batch, query heads, n, m). It is
-    keras.layers.GroupQueryAttention, with its arguments and its weights, and with `score` and
-    `weighting`. No key or value is repeated.
+    `return_attention_scores` the weights (batch, query heads, n, m). A subclass of
+    keras.layers.GroupQueryAttention with the same arguments and weights, and with `score` and
+    `weighting`. Keys and values are not repeated in memory.
 
     >>> import numpy as np
     >>> x = np.ones((2, 5, 16))
@@ -263,7 +283,7 @@ class GroupedQueryAttention(MultiHeadBase, keras.layers.GroupQueryAttention):  #
         if num_query_heads % num_key_value_heads:
             raise ArgumentError(
                 f"num_query_heads must be a multiple of num_key_value_heads, not {num_query_heads} "
-                f"of {num_key_value_heads}"
+                f"and {num_key_value_heads}"
             )
         super().__init__(
             score=score,
@@ -275,7 +295,7 @@ class GroupedQueryAttention(MultiHeadBase, keras.layers.GroupQueryAttention):  #
             use_bias=use_bias,
             **kwargs,
         )
-        self.num_repeats = 1  # `attend` shares the heads
+        self.num_repeats = 1  # `attend` broadcasts the shared heads
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         query, value, key = unpack_inputs([query_shape, value_shape, key_shape or value_shape])

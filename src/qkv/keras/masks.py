@@ -1,4 +1,4 @@
-"""Keras's masks as one of ours."""
+"""Conversion of Keras's masks to one mask of `qkv.masks`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ def merge_masks(
     causal: bool = False,
     window: int | None = None,
 ) -> masks.Mask | None:
-    """Keras's masks as one, for scores of query (batch, …, d) and value; `heads` None: no axis."""
+    """Combine Keras's masks into one, for the scores of query (batch, …, d) with value.
+
+    `heads` is the number of heads in the scores, or None if they have no axis of heads.
+    """
     rules: list[masks.Mask] = [masks.causal] if causal else []
     if window is not None:
         rules.append(masks.window(window - 1))
     if rules and len(axes.attended) > 1:
         raise ArgumentError(
-            "use_causal_mask and sliding_window go by the order of one axis, and "
-            f"{len(axes.attended)} are attended over: pass an attention_mask"
+            "use_causal_mask and sliding_window need one attention axis, not "
+            f"{len(axes.attended)}: pass an attention_mask"
         )
     for name, mask, like in (
         ("query_mask", query_mask, query),
@@ -45,39 +48,39 @@ def merge_masks(
     ):
         if mask is not None:
             lead, rows = axes.split_shape(tuple(like.shape))
-            due = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
-            mask = _as_boolean(name, mask, *due, exact=True)
+            shapes = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
+            mask = _as_boolean(name, mask, *shapes, exact=True)
             rules.append(masks.array(axes.expand_row_mask(mask, name != "query_mask", heads)))
     if isinstance(attention_mask, str | masks.Mask):
         rules.append(masks.array(attention_mask))
     elif attention_mask is not None:
         full = axes.scores_shape(tuple(query.shape), tuple(value.shape), heads)
         cut = len(full) - 2 * len(axes.attended)
-        due = [(*full[:count], *full[cut:]) for count in range(1, cut + 1)]
-        mask = _as_boolean("attention_mask", attention_mask, *due)
+        shapes = [(*full[:count], *full[cut:]) for count in range(1, cut + 1)]
+        mask = _as_boolean("attention_mask", attention_mask, *shapes)
         now = axes.scores_shape(ops.shape(query), ops.shape(value), heads)
         rules.append(masks.array(axes.expand_pair_mask(mask, now)))
     return reduce(and_, rules) if rules else None
 
 
-def _as_boolean(name: str, mask: Any, *due: Shape, exact: bool = False) -> Array:
-    """The mask as booleans, if its shape is due or broadcasts to what is.
+def _as_boolean(name: str, mask: Any, *shapes: Shape, exact: bool = False) -> Array:
+    """Return the mask as booleans; its shape must equal, or broadcast to, one of `shapes`.
 
-    Ones and zeros may be floats, as in Keras; numbers to be added, which are negative where nothing
-    is to be seen, are refused where they can be looked at.
+    Ones and zeros may be floats, as in Keras. A negative number means that the mask is to be added
+    to the scores: that raises an error, unless the array is traced and has no known values.
     """
     mask = ops.convert_to_tensor(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
     known = get_framework(mask).concrete_value(mask) if "float" in dtype else None
     if known is not None and (known < 0).any():
         raise DtypeError(
-            f"{name} is an array of {dtype} with negative numbers, as if to be added: pass "
-            "booleans, or ones and zeros, True where a query may attend"
+            f"{name} is an additive mask, {dtype} with negative numbers: pass booleans, or ones "
+            "and zeros, True where a query may attend"
         )
     shape = tuple(mask.shape)
-    if not any(_shape_fits(shape, full, exact) for full in due):
-        told = " or ".join(str(x) for x in dict.fromkeys(due))
-        raise ShapeError(f"{name} must have the shape {told}, not {shape}")
+    if not any(_shape_fits(shape, full, exact) for full in shapes):
+        expected = " or ".join(str(x) for x in dict.fromkeys(shapes))
+        raise ShapeError(f"{name} must have the shape {expected}, not {shape}")
     return ops.cast(mask, "bool")
 
 

@@ -1,4 +1,4 @@
-"""Attention as torch layers: heads, blocks and models, with any score and any weighting."""
+"""PyTorch layers: attention heads, blocks and models with any score and any weighting."""
 
 from __future__ import annotations
 

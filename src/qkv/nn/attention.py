@@ -1,4 +1,4 @@
-"""The equation as a layer, alone and of a sequence itself; the one door from layers to `attend`."""
+"""The layers `Attention` and `SelfAttention`, and the call of `attend` that all layers share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def attend_with_weights(
     dropout_p: float = 0.0,
     weights: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Σᵢ α(q, kᵢ) vᵢ, and α of every head (`weights="heads"`), of their mean ("mean"), or None."""
+    """Return Σᵢ α(q, kᵢ) vᵢ and the weights α.
+
+    `weights` is "heads" (α of every head), "mean" (the mean over the heads) or None (no α).
+    """
     found = attention.attend(
         query,
         key,
@@ -50,10 +53,10 @@ def attend_with_weights(
 class Attention(nn.Module):
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with any score and weighting, by name or as objects.
 
-    query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v). A learned score
-    (`AdditiveScore` and its like) brings its parameters along, and so does a weighting that holds
-    an `nn.Parameter`. `mask` is as for `qkv.attend`: of `qkv.masks`, or True where a pair may
-    attend. Dropout acts on the weights while training.
+    query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v). The layer owns the
+    parameters of a learned score, such as `AdditiveScore`, and of a weighting that holds an
+    `nn.Parameter`. `mask` is that of `qkv.attend`: a mask of `qkv.masks`, or a tensor that is True
+    where a query may attend to a key. Dropout is applied to the weights during training.
 
     >>> import torch
     >>> layer = Attention("gaussian")
@@ -103,7 +106,7 @@ class Attention(nn.Module):
         need_weights: bool = False,
         **wrong: Never,
     ) -> Any:
-        """The output; with `need_weights` a pair with α (…, n, m) beside it."""
+        """Return the output; with `need_weights` the pair (output, α), α of shape (…, n, m)."""
         if wrong:
             reject_call_keywords(self, wrong)
         check_tensors(query=query, key=key, value=value)
@@ -123,7 +126,7 @@ class SelfAttention(nn.Module):
     """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
 
     x (…, n, d) → (…, n, d_v); w_query and w_key (d, d_qk), w_value (d, d_v). `score` and
-    `weighting` may be any others.
+    `weighting` replace the scaled dot product and the softmax.
 
     >>> import torch
     >>> layer = SelfAttention(4, d_qk=3, d_v=2)
@@ -174,7 +177,7 @@ class SelfAttention(nn.Module):
         need_weights: bool = False,
         **wrong: Never,
     ) -> Any:
-        """The output; with `need_weights` a pair with α (…, n, n) beside it."""
+        """Return the output; with `need_weights` the pair (output, α), α of shape (…, n, n)."""
         if wrong:
             reject_call_keywords(self, wrong)
         check_plain(x=x)
@@ -196,17 +199,17 @@ class SelfAttention(nn.Module):
 def _attend_layer(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, need_weights: bool
 ) -> Any:
-    """What a layer of one score and one weighting returns."""
+    """Return the output of a layer that has one score and one weighting."""
     dropout = layer.dropout if layer.training else 0.0
     weights = "heads" if need_weights else None
-    found = attend_with_weights(
+    output, alpha = attend_with_weights(
         query, key, value, layer.score, layer.weighting, mask, dropout, weights
     )
-    return found if need_weights else found[0]
+    return (output, alpha) if need_weights else output
 
 
 def describe_scoring(layer: Any) -> str:
-    """The score and the weighting of a layer, for its repr."""
+    """Return the score and the weighting of a layer as text, for its repr."""
     text = (
         f"score={score_name(layer.score)}, weighting={weightings.weighting_name(layer.weighting)}"
     )

@@ -1,4 +1,4 @@
-"""Attention and feed-forward, each with its residual and its norm; and stacks of them."""
+"""Transformer blocks, stacks of them, and the encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from qkv.util.keyword_hints import (
 from qkv.weightings import WeightingLike
 
 Caches = list[tuple[Cache, Cache]]
-"""For each block, the cache of its self-attention and that of its cross-attention."""
+"""For each block, the caches of its self-attention and of its cross-attention."""
 
 
 class HeadOptions(TypedDict, total=False):
-    """What a block says to its attention."""
+    """Options that a block passes to its attention layers."""
 
     score: LayerScore
     weighting: WeightingLike
@@ -37,7 +37,7 @@ class HeadOptions(TypedDict, total=False):
 
 
 class BlockOptions(HeadOptions, total=False):
-    """What a stack says to its blocks."""
+    """Options that a stack passes to its blocks."""
 
     dim_feedforward: int
     dropout: float
@@ -50,15 +50,15 @@ class BlockOptions(HeadOptions, total=False):
 
 
 class TransformerBlock(nn.Module):
-    """x ← N(x + f(x)) for each sublayer f in turn, or x ← x + f(N(x)) where `norm_first`.
+    """x ← N(x + f(x)) for each sublayer f in turn; x ← x + f(N(x)) if `norm_first`.
 
-    The sublayers are self-attention, with `cross` attention to a memory, and the feed-forward
-    network. x (B, n, d_model) or (n, d_model), memory likewise. `heads` goes to
-    `MultiHeadAttention`: score, weighting, num_kv_heads, rotary (for self-attention). Each
-    attention has parameters of its own in a learned score.
+    The sublayers are self-attention, attention to a memory if `cross`, and the feed-forward
+    network. x and memory are (B, n, d_model) or (n, d_model). `heads` are options of
+    `MultiHeadAttention`: score, weighting, num_kv_heads and rotary (self-attention only). The two
+    attention layers do not share the parameters of a learned score.
 
-    The state dict is that of `torch.nn.TransformerEncoderLayer`, with `cross` that of
-    `torch.nn.TransformerDecoderLayer`.
+    State dicts are interchangeable with those of `torch.nn.TransformerEncoderLayer`, or with
+    `cross` of `torch.nn.TransformerDecoderLayer`.
 
     >>> import torch
     >>> block = TransformerBlock(8, 2, dim_feedforward=16, weighting="entmax15")
@@ -86,18 +86,18 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         reject_init_keywords(self, heads, HeadOptions.__optional_keys__)
-        where = {"device": device, "dtype": dtype}
-        common = {"dropout": dropout, "bias": bias, "batch_first": True, **where}
+        placement = {"device": device, "dtype": dtype}
+        common = {"dropout": dropout, "bias": bias, "batch_first": True, **placement}
         self.norm_first, self.cross = norm_first, cross
         self.self_attn = MultiHeadAttention(d_model, nhead, **common, **heads)
         if cross:
-            plain = copy_options({name: x for name, x in heads.items() if name != "rotary"})
-            self.multihead_attn = MultiHeadAttention(d_model, nhead, **common, **plain)
-        network = FeedForward(d_model, dim_feedforward, activation, dropout, bias, **where)
+            options = copy_options({name: x for name, x in heads.items() if name != "rotary"})
+            self.multihead_attn = MultiHeadAttention(d_model, nhead, **common, **options)
+        network = FeedForward(d_model, dim_feedforward, activation, dropout, bias, **placement)
         self.activation = network.activation
         self.linear1, self.dropout, self.linear2 = network.linear1, network.dropout, network.linear2
         for i in range(1, 4 if cross else 3):
-            norm = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **where)
+            norm = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **placement)
             setattr(self, f"norm{i}", norm)
             setattr(self, f"dropout{i}", nn.Dropout(dropout))
 
@@ -114,28 +114,38 @@ class TransformerBlock(nn.Module):
         cache: tuple[Cache, Cache] | None = None,
         **wrong: Never,
     ) -> Tensor:
-        """`mask` and `memory_mask` as for `qkv.attend_to_self`; the other two are True for padding.
+        """Return x after all sublayers, with the shape of x.
 
-        `cache` holds the keys of earlier calls, and of the memory once it was read.
+        `mask` and `memory_mask` are those of `qkv.attend`; the two padding masks are True at
+        padding. `cache` holds the keys of earlier calls, and those of the memory after the first.
         """
         if wrong:
             reject_call_keywords(self, wrong)
         check_tensors(x=x, memory=x if memory is None else memory)
         check_dtype(getattr(self.self_attn.out_proj, "weight", None), x=x, memory=memory)
-        own, far = cache or (None, None)
-        if (memory is not None) != self.cross and not (self.cross and far):
-            wanted = "needs one: pass it, or" if self.cross else "takes none:"
-            raise ArgumentError(f"memory: this block {wanted} build it with cross={not self.cross}")
+        self_cache, memory_cache = cache or (None, None)
+        if (memory is not None) != self.cross and not (self.cross and memory_cache):
+            raise ArgumentError(
+                "memory is missing: pass it, or build the block with cross=False"
+                if self.cross
+                else "memory: this block has no cross-attention: build it with cross=True"
+            )
 
         def attend_to_self(x: Tensor) -> Tensor:
             return self.self_attn(
-                x, x, x, key_padding_mask, False, is_causal=is_causal, mask=mask, cache=own
+                x, x, x, key_padding_mask, False, is_causal=is_causal, mask=mask, cache=self_cache
             )[0]
 
         def attend_to_memory(x: Tensor) -> Tensor:
-            known = None if far else memory
+            new_rows = None if memory_cache else memory
             return self.multihead_attn(
-                x, known, known, memory_key_padding_mask, False, mask=memory_mask, cache=far
+                x,
+                new_rows,
+                new_rows,
+                memory_key_padding_mask,
+                False,
+                mask=memory_mask,
+                cache=memory_cache,
             )[0]
 
         steps: list[Callable[[Tensor], Tensor]] = (
@@ -154,7 +164,7 @@ class TransformerBlock(nn.Module):
 
 
 class _BlockStack(nn.Module):
-    """num_layers blocks, one after the other, and a last norm where `norm`."""
+    """A sequence of `num_layers` blocks, with a final norm if `norm`."""
 
     __prepare_scriptable__ = reject_torchscript
 
@@ -166,33 +176,33 @@ class _BlockStack(nn.Module):
         validate_sizes(num_layers=num_layers)
         self.layers = nn.ModuleList()
         for i in range(num_layers):
-            own = block if i == 0 else copy_options(block)
-            self.layers.append(TransformerBlock(d_model, nhead, cross=cross, **own))
-        rest = {name: block[name] for name in ("bias", "device", "dtype") if name in block}
+            options = block if i == 0 else copy_options(block)
+            self.layers.append(TransformerBlock(d_model, nhead, cross=cross, **options))
+        norm_options = {name: block[name] for name in ("bias", "device", "dtype") if name in block}
         eps = block.get("layer_norm_eps", 1e-5)
-        self.norm = nn.LayerNorm(d_model, eps=eps, **rest) if norm else None
+        self.norm = nn.LayerNorm(d_model, eps=eps, **norm_options) if norm else None
 
     def _run_layers(
-        self, x: Tensor, *memory: Tensor | None, cache: Any = None, **rest: Any
+        self, x: Tensor, *memory: Tensor | None, cache: Any = None, **options: Any
     ) -> Tensor:
         if cache is not None and len(cache) != len(self.layers):
             raise ArgumentError(
-                f"cache is for {len(cache)} layers and the model has {len(self.layers)}: make it "
-                "by model.cache()"
+                f"cache is for {len(cache)} layers and the model has {len(self.layers)}: create "
+                "it with model.cache()"
             )
         for i, layer in enumerate(self.layers):
-            x = layer(x, *memory, cache=None if cache is None else cache[i], **rest)
+            x = layer(x, *memory, cache=None if cache is None else cache[i], **options)
         return x if self.norm is None else self.norm(x)
 
     def cache(self) -> Caches:
-        """Empty caches, one pair for each block: for one batch of sequences, token by token."""
+        """Return empty caches, one pair for each block, to decode one batch token by token."""
         return [(Cache(), Cache()) for _ in self.layers]
 
 
 class TransformerEncoder(_BlockStack):
     """Blocks of self-attention and feed-forward: x (B, n, d_model) → (B, n, d_model).
 
-    `block` are the other arguments of `TransformerBlock`.
+    `block` are further arguments of `TransformerBlock`.
 
     >>> import torch
     >>> TransformerEncoder(2, 8, 2, dim_feedforward=16)(torch.zeros(1, 5, 8)).shape
@@ -232,10 +242,11 @@ class TransformerEncoder(_BlockStack):
 
 
 class TransformerDecoder(_BlockStack):
-    """Blocks of causal self-attention, attention to a memory where `cross`, and feed-forward.
+    """Blocks of causal self-attention, attention to a memory if `cross`, and feed-forward.
 
-    x (B, n, d_model), memory (B, m, d_model) → (B, n, d_model). Without `cross` it is the decoder
-    of a language model. With a `cache`, x is what follows all that the cache has seen.
+    x (B, n, d_model), memory (B, m, d_model) → (B, n, d_model). With `cross=False` it is the
+    decoder of a language model. With a `cache`, x holds only the positions that follow the cached
+    ones. `block` are further arguments of `TransformerBlock`.
 
     >>> import torch
     >>> decoder = TransformerDecoder(2, 8, 2, dim_feedforward=16, cross=False, rotary=True)
@@ -288,10 +299,10 @@ class TransformerDecoder(_BlockStack):
 
 
 class Transformer(nn.Module):
-    """decoder(target, encoder(source)): the encoder–decoder, on vectors.
+    """The encoder-decoder: decoder(target, encoder(source)), on vectors.
 
-    source (B, m, d_model), target (B, n, d_model) → (B, n, d_model). The state dict is that of
-    `torch.nn.Transformer`.
+    source (B, m, d_model), target (B, n, d_model) → (B, n, d_model). State dicts are
+    interchangeable with those of `torch.nn.Transformer`.
 
     >>> import torch
     >>> model = Transformer(8, 2, 1, 1, dim_feedforward=16)
@@ -328,7 +339,7 @@ class Transformer(nn.Module):
         is_causal: bool = True,
         **wrong: Never,
     ) -> Tensor:
-        """The target sees itself causally; the padding masks are True for padding."""
+        """Return (B, n, d_model). Both padding masks are True at padding."""
         if wrong:
             reject_call_keywords(self, wrong)
         memory = self.encoder(source, key_padding_mask=source_key_padding_mask)
@@ -346,4 +357,5 @@ class Transformer(nn.Module):
         def __call__(self) -> None: ...
 
     def cache(self) -> Caches:
+        """Return empty caches for the decoder, to decode one batch token by token."""
         return self.decoder.cache()

@@ -1,4 +1,4 @@
-"""The keys and values that a layer has seen, kept for the next query."""
+"""The key-value cache for generating a sequence token by token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from qkv.errors import ArgumentError, ShapeError
 
 
 class Cache:
-    """D = {(k₁, v₁), …, (kₘ, vₘ)}, growing: the projected keys and values of one layer.
+    """The projected keys and values of one layer, which grow with each call.
 
-    key and value (batch, heads, m, width). `append` adds rows and returns all of them. One layer
-    owns a cache, from its first use on; each layer and each sequence needs its own.
+    key and value are (batch, heads, m, width). `append` adds rows and returns all of them. The
+    first layer that uses a cache owns it: every layer and every batch needs its own cache.
 
     >>> cache = Cache()
     >>> row = torch.ones(1, 1, 1, 4)
@@ -38,7 +38,7 @@ class Cache:
         return f"Cache({self.length} rows)"
 
     def get_rows(self, layer: Any) -> list[Tensor]:
-        """The keys and the values so far."""
+        """Return the keys and the values stored so far."""
         self._claim_owner(layer)
         return self._current_rows()
 
@@ -46,11 +46,12 @@ class Cache:
         return [x[..., : self.length, :] for x in self.buffers]
 
     def append(self, layer: Any, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Add rows, and return all keys and all values."""
         self._claim_owner(layer)
         self._check_fit(key, value)
         if not self.buffers:
             self.buffers = [key, value]
-        elif torch.is_grad_enabled():  # a graph may hold what is kept: nothing is overwritten
+        elif torch.is_grad_enabled():  # autograd may hold the old tensors: do not overwrite
             self.buffers = [
                 torch.cat(x, -2) for x in zip(self._current_rows(), (key, value), strict=True)
             ]
@@ -60,7 +61,7 @@ class Cache:
         return self._current_rows()
 
     def _claim_owner(self, layer: Any) -> None:
-        """The cache as this layer's own."""
+        """Make `layer` the owner, or raise if another layer is."""
         if self.owner is None:
             self.owner = weakref.ref(layer)
         if self.owner() is not layer:
@@ -74,13 +75,13 @@ class Cache:
             have, come = ((*x.shape[:-2], x.shape[-1]) for x in (old, new))
             if have != come or old.dtype != new.dtype or old.device != new.device:
                 raise ShapeError(
-                    f"cache holds {name} rows for (batch, heads, width) {have} of {old.dtype} on "
-                    f"{old.device}, but {come} of {new.dtype} on {new.device} came: start a new "
-                    "cache for another batch"
+                    f"cache holds {name} rows of (batch, heads, width) {have}, {old.dtype} on "
+                    f"{old.device}; the new rows are {come}, {new.dtype} on {new.device}: create a "
+                    "new cache for another batch"
                 )
 
     def _write_rows(self, key: Tensor, value: Tensor) -> None:
-        """The rows after those kept, in buffers that double when they are full."""
+        """Write the rows after the stored ones; a full buffer doubles its size."""
         need = self.length + key.shape[-2]
         for i, new in enumerate((key, value)):
             buffer = self.buffers[i]
@@ -88,8 +89,8 @@ class Cache:
                 buffer.shape[-2] < need
                 or buffer.is_inference() != torch.is_inference_mode_enabled()
             ):
-                wide = max(2 * self.length, need, 16)
-                grown = new.new_empty((*new.shape[:-2], wide, new.shape[-1]))
+                capacity = max(2 * self.length, need, 16)
+                grown = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
                 grown[..., : self.length, :] = buffer[..., : self.length, :]
                 self.buffers[i] = buffer = grown
             buffer[..., self.length : need, :] = new

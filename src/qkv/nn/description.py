@@ -1,4 +1,4 @@
-"""What a model is made of, layer by layer, and which engine each will run on."""
+"""`describe`: a table of a model's layers, with shapes, parameter counts and engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkv.nn.scores import build_score, score_name
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """One line: where it is in the model, what it is, its shapes, and how it will run."""
+    """One line of a `Description`: a layer's name, type, shapes, parameter count and engine."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class LayerDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found, shown as a table."""
+    """The result of `describe`; its repr is a table."""
 
     layers: tuple[LayerDescription, ...]
     parameters: int
@@ -53,10 +53,10 @@ class Description:
 
 
 def describe(module: nn.Module, length: int = 1024, batch: int = 1) -> Description:
-    """Each attention and each layer with parameters of its own: shapes, parameters, engine.
+    """List a module's attention layers, and its other layers with parameters.
 
-    The engine is the one that `attend` chooses for `length` queries and keys, where the module's
-    parameters are and in their dtype; `explain` tells more of such a call.
+    The engine is the one that `attend` chooses for `length` queries and keys, on the device and in
+    the dtype of the module's parameters. `qkv.explain` gives the reasons for one call.
 
     >>> from qkv.nn import FeedForward
     >>> print(describe(FeedForward(4, 8), length=16))
@@ -69,19 +69,21 @@ def describe(module: nn.Module, length: int = 1024, batch: int = 1) -> Descripti
         raise DtypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     validate_sizes(length=length, batch=batch)
     layers = []
-    within: list[str] = []  # an attention's parts are told with it
+    described: list[str] = []  # prefixes of the modules that an earlier line includes
     for name, layer in module.named_modules():
-        if any(f"{name}.".startswith(outer) for outer in within):
+        if any(f"{name}.".startswith(outer) for outer in described):
             continue
         calls = _example_inputs(layer, length, batch)
         own = sum(x.numel() for x in layer.parameters(recurse=False))
         if calls is not None:
-            # The decoder's other parts have lines of their own.
-            whole = layer.score if isinstance(layer, BahdanauDecoder) else layer
+            # The decoder's other modules get their own lines.
+            counted = layer.score if isinstance(layer, BahdanauDecoder) else layer
             inner = "score." if isinstance(layer, BahdanauDecoder) else ""
-            within.append(f"{name}.{inner}" if name else inner)
+            described.append(f"{name}.{inner}" if name else inner)
             count = (
-                sum(x.numel() for x in whole.parameters()) if hasattr(whole, "parameters") else 0
+                sum(x.numel() for x in counted.parameters())
+                if hasattr(counted, "parameters")
+                else 0
             )
             layers.append(_describe_attention(name, layer, calls, count))
         elif own:
@@ -96,8 +98,8 @@ def _describe_attention(name: str, layer: Any, calls: Any, count: int) -> LayerD
     query, key, value = calls
     with torch.no_grad():
         score = build_score(layer.score, query.dtype)
-        how = weightings.build_weighting(layer.weighting, query.dtype)
-        found = explain(query, key, value, score=score, weighting=how)
+        weighting = weightings.build_weighting(layer.weighting, query.dtype)
+        plan = explain(query, key, value, score=score, weighting=weighting)
     kind = (
         f"{type(layer).__name__} · {score_name(layer.score)} → "
         f"{weightings.weighting_name(layer.weighting)}"
@@ -106,11 +108,11 @@ def _describe_attention(name: str, layer: Any, calls: Any, count: int) -> LayerD
     heads = f"{query.shape[-3]} heads of {widths}" if query.dim() == 4 else widths
     if query.dim() == 4 and key.shape[-3] != query.shape[-3]:
         heads += f", {key.shape[-3]} of keys"
-    return LayerDescription(name, kind, heads, count, found.engine, found.detail)
+    return LayerDescription(name, kind, heads, count, plan.engine, plan.detail)
 
 
 def _example_inputs(layer: Any, length: int, batch: int) -> Any:
-    """query, key and value as the layer would hand them to `attend`; None if it never does."""
+    """Return zeros shaped as the layer passes them to `attend`; None if it does not call it."""
     like = next(layer.parameters(), None) if isinstance(layer, nn.Module) else None
 
     def zeros(*shape: int) -> Any:
@@ -137,7 +139,7 @@ def _example_inputs(layer: Any, length: int, batch: int) -> Any:
 
 
 def _score_widths(score: Any) -> tuple[int, int]:
-    """d_q and d_k of a learned score; a score without widths is shown with 64."""
+    """Return d_q and d_k of a learned score; 64 and 64 for a score without fixed widths."""
     if hasattr(score, "w"):
         return int(score.w.shape[0]), int(score.w.shape[1])
     if hasattr(score, "w_query"):

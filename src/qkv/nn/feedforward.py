@@ -1,4 +1,4 @@
-"""The network that each position goes through by itself."""
+"""The feed-forward network of a transformer block."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @suggest_keywords
 class FeedForward(nn.Module):
-    """FFN(x) = W₂ f(W₁x + b₁) + b₂, at every position: (…, d) → (…, d).
+    """FFN(x) = W₂ f(W₁x + b₁) + b₂, applied to each position: (…, d) → (…, d).
 
-    `activation` f is "relu", "gelu", "silu" or a function; `hidden` is 4d where not given.
+    `activation` f is "relu", "gelu", "silu" or a function. `hidden` defaults to 4d.
 
     >>> import torch
     >>> FeedForward(4, hidden=16)(torch.zeros(2, 5, 4)).shape
@@ -55,7 +55,9 @@ class FeedForward(nn.Module):
         if wrong:
             reject_call_keywords(self, wrong)
         check_tensors(x=x)
-        width = getattr(self.linear1, "in_features", None)  # what takes its place may know none
+        width = getattr(
+            self.linear1, "in_features", None
+        )  # an adapter in its place may not have it
         if width is not None:
             check_width(width, x)
         return run_feedforward(self, x)
@@ -67,7 +69,7 @@ class FeedForward(nn.Module):
 
 
 def run_feedforward(layer: Any, x: Tensor) -> Tensor:
-    """The network by its parts, which may also belong to a larger layer."""
+    """Apply the modules linear1, dropout, activation and linear2 of `layer`."""
     return layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
 
 

@@ -1,4 +1,4 @@
-"""Many heads side by side."""
+"""`MultiHeadAttention`: torch's layer with any score, weighting and mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as OutputLinear
 
 from qkv import masks, scores, weightings
 from qkv.attention import projected_attention
@@ -28,7 +28,7 @@ from qkv.nn.cache import Cache
 from qkv.nn.rotary import Rotary, resolve_rotary
 from qkv.nn.scores import LayerScore, empty_parameter, has_hooks, resolve_score
 from qkv.nn.tensors import called_as, check_dtype, check_tensors
-from qkv.nn.weightings import resolve_weighting as checked_weighting
+from qkv.nn.weightings import resolve_weighting
 from qkv.util.keyword_hints import reject_call_keywords, reject_torchscript, suggest_keywords
 from qkv.weightings import WeightingLike
 
@@ -40,26 +40,26 @@ def _build_signatures(*records: Any) -> list[Any]:
 
 
 TORCH_SIGNATURES = _build_signatures(scores.resolve("scaled_dot"), weightings.resolve("softmax"))
-"""The score and the weighting of torch's own layer."""
+"""Signatures of the score and the weighting of torch's own layer."""
 
 
 @suggest_keywords
 class MultiHeadAttention(nn.MultiheadAttention):
     """MultiHead(Q, K, V) = [S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = Attention(Q W_Q⁽ⁱ⁾, K W_K⁽ⁱ⁾, V W_V⁽ⁱ⁾).
 
-    `torch.nn.MultiheadAttention` with the same arguments, outputs, parameters and first values, so
-    that state dicts go both ways; and beyond it:
+    A drop-in for `torch.nn.MultiheadAttention`: the arguments, outputs, parameters and initial
+    values are the same, and state dicts load in both directions. It adds these options:
 
-    `score` and `weighting`, by name or object, for each head's vectors of `head_dim` numbers; all
-    heads share them. A learned score's name ("additive") or class is enough. A weighting that
-    holds an `nn.Parameter`, such as `Entmax(alpha)` with one for each head, makes it the layer's.
-    `num_kv_heads`: fewer heads for keys and values, each shared by a group of queries' heads.
-    `rotary`: True or a `Rotary`, turning queries and keys by their positions.
-    In `forward`, `mask` is a rule of `qkv.masks` (True: may attend) beside torch's two masks
-    (True: may not), and `cache` a `Cache` of earlier keys and values.
+    - `score` and `weighting`, by name or as objects, shared by all heads. A learned score can be
+      given by its name ("additive") or class. The layer owns an `nn.Parameter` that a weighting
+      holds, such as `Entmax(alpha)` with one alpha for each head.
+    - `num_kv_heads`: fewer heads for keys and values, each shared by a group of query heads.
+    - `rotary`: True or a `Rotary`, for rotary position embeddings.
+    - In `forward`, `mask` is a mask of `qkv.masks` (True: may attend), combined with torch's two
+      masks (True: may not attend). `cache` is a `Cache` of earlier keys and values.
 
-    A query whose keys are all masked out gives 0 where torch gives NaN, and `is_causal` needs no
-    `attn_mask`: beside one it is a hint, as for torch.
+    Two things differ from torch. A query whose keys are all masked out gives 0, not NaN. And
+    `is_causal` does not need an `attn_mask`; if both are given it is a hint, as in torch.
 
     >>> layer = MultiHeadAttention(8, num_heads=2, batch_first=True)
     >>> x = torch.zeros(1, 5, 8)
@@ -75,8 +75,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     bias_v: Any
 
     def __prepare_scriptable__(self) -> nn.MultiheadAttention:
-        """What torch.jit.script reads in its place: torch's own layer over the same parameters,
-        where that computes the same."""
+        """Return what torch.jit.script compiles: torch's own layer, if it computes the same."""
         same = type(self) is MultiHeadAttention and self._has_torch_score()
         return self._as_torch_layer() if same else reject_torchscript(self)  # type: ignore[no-any-return]
 
@@ -103,16 +102,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
         validate_optional_sizes(kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             raise ArgumentError(
-                f"embed_dim must be a multiple of num_heads, but {embed_dim} is none of {num_heads}"
+                f"embed_dim must be a multiple of num_heads, not {embed_dim} with {num_heads} heads"
             )
-        shared = num_heads if num_kv_heads is None else num_kv_heads
-        validate_sizes(num_kv_heads=shared)
-        if num_heads % shared:
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        validate_sizes(num_kv_heads=kv_heads)
+        if num_heads % kv_heads:
             raise ArgumentError(
-                f"num_kv_heads must divide num_heads, but {shared} does not divide {num_heads}"
+                f"num_kv_heads must divide num_heads, but {kv_heads} does not divide {num_heads}"
             )
         dropout = validate_fraction("dropout", dropout)
-        # Before torch draws its first values, which then are those of its own layer.
+        # First: its random initial values must equal those of torch's own layer.
         super().__init__(
             embed_dim,
             num_heads,
@@ -126,44 +125,44 @@ class MultiHeadAttention(nn.MultiheadAttention):
             device,
             dtype,
         )
-        self.num_kv_heads = shared
+        self.num_kv_heads = kv_heads
         self._extra_keys = int(add_bias_kv) + int(add_zero_attn)
         widths = (self.head_dim, self.head_dim)
         self.score = resolve_score(score, widths, device=device, dtype=dtype)
-        self.weighting = checked_weighting(weighting)
+        self.weighting = resolve_weighting(weighting)
         self.rotary = resolve_rotary(rotary, self.head_dim)
         self.is_packed = self._qkv_same_embed_dim
-        # torch.nn.TransformerEncoderLayer runs a kernel of its own on layers with this mark.
+        # torch.nn.TransformerEncoderLayer runs a fused kernel on layers with this attribute.
         self._qkv_same_embed_dim = self._is_torch_equivalent()
-        if shared != num_heads:
+        if kv_heads != num_heads:
             self._shrink_kv_parameters(device, dtype)
 
     def _is_torch_equivalent(self) -> bool:
-        """Whether this is what torch's own layer computes from one packed input."""
+        """Return whether torch's fused kernel for a whole layer computes the same."""
         return self.is_packed and not self._extra_keys and self._has_torch_score()
 
     def _has_torch_score(self) -> bool:
-        """Whether the heads are compared and weighted as in torch's own layer."""
+        """Return whether score, weighting and heads are those of torch's own layer."""
         if self.num_kv_heads != self.num_heads or self.rotary is not None:
             return False
         try:
             return _build_signatures(self.score, self.weighting) == TORCH_SIGNATURES
-        except tree.UncacheableError:  # learned, or a function
+        except tree.UncacheableError:  # a learned score, or a function
             return False
 
     def _as_torch_layer(self) -> nn.MultiheadAttention:
-        """torch's own layer, with the parameters, hooks and mode of this one."""
-        kind = MultiHeadAttention.__base__  # by any name that torch's may have been given since
+        """Return torch's own layer with the parameters, hooks and mode of this one."""
+        kind = MultiHeadAttention.__base__  # torch's class, even if its name was rebound since
         assert kind is not None
-        made: nn.MultiheadAttention = kind.__new__(kind)
+        layer: nn.MultiheadAttention = kind.__new__(kind)
         own = ("score", "weighting", "rotary", "num_kv_heads", "is_packed", "_extra_keys")
-        vars(made).update({name: x for name, x in vars(self).items() if name not in own})
+        vars(layer).update({name: x for name, x in vars(self).items() if name not in own})
         modules = {name: x for name, x in self._modules.items() if name not in own}
-        vars(made).update(_modules=modules, _qkv_same_embed_dim=self.is_packed)
-        return made
+        vars(layer).update(_modules=modules, _qkv_same_embed_dim=self.is_packed)
+        return layer
 
     def _shrink_kv_parameters(self, device: Any, dtype: Any) -> None:
-        """Parameters for as many keys and values as there are heads of them."""
+        """Replace the key and value parameters by smaller ones, for `num_kv_heads` heads."""
         names = {"k_proj_weight": self.kdim, "v_proj_weight": self.vdim}
         if self.is_packed:
             names = {"in_proj_weight": self.embed_dim}
@@ -178,15 +177,15 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        # torch's own version asks for the mark that plain layers alone bear here.
-        mark = self._qkv_same_embed_dim
+        # torch reads this attribute to choose packed weights; here it means torch-equivalent.
+        is_equivalent = self._qkv_same_embed_dim
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        self._qkv_same_embed_dim = mark
+        self._qkv_same_embed_dim = is_equivalent
 
     @property
     def kv_dim(self) -> int:
-        """Numbers in a projected key, all its heads together."""
+        """The width of a projected key, over all its heads."""
         return int(self.num_kv_heads * self.head_dim)
 
     def forward(
@@ -204,24 +203,27 @@ class MultiHeadAttention(nn.MultiheadAttention):
         cache: Cache | None = None,
         **wrong: Never,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and α: (N, L, S), the heads' mean, or (N, heads, L, S), or None.
+        """Return the output and the weights α.
 
-        query (L, N, embed_dim), or (N, L, embed_dim) where `batch_first`, or (L, embed_dim). Keys
-        and values go to the end of `cache` and are attended to with all that it holds; None for
-        both adds nothing. Masks then speak of all keys.
+        query is (L, N, embed_dim), (N, L, embed_dim) if `batch_first`, or (L, embed_dim). α is
+        (N, L, S), the mean over the heads; (N, heads, L, S) without `average_attn_weights`; None
+        without `need_weights`.
+
+        With a `cache`, keys and values are appended to it, and the query attends to all rows of
+        the cache. Pass None for both to append nothing. Masks then cover all keys.
         """
         if wrong:
             reject_call_keywords(self, wrong)
         check_tensors(query=query)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
         if query is key is value and not is_causal and mask is None is cache:
-            found = self._run_fused(query, key_padding_mask, attn_mask, weights)
-            if found is not None:
-                return found
+            fused = self._run_fused(query, key_padding_mask, attn_mask, weights)
+            if fused is not None:
+                return fused
         if query.is_nested:
-            whole = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "cache": cache}
-            rest = (need_weights, average_attn_weights, is_causal)
-            return self._forward_nested(query, key, value, rest, mask, whole)
+            dense = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "cache": cache}
+            flags = (need_weights, average_attn_weights, is_causal)
+            return self._forward_nested(query, key, value, flags, mask, dense)
         self._check_inputs(query, key, value, cache)
         batched = query.dim() == 3
         q, k, v = self._project_inputs(query, key, value)
@@ -229,11 +231,18 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if self.rotary is not None:
             q, k = (x if x is None else self.rotary(x, past) for x in (q, k))
         shape = (q.shape[0], q.shape[-2], past + (0 if k is None else k.shape[-2]))
-        # Torch reads an attn_mask that is said to be causal only where it must.
-        reads = need_weights or key_padding_mask is not None
-        given = (key_padding_mask, attn_mask, is_causal, mask)
+        # With is_causal, torch reads attn_mask only in these two cases.
+        reads_mask = need_weights or key_padding_mask is not None
         mask = self._combine_masks(
-            *given, shape, 0 if k is None else past, batched, reads, q.device
+            key_padding_mask,
+            attn_mask,
+            is_causal,
+            mask,
+            shape,
+            0 if k is None else past,
+            batched,
+            reads_mask,
+            q.device,
         )
         if cache is not None:
             k, v = cache.get_rows(self) if k is None else cache.append(self, k, v)
@@ -251,36 +260,36 @@ class MultiHeadAttention(nn.MultiheadAttention):
         def __call__(self) -> None: ...
 
     def _run_fused(
-        self, x: Tensor, padding: Tensor | None, hidden: Tensor | None, weights: str | None
+        self, x: Tensor, padding: Tensor | None, attn_mask: Tensor | None, weights: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The whole layer at once, where it is torch's own and runs so sooner than by parts."""
+        """Run torch's fused kernel for the whole layer; None if it does not apply."""
         if torch.is_grad_enabled() or TORCH.is_traced(x):
             return None
         if not self.batch_first or (self.training and self.dropout):
             return None
-        last = self._modules["out_proj"]  # a hook on it, or another in its place, must be called
-        if type(last) is not Last or has_hooks(last):
+        last = self._modules["out_proj"]  # a hook on it, or a replacement of it, must be called
+        if type(last) is not OutputLinear or has_hooks(last):
             return None
-        if not (padding is None or hidden is None) or not self._is_torch_equivalent():
+        if not (padding is None or attn_mask is None) or not self._is_torch_equivalent():
             return None
         if not torch.backends.mha.get_fastpath_enabled():
             return None
-        # Read where they are kept, which takes a tenth of the time. What is not kept is made anew.
-        first, then = self._parameters.get, last._parameters.get
-        given = first("in_proj_weight"), first("in_proj_bias"), then("weight"), then("bias")
-        mask = padding if hidden is None else hidden
-        return FUSED_LAYER(x, self.num_heads, given, mask, hidden is None, weights)
+        # Ten times faster than attributes. A parametrized one is not there: then None is returned.
+        own, output = self._parameters.get, last._parameters.get
+        parameters = own("in_proj_weight"), own("in_proj_bias"), output("weight"), output("bias")
+        mask = padding if attn_mask is None else attn_mask
+        return FUSED_LAYER(x, self.num_heads, parameters, mask, attn_mask is None, weights)
 
     def _project_inputs(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Q, K and V (N, heads, L, head_dim): as few products as the inputs allow."""
+        """Return Q, K and V (N, heads, L, head_dim), with one matrix product per distinct input."""
         heads, widths = self.num_kv_heads, [self.embed_dim, self.kv_dim, self.kv_dim]
         bias = self.in_proj_bias
         if self.is_packed and query is key and key is value:
             all_heads = self.num_heads + 2 * heads
-            made = self._split_heads(linear(query, self.in_proj_weight, bias), all_heads)
-            return tuple(made.split_with_sizes((self.num_heads, heads, heads), 1))
+            packed = self._split_heads(linear(query, self.in_proj_weight, bias), all_heads)
+            return tuple(packed.split_with_sizes((self.num_heads, heads, heads), 1))
         biases = (None, None, None) if bias is None else bias.split(widths)
         if self.is_packed:
             parts = self.in_proj_weight.split(widths)
@@ -290,16 +299,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if key is None:
             return q, None, None
         if self.is_packed and key is value:
-            rest = None if bias is None else bias[self.embed_dim :]
+            kv_bias = None if bias is None else bias[self.embed_dim :]
             both = self._split_heads(
-                linear(key, self.in_proj_weight[self.embed_dim :], rest), 2 * heads
+                linear(key, self.in_proj_weight[self.embed_dim :], kv_bias), 2 * heads
             )
             return q, *both.split_with_sizes((heads, heads), 1)
         k, v = linear(key, parts[1], biases[1]), linear(value, parts[2], biases[2])
         return q, self._split_heads(k, heads), self._split_heads(v, heads)
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
-        """(L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim), without a copy."""
+        """Return a view of (L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim)."""
         x = x.view(*x.shape[:-1], heads, self.head_dim)
         if x.dim() == 3:
             return x.transpose(0, 1)[None]
@@ -312,7 +321,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return out.flatten(-2)
 
     def _append_extra_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The learned key and value after the others, then those of zeros."""
+        """Append the learned key and value of `add_bias_kv`, then the zeros of `add_zero_attn`."""
         if not self._extra_keys:
             return key, value
         if self.bias_k is not None:
@@ -333,13 +342,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         shape: tuple[int, int, int],
         past: int,
         batched: bool,
-        reads: bool,
+        reads_mask: bool,
         device: torch.device,
     ) -> Any:
-        """Torch's masks and ours as one of ours; keys that the layer adds are seen by all."""
+        """Combine torch's masks and `mask`; every query may attend to the layer's extra keys."""
         batch, n, m = shape
         if mask is not None and self._extra_keys:
-            if isinstance(mask, torch.Tensor):  # one that is added to the scores adds nothing there
+            if isinstance(mask, torch.Tensor):  # a float mask adds 0 to the extra keys
                 seen = float(mask.dtype == torch.bool)
                 mask = pad(mask.expand(*mask.shape[:-1], m), (0, self._extra_keys), value=seen)
             else:
@@ -352,8 +361,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             shapes = [(n, m), (batch * self.num_heads, n, m)]
             _check_mask("attn_mask", attn_mask, shapes, device)
-        if is_causal and (attn_mask is None or not reads):
-            if n != 1 or past + n < m:  # or the last query, which sees every key
+        if is_causal and (attn_mask is None or not reads_mask):
+            if n != 1 or past + n < m:  # a single last query sees every key anyway
                 part = masks.causal(offset=past) if past else masks.causal
                 parts.append(part | self._extra_keys_mask(m) if self._extra_keys else part)
         elif attn_mask is not None:
@@ -363,7 +372,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return _intersect_masks(parts)
 
     def _convert_torch_mask(self, mask: Tensor) -> Tensor:
-        """A mask with torch's meaning as one with ours."""
+        """Convert a mask from torch's meaning (True: masked out) to qkv's (True: may attend)."""
         mask = pad(mask, (0, self._extra_keys)) if self._extra_keys else mask
         return mask.logical_not() if mask.dtype == torch.bool else mask
 
@@ -372,37 +381,39 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return torch.arange(m + self._extra_keys, device=device)[None] >= m
 
     def _check_inputs(self, query: Any, key: Any, value: Any, cache: Any) -> None:
-        given = {"query": query, "key": key, "value": value}  # a query is a tensor already
+        inputs = {"query": query, "key": key, "value": value}  # query is checked already
         if cache is not None and not isinstance(cache, Cache):
             raise DtypeError(f"cache must be a qkv.nn.Cache, not {type(cache).__name__}")
-        alone = self.is_packed and query is key is value
-        if alone or (key is None and value is None and cache is not None and len(cache)):
-            given = {"query": query}
+        is_self = self.is_packed and query is key is value
+        if is_self or (key is None and value is None and cache is not None and len(cache)):
+            inputs = {"query": query}
         elif key is None or value is None:
-            raise ArgumentError("key and value may be left out only with a cache that holds some")
+            raise ArgumentError(
+                "key and value may be None only with a cache that already holds rows"
+            )
         else:
             check_tensors(key=key, value=value)
             if key.is_nested or value.is_nested:
                 raise ArgumentError("key and value are nested and query is not: nest the query too")
-        check_dtype(getattr(self.out_proj, "weight", None), **given)
+        check_dtype(getattr(self.out_proj, "weight", None), **inputs)
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
-        for name, x in given.items():
+        for name, x in inputs.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:
-                alike = "" if name == "query" else ", as the query is"
+                same = "" if name == "query" else ", like the query"
                 raise ShapeError(
                     f"{name} must be (length, {widths[name]}), or with a batch "
                     f"{'(N, length, ' if self.batch_first else '(length, N, '}{widths[name]})"
-                    f"{alike}, not {tuple(x.shape)}"
+                    f"{same}, not {tuple(x.shape)}"
                 )
-        if len(given) > 1 and key.shape[:-1] != value.shape[:-1]:
+        if len(inputs) > 1 and key.shape[:-1] != value.shape[:-1]:
             raise ShapeError(
-                f"key and value must have one row each per pair, not {tuple(key.shape)} and "
+                f"key and value must have the same number of rows, not {tuple(key.shape)} and "
                 f"{tuple(value.shape)}"
             )
-        at = 0 if self.batch_first else 1
-        if len(given) > 1 and query.dim() == 3 and query.shape[at] != key.shape[at]:
+        axis = 0 if self.batch_first else 1
+        if len(inputs) > 1 and query.dim() == 3 and query.shape[axis] != key.shape[axis]:
             raise ShapeError(
-                f"query and key must have one batch, not {tuple(query.shape)} and "
+                f"query and key must have the same batch size, not {tuple(query.shape)} and "
                 f"{tuple(key.shape)}: batch_first is {self.batch_first}"
             )
 
@@ -411,41 +422,45 @@ class MultiHeadAttention(nn.MultiheadAttention):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        how: tuple[bool, bool, bool],
+        flags: tuple[bool, bool, bool],
         mask: Any,
-        whole: dict[str, Any],
+        dense: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """Sequences of different lengths, (N, ·, embed_dim): each by itself, as torch has it."""
+        """Run each sequence of nested tensors (N, ·, embed_dim) separately.
+
+        `flags` are need_weights, average_attn_weights and is_causal. `dense` are the arguments that
+        a nested query does not support; each must be None.
+        """
         if not self.batch_first or key is None or value is None:
             raise ArgumentError("a nested query needs batch_first=True, and a nested key and value")
         if isinstance(mask, torch.Tensor):
-            whole = {"mask": mask, **whole}
-        for name, x in whole.items():
+            dense = {"mask": mask, **dense}
+        for name, x in dense.items():
             if x is not None:
                 raise ArgumentError(
-                    f"{name}: the sequences of a nested query differ in length and have none in "
-                    "common: pass a rule of qkv.masks or is_causal, or call once for each"
+                    f"{name} cannot be used with a nested query, because its sequences differ in "
+                    "length: pass a mask of qkv.masks or is_causal, or call once per sequence"
                 )
         check_tensors(key=key, value=value)
         parts = {"query": query.unbind(), "key": key.unbind(), "value": value.unbind()}
         for name, x in parts.items():
             if len(x) != len(parts["query"]):
                 raise ShapeError(f"query holds {len(parts['query'])} sequences and {name} {len(x)}")
-        need_weights, average, is_causal = how
-        rest = (None, need_weights, None, average, is_causal)
+        need_weights, average, is_causal = flags
+        arguments = (None, need_weights, None, average, is_causal)
         out, alpha = zip(
             *(
-                self.forward(q, k, v, *rest, mask=mask)
+                self.forward(q, k, v, *arguments, mask=mask)
                 for q, k, v in zip(*parts.values(), strict=True)
             ),
             strict=True,
         )
-        shut = TORCH.pack_nested(list(out), query)
+        nested = TORCH.pack_nested(list(out), query)
         if not need_weights:
-            return shut, None
+            return nested, None
         n, m = (max(x.shape[axis] for x in alpha) for axis in (-2, -1))
         padded = (pad(x, (0, m - x.shape[-1], 0, n - x.shape[-2])) for x in alpha)
-        return shut, torch.stack(list(padded))
+        return nested, torch.stack(list(padded))
 
     def extra_repr(self) -> str:
         heads = f"{self.embed_dim}, num_heads={self.num_heads}"
@@ -455,7 +470,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
 
 def _intersect_masks(parts: list[Any]) -> Any:
-    """Masks as one; what is a single tensor stays one."""
+    """Combine masks with "and"; boolean tensors give a tensor."""
     if len(parts) < 2:
         return parts[0] if parts else None
     if all(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in parts):
@@ -465,7 +480,7 @@ def _intersect_masks(parts: list[Any]) -> Any:
 
 def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     if isinstance(mask, masks.Mask | str):
-        raise DtypeError(f"{name} is torch's and no rule of qkv.masks: pass it as mask=")
+        raise DtypeError(f"{name} takes a tensor, not a mask of qkv.masks: pass it as mask=")
     check_tensors(**{name: mask})
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise DtypeError(
@@ -473,8 +488,8 @@ def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]], device: tor
             f"{mask.dtype}"
         )
     if tuple(TORCH.as_plain_array(mask, name).shape) not in shapes:
-        told = " or ".join(map(str, shapes))
-        raise ShapeError(f"{name} must have shape {told}, not {tuple(mask.shape)}")
+        expected = " or ".join(map(str, shapes))
+        raise ShapeError(f"{name} must have shape {expected}, not {tuple(mask.shape)}")
     if mask.device != device:
         raise ArgumentError(
             f"query is on {device} but {name} is on {mask.device}: pass {name}.to(query.device)"

@@ -1,4 +1,4 @@
-"""A database as the memory of a model."""
+"""`Memory`: a layer that attends over the rows of a database."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from qkv.weightings import TopK, WeightingLike
 class Memory(nn.Module):
     """Σᵢ α(q, kᵢ) vᵢ over the rows of a database: query (…, n, h·d) → (…, n, h·d_v), h the heads.
 
-    Each head asks with its d numbers, which live where the vectors of the keys do (numbers are in
-    the units of the keys), compared as the encoder says, or by a `score`. The rows stay in the
-    store: of a `TopK`, the k best of each query are found by reading all keys once, block by block,
-    on the query's device, and only these come into the graph. Another weighting, or a `tolerance`,
-    is `Database.attend`: certified where no gradient is wanted, else exact.
+    Each head queries with d numbers. They are vectors in the space of the encoded keys; for keys
+    that are numbers, in the units of the keys. The score is the encoder's, or `score`.
 
-    Gradients reach the query and the score. With `learn` they also reach the values that were
-    looked at, and the keys where those are vectors: `step` moves these rows, as a new version.
+    The rows stay in the database. With a `TopK` weighting, the layer finds the k best rows of each
+    query by reading all keys once, in blocks, on the query's device; only these rows enter the
+    autograd graph. Another weighting, or a `tolerance`, calls `Database.attend`.
 
-    The rows are no part of `state_dict`. A copy has the same database; a pickle opens the same
-    store, or holds all rows of one in memory.
+    Gradients reach the query and the score. With `learn` they also reach the retrieved values, and
+    the retrieved keys if the keys are vectors; `step` then updates these rows and commits a new
+    version of the database.
+
+    The rows are not part of `state_dict`. A copy shares the database. A pickle holds the path of a
+    stored database, or all rows of one in memory.
 
     >>> import torch, qkv
     >>> facts = qkv.Database(torch.eye(3), torch.tensor([[10.0], [20.0], [30.0]]))
@@ -78,17 +80,17 @@ class Memory(nn.Module):
         )
         if learn and self._max_support is None:
             raise CombinationError(
-                "learn: rows are moved where a query looks at few: pass weighting=TopK(k) and no "
+                "learn=True needs a weighting that selects few rows: pass weighting=TopK(k) and no "
                 "tolerance"
             )
-        self._touched: list[tuple[MemoryRows, Tensor, Tensor]] = []
+        self._retrieved: list[tuple[MemoryRows, Tensor, Tensor]] = []
 
     @property
     def database(self) -> Database[Any, Any]:
         return self._shared.database
 
     def _score_widths(self) -> tuple[int, int] | None:
-        """Of query and key; None while there are no keys."""
+        """Return the widths of query and key; None while the database is empty."""
         encoder = self.database.encoder if len(self.database) else None
         return None if encoder is None else (encoder.width, encoder.width)
 
@@ -98,10 +100,9 @@ class Memory(nn.Module):
         check_tensors(query=query)
         if query.shape[-1] % self.heads:
             raise ShapeError(
-                f"query: its {query.shape[-1]} numbers are no multiple of {self.heads} heads"
+                f"query: its width {query.shape[-1]} is not a multiple of {self.heads} heads"
             )
-        asked = query.reshape(-1, query.shape[-1] // self.heads)
-        out = self._attend_rows(asked)
+        out = self._attend_rows(query.reshape(-1, query.shape[-1] // self.heads))
         return out.reshape(*query.shape[:-1], -1)
 
     if TYPE_CHECKING:
@@ -109,64 +110,70 @@ class Memory(nn.Module):
         @called_as(forward)
         def __call__(self) -> None: ...
 
-    @torch._disable_dynamo  # a graph can open no file; compiler.disable loads all of dynamo here
+    @torch._disable_dynamo  # a graph cannot read files; torch.compiler.disable would import dynamo
     def _attend_rows(self, query: Tensor) -> Tensor:
         score = None if self.score is None else build_score(self.score, query.dtype)
         weighting = weightings.build_weighting(self.weighting, query.dtype)
         if self._max_support is None:
-            how: Any = {"score": score, "weighting": weighting, "tolerance": self.tolerance}
-            return self.database.attend(query, **how)
-        found = find_memory_rows(self.database, query, self._max_support, score)
-        key, value = (torch.as_tensor(x).to(query) for x in (found.key, found.value))
+            return self.database.attend(
+                query, score=score, weighting=weighting, tolerance=self.tolerance
+            )
+        rows = find_memory_rows(self.database, query, self._max_support, score)
+        key, value = (torch.as_tensor(x).to(query) for x in (rows.key, rows.value))
         if self.learn and torch.is_grad_enabled():
             key.requires_grad_(can_update_keys(self.database))
-            self._touched.append((found, key, value.requires_grad_()))
+            self._retrieved.append((rows, key, value.requires_grad_()))
         if score is None:
             score = own_score(self.database, query)
-        at = torch.as_tensor(found.row_positions, device=query.device)
-        live = torch.as_tensor(found.is_found, device=query.device)
-        mask = None if found.is_found.all() else live[:, None, :]
+        positions = torch.as_tensor(rows.row_positions, device=query.device)
+        is_found = torch.as_tensor(rows.is_found, device=query.device)
+        mask = None if rows.is_found.all() else is_found[:, None, :]
         code = encode_memory_query(self.database, query).to(query.dtype)[:, None, :]
-        how = {"score": score, "weighting": weighting, "mask": mask}
-        out = attention.attend(code, key[at], value[at], **how)
+        out = attention.attend(
+            code, key[positions], value[positions], score=score, weighting=weighting, mask=mask
+        )
         return out[:, 0, :]
 
     def step(self, lr: float) -> int:
-        """row ← row − lr · gradient, for the rows that were looked at since the last step: a new
-        version of the database. How many rows moved; those that were taken out meanwhile stay out.
+        """Apply row ← row − lr · gradient to the rows retrieved since the last step.
+
+        Commits a new version of the database and returns the number of updated rows. A row that was
+        deleted meanwhile stays deleted.
         """
-        looked, self._touched = self._touched, []
-        looked = [x for x in looked if x[2].grad is not None]
-        if not looked:
+        retrieved, self._retrieved = self._retrieved, []
+        retrieved = [x for x in retrieved if x[2].grad is not None]
+        if not retrieved:
             return 0
-        ids = np.unique(np.concatenate([found.ids for found, _, _ in looked]))
-        moved = np.zeros(len(ids), bool)
-        rows = []
-        for first, part in zip(looked[0][1:], (0, 1), strict=True):
-            now, slope = first.new_zeros(2, len(ids), first.shape[1])
-            for found, *tensors in looked:
+        ids = np.unique(np.concatenate([rows.ids for rows, _, _ in retrieved]))
+        has_gradient = np.zeros(len(ids), bool)
+        updated = []
+        for first, part in zip(retrieved[0][1:], (0, 1), strict=True):
+            current, gradient = first.new_zeros(2, len(ids), first.shape[1])
+            for rows, *tensors in retrieved:
                 x = tensors[part]
-                at = torch.as_tensor(np.searchsorted(ids, found.ids), device=x.device)
-                now[at] = x.detach()
+                at = torch.as_tensor(np.searchsorted(ids, rows.ids), device=x.device)
+                current[at] = x.detach()
                 if x.grad is not None:
-                    slope.index_add_(0, at, x.grad)
-            moved |= slope.any(-1).cpu().numpy()
-            rows.append((now - lr * slope).cpu().numpy())
-        if not moved.any():
+                    gradient.index_add_(0, at, x.grad)
+            has_gradient |= gradient.any(-1).cpu().numpy()
+            updated.append((current - lr * gradient).cpu().numpy())
+        if not has_gradient.any():
             return 0
-        key, value = (x[moved] for x in rows)
+        key, value = (x[has_gradient] for x in updated)
         if not (np.isfinite(key).all() and np.isfinite(value).all()):
             raise ArgumentError(
-                "step: rows would become NaN or infinite, and stay as they are: look at the loss, "
-                "or take a smaller lr"
+                "step: rows would become NaN or infinite, so none is changed: check the loss, or "
+                "use a smaller lr"
             )
         keys = key if can_update_keys(self.database) else None
-        return update_memory_rows(self.database, ids[moved], keys, value)
+        return update_memory_rows(self.database, ids[has_gradient], keys, value)
 
     def forget(self, keys: Any) -> int:
-        """Take out the rows of these keys (one, or a list): answers are then as if they had never
-        been there, but for what `database.learn` made of pairs that named them. How many went.
-        `database.compact()` takes them out of the files, too."""
+        """Delete the rows of one key or of a list of keys; return the number of deleted rows.
+
+        Later answers do not depend on these rows, except through weights that `database.learn`
+        fitted to pairs with these keys. `database.compact()` also removes them from the files.
+        """
         return forget_rows(self.database, keys)
 
     def extra_repr(self) -> str:
@@ -179,7 +186,7 @@ class Memory(nn.Module):
 
 
 class SharedDatabase:
-    """A database that belongs to the caller, or the one in a folder; copies are the same one."""
+    """A reference to a database, given as an object or a path; copies share the database."""
 
     def __init__(self, database: Database[Any, Any] | str | os.PathLike[str]) -> None:
         if isinstance(database, str | os.PathLike):

@@ -1,5 +1,4 @@
-"""Models that attention is told with: the first paper's decoder, whose each step asks the encoder's
-states what to read next; a gate over channels; regression with a bandwidth that is learned."""
+"""Small models that use attention: a recurrent decoder, a channel gate and kernel regression."""
 
 from __future__ import annotations
 
@@ -24,10 +23,11 @@ from qkv.weightings import Sigmoid, WeightingLike
 class BahdanauDecoder(nn.Module):
     """cᵢ = Σⱼ α(sᵢ₋₁, hⱼ) hⱼ, sᵢ = GRU([yᵢ₋₁; cᵢ], sᵢ₋₁), logits = W[sᵢ; cᵢ; yᵢ₋₁].
 
-    The query is the decoder's last state s, keys and values are the encoder's states h, compared
-    by the additive score. tokens (B, n) are the right answers so far, memory (B, m, memory_dim) the
-    encoder's states, mask (B, m) True for padding. s₀ = tanh(W h₁) where no state is given: the
-    first state of an encoder that reads both ways has seen everything.
+    The decoder of Bahdanau et al. (2015). The query is the decoder's last state s; keys and values
+    are the encoder's states h; the score is additive. tokens (B, n) are the target tokens before
+    each step (teacher forcing), memory (B, m, memory_dim) the encoder's states, mask (B, m) True at
+    padding. The default state is s₀ = tanh(W h₁): the first state of a bidirectional encoder has
+    read the whole sequence.
 
     >>> decoder = BahdanauDecoder(vocabulary=10, embed_dim=4, hidden=8, memory_dim=6)
     >>> logits, state, weights = decoder(torch.tensor([[1, 2, 3]]), torch.zeros(1, 5, 6))
@@ -65,7 +65,7 @@ class BahdanauDecoder(nn.Module):
         state: Tensor | None = None,
         **wrong: Never,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
+        """Return the logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
         if wrong:
             reject_call_keywords(self, wrong)
         check_plain(tokens=tokens, memory=memory)
@@ -78,16 +78,16 @@ class BahdanauDecoder(nn.Module):
             raise ShapeError(
                 f"mask must be (B, m) = {tuple(memory.shape[:2])}, not {tuple(mask.shape)}"
             )
-        live = None if mask is None else ~mask[:, None, :]
+        attend_mask = None if mask is None else ~mask[:, None, :]
         state = torch.tanh(self.start(memory[:, 0])) if state is None else state
         key, score = memory, self.score
         if isinstance(score, LearnedScore) and not has_hooks(score):
             score, key = score.project_keys(memory)
-        found = []
+        steps = []
         for word in self.embedding(tokens).unbind(1):
-            logits, state, alpha = self._decode_step(word, key, memory, score, live, state)
-            found.append((logits, alpha))
-        logits, alpha = (torch.stack(x, 1) for x in zip(*found, strict=True))
+            logits, state, alpha = self._decode_step(word, key, memory, score, attend_mask, state)
+            steps.append((logits, alpha))
+        logits, alpha = (torch.stack(x, 1) for x in zip(*steps, strict=True))
         return logits, state, alpha
 
     if TYPE_CHECKING:
@@ -101,13 +101,13 @@ class BahdanauDecoder(nn.Module):
         key: Tensor,
         memory: Tensor,
         score: Any,
-        live: Tensor | None,
+        attend_mask: Tensor | None,
         state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One word vector (B, embed_dim) further: logits, the next state, and α (B, m)."""
+        """Decode one word vector (B, embed_dim): return logits, the next state and α (B, m)."""
         dropout = self.dropout if self.training else 0.0
         context, alpha = attend_with_weights(
-            state[:, None], key, memory, score, self.weighting, live, dropout, "heads"
+            state[:, None], key, memory, score, self.weighting, attend_mask, dropout, "heads"
         )
         context = context[:, 0]
         state = self.cell(torch.cat((word, context), -1), state)
@@ -119,11 +119,11 @@ class BahdanauDecoder(nn.Module):
 
 @suggest_keywords
 class SqueezeExcitation(nn.Module):
-    """out_c = α_c x_c, α_c = σ(q·k_c + b_c), q = relu(W₁z + b₁), z = the mean of x over its places.
+    """out_c = α_c x_c, α_c = σ(q·k_c + b_c), q = relu(W₁z + b₁), z = the spatial mean of x.
 
-    Read as attention: squeezing is average pooling, the query q says what the picture shows, each
-    channel c has a key k_c (row c of W₂) and the value x_c, and the weights are sigmoids, which
-    need not sum to one: channels do not compete. x (B, channels, …).
+    x is (B, channels, …). Read as attention: z is average pooling over positions, the query q
+    summarizes the image, and channel c has the key k_c (row c of W₂) and the value x_c. The weights
+    are sigmoids and need not sum to 1, so channels do not compete.
 
     >>> import torch
     >>> SqueezeExcitation(8, reduction=2)(torch.ones(1, 8, 5, 5)).shape
@@ -139,17 +139,17 @@ class SqueezeExcitation(nn.Module):
         self.fc2 = nn.Linear(max(channels // reduction, 1), channels)
 
     def gate(self, x: Tensor) -> Tensor:
-        """α (B, channels)"""
+        """Return α (B, channels)."""
         check_plain(x=x)
         if x.dim() < 3 or x.shape[1] != self.fc1.in_features:
             raise ShapeError(
-                f"x must be (B, {self.fc1.in_features}, …) with at least one axis of places, "
+                f"x must be (B, {self.fc1.in_features}, …) with at least one spatial axis, "
                 f"not {tuple(x.shape)}"
             )
-        places = x.flatten(2).transpose(1, 2)  # (B, places, channels)
-        anything = places[:, :1]
-        z = attend(anything, places, places, score="constant", weighting="average")
-        return Sigmoid()(self.fc2(self.fc1(z).relu()))[:, 0]  # fc2 compares a query to all keys
+        positions = x.flatten(2).transpose(1, 2)  # (B, positions, channels)
+        any_query = positions[:, :1]  # a constant score ignores it
+        z = attend(any_query, positions, positions, score="constant", weighting="average")
+        return Sigmoid()(self.fc2(self.fc1(z).relu()))[:, 0]  # fc2 scores the query with all keys
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x).to(x.dtype)
@@ -168,9 +168,9 @@ class SqueezeExcitation(nn.Module):
 class KernelRegression(nn.Module):
     """f(q) = Σᵢ α(q, kᵢ) vᵢ with α the softmax of −‖(q − k)/σ‖²/2, and σ learned.
 
-    key (m, d) and value (m,) or (m, d_v) are the examples, kept as buffers; query (n, d) gives
-    (n,) or (n, d_v). `features=True` learns a bandwidth for each of the d features. `fit` lowers
-    the squared error that each example has when the others alone predict it.
+    key (m, d) and value (m,) or (m, d_v) are the examples, stored as buffers; query (n, d) gives
+    (n,) or (n, d_v). `features=True` learns a bandwidth for each of the d features. `fit` minimizes
+    the squared leave-one-out error: each example is predicted from the others.
 
     >>> key = torch.linspace(0, 3, 40)[:, None]
     >>> model = KernelRegression(key, key[:, 0].sin())
@@ -199,10 +199,10 @@ class KernelRegression(nn.Module):
             )
         self.register_buffer("key", key)
         self.register_buffer("value", value)
-        d, where = key.shape[1], {"device": key.device, "dtype": key.dtype}
+        d, placement = key.shape[1], {"device": key.device, "dtype": key.dtype}
         if score is None:
-            score = GaussianScore(bandwidth, d if features else None, **where)
-        self.score = resolve_score(score, (d, d), **where)
+            score = GaussianScore(bandwidth, d if features else None, **placement)
+        self.score = resolve_score(score, (d, d), **placement)
         self.weighting = weightings.resolve_weighting(weighting)
         self.dropout = 0.0
 
@@ -218,17 +218,17 @@ class KernelRegression(nn.Module):
         def __call__(self) -> None: ...
 
     def held_out(self) -> Tensor:
-        """What the other examples predict for each of them."""
+        """Return the leave-one-out predictions: each example predicted from the others."""
         return self._predict_values(self.key, ~masks.window(0))
 
     def loss(self) -> Tensor:
-        """The mean squared error of `held_out`."""
+        """Return the mean squared error of `held_out`."""
         return (self.held_out() - self.value).square().mean()
 
     def fit(
-        self, steps: int = 100, lr: float = 0.1, told: Callable[[float], None] | None = None
+        self, steps: int = 100, lr: float = 0.1, callback: Callable[[float], None] | None = None
     ) -> list[float]:
-        """The losses of so many steps of Adam; `told` hears each one at once."""
+        """Run `steps` steps of Adam and return the losses; `callback` gets each loss."""
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         losses = []
         for _ in range(steps):
@@ -237,8 +237,8 @@ class KernelRegression(nn.Module):
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-            if told is not None:
-                told(losses[-1])
+            if callback is not None:
+                callback(losses[-1])
         return losses
 
     def _predict_values(self, query: Tensor, mask: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores with parameters of their own, as torch modules."""
+"""Scores with learned parameters, as torch modules."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from qkv.weightings import Weighting
 class LearnedScore(nn.Module):
     """s = score(q, k), (…, n, d_q) and (…, m, d_k) → (…, n, m), with learned parameters.
 
-    `build(dtype)` is the same as an object of `qkv.scores` over the parameters as they stand:
-    what `attend` and its engines take. With a hook on it, or on all modules, the module itself is
-    called instead, for the whole matrix or, of a long call, for each block of it.
+    `build(dtype)` returns the score of `qkv.scores` with the current parameters, for `attend`. If
+    the module has hooks, or there are global module hooks, the module itself is called instead: for
+    the whole matrix, or for each of its blocks in a long call.
     """
 
     __prepare_scriptable__ = reject_torchscript
 
     @classmethod
     def for_widths(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
-        """The score of a layer with queries and keys of these widths; None: it knows of none."""
+        """Create the score for queries and keys of these widths; None if the layer has none."""
         if widths is None:
             raise ArgumentError(
                 f"score: this layer does not know the widths of its queries and keys: pass "
@@ -42,10 +42,11 @@ class LearnedScore(nn.Module):
         return cls(*widths, **where)
 
     def build(self, dtype: Any) -> Score:
-        raise NotImplementedError("a learned score says which score its parameters make")
+        """Return the score of `qkv.scores` with the current parameters, cast to `dtype`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement build(dtype)")
 
     def project_keys(self, memory: Tensor) -> tuple[Any, Tensor]:
-        """The score, and the keys as it has them, where all are known before the first query."""
+        """Project all keys once, for many queries; return the score and the keys to use with it."""
         return self, memory
 
     def forward(self, query: Tensor, key: Tensor, **wrong: Never) -> Tensor:
@@ -66,27 +67,27 @@ LayerScore = scores.ScoreLike | scores.LearnedName | LearnedScore | type[Learned
 
 
 def build_score(score: Any, dtype: Any) -> Any:
-    """A learned score as the object that `attend` takes; anything else as it is."""
-    kinds = (LearnedScore, ProjectedKeysScore)  # a union would be made anew in each call
+    """Return the score to pass to `attend`; only a learned one without hooks is built."""
+    kinds = (LearnedScore, ProjectedKeysScore)  # A | B would build a new union in each call
     return score.build(dtype) if isinstance(score, kinds) and not has_hooks(score) else score
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether hooks run where it is called, its own or those on all modules: then call it."""
-    of = module.__dict__.get
+    """Return whether calling the module runs hooks, its own or global ones."""
+    attribute = module.__dict__.get
     return bool(
-        of("_forward_hooks")
-        or of("_forward_pre_hooks")
-        or of("_backward_hooks")
-        or of("_backward_pre_hooks")
+        attribute("_forward_hooks")
+        or attribute("_forward_pre_hooks")
+        or attribute("_backward_hooks")
+        or attribute("_backward_pre_hooks")
         or _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 
 def resolve_score(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> Any:
-    """The score of a layer: a module as it is, a name or a function as a score.
+    """Return the score of a layer, given as a name, a function, a score or a module.
 
-    A learned score goes by its name or its class: it is made for the widths of query and key.
+    The name or class of a learned score creates it for the widths of query and key.
     """
     kind = LEARNED_SCORES.get(score) if isinstance(score, str) else score
     if isinstance(kind, type) and issubclass(kind, LearnedScore):
@@ -95,7 +96,7 @@ def resolve_score(score: Any, widths: tuple[int, int] | None = None, **where: An
 
 
 def copy_score(score: Any) -> Any:
-    """The same score for one more layer: a module with parameters of its own, drawn anew."""
+    """Return the score for another layer; a module is copied and its parameters reset."""
     if isinstance(score, Weighting):
         return weightings.copy_weighting(score)
     if not isinstance(score, nn.Module):
@@ -108,12 +109,12 @@ def copy_score(score: Any) -> Any:
 
 
 def copy_options(options: Any) -> Any:
-    """The options of one more layer, with parameters of its own."""
+    """Return the options for another layer, with its own parameters."""
     return {name: copy_score(x) for name, x in options.items()}
 
 
 def score_name(score: Any) -> str:
-    """A score in a word, for a layer's repr."""
+    """Return the class name of a score, for a layer's repr."""
     return type(score).__name__
 
 
@@ -121,8 +122,8 @@ def score_name(score: Any) -> str:
 class AdditiveScore(LearnedScore):
     """s = vᵀ tanh(W₁q + W₂k + b): a network with one hidden layer.
 
-    w_query (hidden, d_q), w_key (hidden, d_k), v (hidden,), bias (hidden,). `hidden` is d_q unless
-    given.
+    w_query W₁ (hidden, d_q), w_key W₂ (hidden, d_k), v (hidden,), bias (hidden,). `hidden`
+    defaults to d_q.
 
     >>> score = AdditiveScore(4, 6, hidden=8)
     >>> score(torch.zeros(2, 4), torch.zeros(3, 6)).shape
@@ -150,7 +151,7 @@ class AdditiveScore(LearnedScore):
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.w_query)
         nn.init.xavier_uniform_(self.w_key)
-        # So that the scores spread by about one.
+        # Gives scores with a standard deviation of about 1.
         bound = math.sqrt(3 / self.v.shape[0])
         nn.init.uniform_(self.v, -bound, bound)
         if self.bias is not None:
@@ -170,7 +171,7 @@ class AdditiveScore(LearnedScore):
 
 @dataclass(frozen=True)
 class ProjectedKeysScore:
-    """An additive score for keys that are W₂k already: for a memory that is asked step by step."""
+    """An additive score whose keys are already projected to W₂k, for step-by-step decoding."""
 
     score: AdditiveScore
 
@@ -204,7 +205,7 @@ class MultiplicativeScore(LearnedScore):
 
 @suggest_keywords
 class GatedScore(LearnedScore):
-    """s = σ(w_query·q + w_key·k + bias) · score(q, k): a gate on any score, learned ones too.
+    """s = σ(w_query·q + w_key·k + bias) · score(q, k): a gate on any score, also a learned one.
 
     >>> GatedScore(4, 4)(torch.zeros(2, 4), torch.zeros(3, 4)).shape
     torch.Size([2, 3])
@@ -249,7 +250,7 @@ class GatedScore(LearnedScore):
 class GaussianScore(LearnedScore):
     """s = −‖(q − k)/σ‖²/2 with σ learned: one number, or one for each feature.
 
-    Its logarithm is the parameter, so that σ stays above zero.
+    The parameter is log σ, so σ stays positive.
 
     >>> GaussianScore(0.5)(torch.tensor([[1.0]]), torch.tensor([[1.0], [2.0]])).tolist()
     [[-0.0, -2.0]]
@@ -264,8 +265,10 @@ class GaussianScore(LearnedScore):
     ) -> None:
         super().__init__()
         if getattr(bandwidth, "shape", ()):
-            raise DtypeError("bandwidth must be one number; features=d learns one for each of d")
-        scores.Gaussian(bandwidth)  # refuses what is not above zero
+            raise DtypeError(
+                "bandwidth must be one number: pass features=d to learn one for each of d features"
+            )
+        scores.Gaussian(bandwidth)  # raises unless bandwidth > 0
         if features is not None:
             validate_sizes(features=features)
         shape = () if features is None else (features,)
@@ -294,7 +297,7 @@ LEARNED_SCORES: dict[str, type[LearnedScore]] = {
     "gated": GatedScore,
     "multiplicative": MultiplicativeScore,
 }
-"""The scores that a layer makes of their names."""
+"""The learned scores that a layer creates from a name."""
 
 
 def empty_parameter(shape: tuple[int, ...], device: Any, dtype: Any) -> Any:

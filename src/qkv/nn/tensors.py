@@ -1,4 +1,4 @@
-"""What a layer is given must be tensors; what it gives, to a type checker."""
+"""Checks of the tensors that a layer is called with, and the type of its `__call__`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from qkv.util.types import T
 TORCH = load_framework("torch")
 
 
-def check_tensors(**given: Any) -> None:
-    """Refuse what is no tensor, by its name: a layer's parameters would not meet it."""
-    for name, x in given.items():
+def check_tensors(**tensors: Any) -> None:
+    """Raise unless every argument is a torch tensor."""
+    for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             if isinstance(x, torch.fx.Proxy):
                 raise DtypeError(
-                    f"{name} stands for a tensor, and torch.fx cannot follow what the layer does "
-                    "with it: make the layer a leaf of the tracer (Tracer.is_leaf_module), or use "
-                    "torch.export"
+                    f"{name} is a torch.fx proxy, and torch.fx cannot trace this layer: make the "
+                    "layer a leaf of the tracer (Tracer.is_leaf_module), or use torch.export"
                 )
             raise DtypeError(
                 f"{name} must be a torch tensor, not {type(x).__name__}: pass "
@@ -31,34 +30,38 @@ def check_tensors(**given: Any) -> None:
             )
 
 
-def check_plain(**given: Any) -> None:
-    """Refuse what is no tensor, or is nested."""
-    check_tensors(**given)
-    for name, x in given.items():
+def check_plain(**tensors: Any) -> None:
+    """Raise unless every argument is a torch tensor that is not nested."""
+    check_tensors(**tensors)
+    for name, x in tensors.items():
         TORCH.as_plain_array(x, name)
 
 
 def check_width(width: int, x: torch.Tensor) -> None:
-    """Refuse x unless its rows are as wide as the layer was made for."""
-    if not x.dim() or x.size(-1) != width:  # a nested one may have a width and no shape
+    """Raise unless the last axis of x has the layer's width."""
+    if not x.dim() or x.size(-1) != width:  # a nested tensor has size(-1) but no shape
         came = f"(…, {x.size(-1)})" if x.is_nested else tuple(x.shape)
-        raise ShapeError(f"x must be (…, {width}), as the layer was made, not {came}")
+        raise ShapeError(f"x must be (…, {width}), the width of this layer, not {came}")
 
 
-def check_dtype(weight: Any, **given: torch.Tensor | None) -> None:
-    """Refuse what a layer's parameters cannot be multiplied with; autocast casts both. What stands
-    in a layer's place, as an adapter, may have no weight of its own."""
-    for name, x in given.items() if isinstance(weight, torch.Tensor) else ():
+def check_dtype(weight: Any, **tensors: torch.Tensor | None) -> None:
+    """Raise unless the tensors have the dtype of `weight`, or autocast casts both.
+
+    An adapter that replaces a layer may have no weight: then nothing is checked.
+    """
+    for name, x in tensors.items() if isinstance(weight, torch.Tensor) else ():
         if x is None or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
             continue
-        told = f"{name} is {x.dtype} but the layer's parameters are {weight.dtype}"
-        other = f", or convert the layer by .to({x.dtype})" if x.is_floating_point() else ""
-        raise DtypeError(f"{told}: pass {name}.to({weight.dtype}){other}")
+        convert = f", or convert the layer with .to({x.dtype})" if x.is_floating_point() else ""
+        raise DtypeError(
+            f"{name} is {x.dtype} but the layer's parameters are {weight.dtype}: pass "
+            f"{name}.to({weight.dtype}){convert}"
+        )
 
 
 def called_as(forward: T) -> Callable[[Any], T]:
-    """A layer's `__call__`, which torch leaves untyped, with the type of its `forward`.
+    """Give a layer's `__call__`, which torch leaves untyped, the type of its `forward`.
 
-    For type checkers alone: where it runs, `__call__` stays torch's, which tracers replace.
+    Only type checkers see this. At run time `__call__` stays torch's, because tracers replace it.
     """
     return lambda _: forward

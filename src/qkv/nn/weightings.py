@@ -1,4 +1,4 @@
-"""Weightings with parameters of their own, as torch modules."""
+"""Weightings with learned parameters, as torch modules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from qkv.frameworks import is_array, load_framework, tree
 from qkv.weightings import Weighting
 
 HOOK_WARNING = (
-    "a hook on a layer's weighting never runs, for the weighting is no step by itself: its weights "
-    "are seen by qkv.nn.capture(model), or by a hook on the layer, called with need_weights=True"
+    "a hook on a layer's weighting never runs, because `attend` does not call it as a module: read "
+    "the weights with qkv.nn.capture(model), or with a hook on the layer and need_weights=True"
 )
 
 
 class LearnedWeighting(nn.Module):
-    """A weighting whose arrays belong to a layer, under the names of their fields.
+    """A weighting whose arrays are parameters or buffers of a module, named as its fields.
 
-    `build(dtype)` is the weighting over the parameters as they stand: what `attend` takes.
+    `build(dtype)` returns the weighting with the current parameters, for `attend`.
 
     >>> import torch
     >>> layer = resolve_weighting(weightings.Entmax(nn.Parameter(torch.full((2,), 1.5))))
@@ -41,10 +41,11 @@ class LearnedWeighting(nn.Module):
         self.form = tree.map_arrays(fw, fw.without_data, weighting)
 
     def build(self, dtype: Any) -> Weighting:
+        """Return the weighting with the current parameters, cast to `dtype`."""
         held = (getattr(self, name).to(dtype) for name in self.names)
         return tree.replace_arrays(load_framework("torch"), self.form, held)
 
-    # What is never called runs no hooks: said where one is registered.
+    # The module is never called, so its hooks never run: warn when one is registered.
 
     def register_forward_hook(self, *given: Any, **named: Any) -> Any:
         warn_at_caller(HOOK_WARNING)
@@ -63,23 +64,23 @@ class LearnedWeighting(nn.Module):
 
 
 def resolve_weighting(weighting: Any) -> Any:
-    """The weighting of a layer, by its name or itself; with an `nn.Parameter` in it, a module."""
-    found = weightings.resolve(weighting)
-    return LearnedWeighting(found) if _is_learned(found) else found
+    """Return a layer's weighting; a `LearnedWeighting` if it holds an `nn.Parameter`."""
+    weighting = weightings.resolve(weighting)
+    return LearnedWeighting(weighting) if _is_learned(weighting) else weighting
 
 
 def build_weighting(weighting: Any, dtype: Any) -> Any:
-    """A learned weighting as the object that `attend` takes; anything else as it is."""
+    """Return the weighting to pass to `attend`; only a learned one has to be built."""
     return weighting.build(dtype) if isinstance(weighting, LearnedWeighting) else weighting
 
 
 def copy_weighting(weighting: Weighting) -> Weighting:
-    """The same weighting for one more layer, with parameters of its own."""
+    """Return the weighting for another layer; learned parameters are copied."""
     return deepcopy(weighting) if _is_learned(weighting) else weighting
 
 
 def weighting_name(weighting: Any) -> str:
-    """A weighting in a word, for a layer's repr."""
+    """Return the class name of a weighting, for a layer's repr."""
     return type(getattr(weighting, "form", weighting)).__name__
 
 

@@ -1,11 +1,11 @@
-"""Hugging Face transformers: every model's attention by `attend`, and a look at what it weighs.
+"""Hugging Face models: run their attention with `attend`, and record their attention weights.
 
-    register()                          # then attn_implementation="qkv" works; see `register`
-    with capture(model) as seen:        # each layer's α during a normal forward pass
+    register()                          # then attn_implementation="qkv" works
+    with capture(model) as captured:    # records the weights of each layer
         model(**inputs)
-    seen.words(tokenizer, text).plot()
+    captured.words(tokenizer, text).plot()
 
-`capture` records every model, loaded with "qkv" or not.
+`capture` also works for models that were loaded with another implementation.
 """
 
 from qkv.errors import MissingExtraError

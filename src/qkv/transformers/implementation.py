@@ -1,4 +1,4 @@
-"""`attend` as transformers calls an attention, under a name of its own."""
+"""`register`: an attention implementation for transformers that calls `attend`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CAPTURE_NAME = "qkv-capture"
 RESERVED_WORDS = ("eager", "sdpa", "flash", "flex_attention", "paged", CAPTURE_NAME)
 
 UNSUPPORTED_ARGUMENTS = frozenset({"block_indices", "cache"})
-"""Arguments by which an attention means something else."""
+"""Arguments that change what attention computes, and that qkv does not support."""
 
 OBSERVERS: ContextVar[tuple[Callable[[Any, AttentionCall], None], ...]] = ContextVar(
-    "qkv.transformers.watchers", default=()
+    "qkv.transformers.observers", default=()
 )
-"""Who is shown every attention that a capture's implementation computes in this thread."""
+"""Functions that get every attention call of a recording implementation in this thread."""
 
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -42,15 +42,17 @@ def register(
     score: ScoreLike | None = None,
     weighting: WeightingLike = "softmax",
 ) -> str:
-    """Make `attn_implementation=name` mean Σᵢ α(q, kᵢ) vᵢ by `qkv.attend`.
+    """Register `attn_implementation=name`, which computes Σᵢ α(q, kᵢ) vᵢ with `qkv.attend`.
 
-    It does in every model that looks its attention up in transformers' AttentionInterface. One that
-    computes it by itself is refused as it is built.
+    It works for every model that uses transformers' AttentionInterface. Building a model that
+    computes attention by itself raises an error.
 
-    A model's own scaling, softcap, position bias, sinks, masks, windows, grouped heads and dropout
-    mean what they mean in "eager". `score` replaces the model's own, with its scaling and softcap;
-    `weighting` its softmax. A query whose keys are all masked gives 0, as in "sdpa"; where a model
-    masks by adding the least float, their mean, as in both.
+    Scaling, softcap, position bias, sinks, masks, windows, grouped heads and dropout of the model
+    have the same effect as in "eager". `score` replaces the model's score, including its scaling
+    and softcap; `weighting` replaces the softmax. Returns the name.
+
+    A query whose keys are all masked out gives 0, as in "sdpa". If the model masks by adding the
+    lowest float, such a query gives the mean of the values, as in "eager" and "sdpa".
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> config = LlamaConfig(
@@ -65,24 +67,25 @@ def register(
     torch.Size([1, 3, 8])
     """
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        raise ArgumentError(f"name must be letters, digits and -, _ or . only, not {name!r}")
+        raise ArgumentError(f"name may contain only letters, digits, -, _ and ., not {name!r}")
     if any(word in name for word in RESERVED_WORDS):
         raise ArgumentError(
-            f"name {name!r} would be taken for transformers' own or qkv's: choose one without "
+            f"name {name!r} contains a reserved word: choose one without "
             + ", ".join(RESERVED_WORDS)
         )
-    ours = Implementation(
+    implementation = Implementation(
         None if score is None else scores.resolve(score), weightings.resolve(weighting)
     )
-    register_implementation(name, ours)
-    register_implementation(f"{CAPTURE_NAME}-{name}", replace(ours, records=True))
+    register_implementation(name, implementation)
+    register_implementation(f"{CAPTURE_NAME}-{name}", replace(implementation, records=True))
     return name
 
 
 def register_implementation(name: str, implementation: Implementation) -> None:
-    # torch.compile cannot follow a first call, which imports and looks types up.
-    x, seen = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    attend(x, x, x, score=ScaledDot(1.0), mask=masks.causal & seen)
+    """Register an implementation of attention, and its masks, under a name."""
+    # The first call imports modules, which torch.compile cannot trace: make it here.
+    x, mask = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    attend(x, x, x, score=ScaledDot(1.0), mask=masks.causal & mask)
     models.allow_implementation(name)
     AttentionInterface.register(name, implementation)
     AttentionMaskInterface.register(name, models.make_mask)
@@ -90,10 +93,10 @@ def register_implementation(name: str, implementation: Implementation) -> None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """Σᵢ α(q, kᵢ) vᵢ as transformers calls it.
+    """Σᵢ α(q, kᵢ) vᵢ with the signature of transformers' attention functions.
 
-    query (batch, heads, n, d), key and value (batch, fewer heads, m, …) → (batch, n, heads, d_v),
-    and α (batch, heads, n, m) if `output_attentions`.
+    query (batch, heads, n, d), key and value (batch, kv_heads, m, …) → (batch, n, heads, d_v),
+    and α (batch, heads, n, m) if `output_attentions`. `records` passes each call to `OBSERVERS`.
     """
 
     score: Score | None = None
@@ -115,27 +118,27 @@ class Implementation:
         position_bias: Any = None,
         output_attentions: bool | None = None,
         indices: Any = None,
-        **others: Any,
+        **unused: Any,
     ) -> tuple[Any, Any]:
         if output_attentions is None:
             output_attentions = _wants_weights(module)
         if s_aux is not None and (self.weighting.is_sparse or not self.weighting.has_lse):
             raise CombinationError(
-                f"{type(module).__name__} has attention sinks, a share of the softmax: "
-                f"weighting {self.weighting!r} has no place for them"
+                f"{type(module).__name__} has attention sinks, which need a softmax: weighting "
+                f"{self.weighting!r} does not support them"
             )
-        if not UNSUPPORTED_ARGUMENTS.isdisjoint(others):
-            _refuse_unsupported(module, others)
+        if not UNSUPPORTED_ARGUMENTS.isdisjoint(unused):
+            _refuse_unsupported(module, unused)
         mask = None
         if attention_mask is None:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", False)
-            # Many queries are then the first ones, and one query is the last.
+            # Several queries are then the first positions; a single query is the last.
             mask = masks.causal if query.shape[-2] > 1 and is_causal else None
         elif not getattr(attention_mask, "is_full", False):
             span = getattr(attention_mask, "span", None)
-            whole = output_attentions or self.records or position_bias is not None
-            if span is None or sum(span) > key.shape[-2] or whole or indices is not None:
+            needs_all_keys = output_attentions or self.records or position_bias is not None
+            if span is None or sum(span) > key.shape[-2] or needs_all_keys or indices is not None:
                 mask = _prepare_mask(attention_mask, key, self.weighting)
             else:
                 key, value = key.narrow(-2, *span), value.narrow(-2, *span)
@@ -143,7 +146,7 @@ class Implementation:
             mask = _restrict_to_keys(indices, mask, key)
         score = self.score
         if score is None:
-            # A learned scale is not to be kept alive, and dynamo passes a cache by.
+            # The cache must not keep a learned scale alive, and dynamo ignores lru_cache.
             fresh = isinstance(scaling, torch.Tensor) or torch.compiler.is_compiling()
             score = (ScaledDot if fresh else _scaled_dot)(scaling, softcap)
         casts = _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type)
@@ -151,30 +154,29 @@ class Implementation:
             out = attend(query, key, value, score=score, weighting=self.weighting, mask=mask,
                          dropout_p=float(dropout))  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
-        question = AttentionCall(
-            query, key, value, score, self.weighting, mask, position_bias, s_aux
-        )
-        how = module, float(dropout), bool(output_attentions)
+        call = AttentionCall(query, key, value, score, self.weighting, mask, position_bias, s_aux)
+        options = module, float(dropout), bool(output_attentions)
         if not casts:
-            return self.compute_output(question, *how)
-        # Norms in float32 leave some wider than others. And sums stay in float32 inside.
+            return self.compute_output(call, *options)
+        # Norms that run in float32 leave arrays of different dtypes. Inside, sums stay in float32.
         fw = load_framework("torch")
         query, key, value = map(fw.apply_autocast, (query, key, value))
         with fw.compute_context():
-            return self.compute_output(question._replace(query=query, key=key, value=value), *how)
+            return self.compute_output(call._replace(query=query, key=key, value=value), *options)
 
     def compute_output(
-        self, question: AttentionCall, module: Any, dropout: float, wants_weights: bool
+        self, call: AttentionCall, module: Any, dropout: float, wants_weights: bool
     ) -> tuple[Any, Any]:
-        out, alpha = question.compute_output(dropout, wants_weights)
+        """Return the output (batch, n, heads, d_v) and, if wanted, α; notify the observers."""
+        out, alpha = call.compute_output(dropout, wants_weights)
         if self.records:
-            _notify_observers(module, question)
+            _notify_observers(module, call)
         return out.transpose(1, 2).contiguous(), alpha
 
 
 def _wants_weights(module: Any) -> bool:
-    """Whether weights are wanted, where a layer is not told."""
-    # Outside of a model it is a ContextVar, and dynamo reads none.
+    """Return whether weights are wanted, for a call without `output_attentions`."""
+    # Outside a compiled model the collector is a ContextVar, which dynamo cannot read.
     known = _active_collector.compiling or not torch.compiler.is_compiling()
     collected = _active_collector.get() if known else None
     if collected is not None:
@@ -182,38 +184,41 @@ def _wants_weights(module: Any) -> bool:
     return _config_wants_weights(module.config)
 
 
-def _refuse_unsupported(module: Any, others: dict[str, Any]) -> None:
+def _refuse_unsupported(module: Any, arguments: dict[str, Any]) -> None:
     for name in sorted(UNSUPPORTED_ARGUMENTS):
-        if others.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ArgumentError(
-                f"{type(module).__name__} leaves {name} to its attention, which qkv does not know: "
-                'use attn_implementation="eager"'
+                f"{type(module).__name__} passes {name} to its attention, which qkv does not "
+                'support: use attn_implementation="eager"'
             )
 
 
 def _config_wants_weights(config: Any) -> bool:
-    """Whether a config asks for weights, past its own look-up, which takes as long as a product."""
+    """Return `config.output_attentions`, without the config's slow attribute lookup."""
     if torch.compiler.is_compiling():
         return bool(getattr(config, "output_attentions", False))
-    found = object.__getattribute__(config, "__dict__").get("_output_attentions")
-    return bool(getattr(config, "output_attentions", False) if found is None else found)
+    value = object.__getattribute__(config, "__dict__").get("_output_attentions")
+    return bool(getattr(config, "output_attentions", False) if value is None else value)
 
 
 @memoize("transformers.scaled_dot_scores", max_entries=64)
 def _scaled_dot(scaling: float | None, softcap: float | None) -> Score:
-    """A model's own score, one object for all its tokens."""
+    """Return a model's own score; the same object for every token."""
     return ScaledDot(scaling, softcap)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _notify_observers(module: Any, question: AttentionCall) -> None:
-    for watch in OBSERVERS.get():
-        watch(module, question)
+def _notify_observers(module: Any, call: AttentionCall) -> None:
+    for observe in OBSERVERS.get():
+        observe(module, call)
 
 
 def _prepare_mask(mask: Any, key: Any, weighting: Weighting) -> Any:
-    """A mask no longer than the keys, in which the least float, transformers' −∞, is −∞; but in a
-    row of nothing else it is a number as any, by which all keys count alike in eager and sdpa."""
+    """Cut the mask to the keys, and replace the lowest float, transformers' −∞, by −∞.
+
+    A row that contains only the lowest float stays: all its keys get equal weights, as in eager
+    and sdpa.
+    """
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         shape = getattr(mask, "shape", None)
         raise ShapeError(
@@ -224,24 +229,24 @@ def _prepare_mask(mask: Any, key: Any, weighting: Weighting) -> Any:
         mask = mask[..., : key.shape[-2]]
     if not mask.is_floating_point():
         return mask
-    live = mask > torch.finfo(mask.dtype).min / 2
-    if weighting.needs_nonnegative and not (mask * live).any():
-        return live
-    return mask.masked_fill(~live & live.any(-1, keepdim=True), -math.inf)
+    visible = mask > torch.finfo(mask.dtype).min / 2
+    if weighting.needs_nonnegative and not (mask * visible).any():
+        return visible
+    return mask.masked_fill(~visible & visible.any(-1, keepdim=True), -math.inf)
 
 
 def _restrict_to_keys(indices: Any, mask: Any, key: Any) -> Any:
-    """The mask for a model that has chosen keys (batch, n, k) for each query."""
+    """Restrict the mask to the keys (batch, n, k) that a model has selected for each query."""
     shape = (indices.shape[0], 1, indices.shape[1], key.shape[-2])
-    live = torch.zeros(shape, dtype=torch.bool, device=key.device)
-    live.scatter_(-1, indices[:, None].long(), True)
+    selected = torch.zeros(shape, dtype=torch.bool, device=key.device)
+    selected.scatter_(-1, indices[:, None].long(), True)
     if mask is None or mask is masks.causal:
-        return live if mask is None else live.tril()
-    return live & mask if mask.dtype == torch.bool else mask.masked_fill(~live, -math.inf)
+        return selected if mask is None else selected.tril()
+    return selected & mask if mask.dtype == torch.bool else mask.masked_fill(~selected, -math.inf)
 
 
 class AttentionCall(NamedTuple):
-    """One layer's attention. `mask` is `masks.causal`, a tensor or None."""
+    """The inputs of one layer's attention. `mask` is `masks.causal`, a tensor or None."""
 
     query: Any
     key: Any
@@ -258,8 +263,8 @@ class AttentionCall(NamedTuple):
         return batch, heads, n, self.key.shape[-2]
 
     def compute_output(self, dropout: float, wants_weights: bool) -> tuple[Any, Any]:
-        """The output and, if wanted, α."""
-        found = attend(
+        """Return the output and, if wanted, α."""
+        result = attend(
             self.query,
             self.key,
             self.value,
@@ -271,27 +276,30 @@ class AttentionCall(NamedTuple):
             return_weights=wants_weights,
         )
         if self.sinks is None:
-            return found if wants_weights else (found, None)
-        out, lse, *alpha = found
+            return result if wants_weights else (result, None)
+        out, lse, *alpha = result
         share = self.sink_share(lse)
         return out * share, alpha[0] * share if alpha else None
 
     def sink_share(self, lse: Any) -> Any:
-        """What a sink leaves to the keys: Σ exp(s) / (Σ exp(s) + exp(sink))."""
-        left = torch.sigmoid(lse[..., None] - self.sinks.reshape(1, -1, 1, 1))
-        return left.to(self.query.dtype)
+        """Return the share of the weight that is not the sink's: Σ exp(s) / (Σ exp(s) + exp(sink)).
+
+        `lse` is log Σ exp(s), the log-sum-exp of the scores.
+        """
+        share = torch.sigmoid(lse[..., None] - self.sinks.reshape(1, -1, 1, 1))
+        return share.to(self.query.dtype)
 
     def compute_weights(self, start: int, stop: int) -> Any:
-        """α of the queries from start to stop, (batch, heads, stop − start, m)."""
+        """Return α of the queries from start to stop, (batch, heads, stop − start, m)."""
         query = self.query[..., start:stop, :]
         mask = _combine_mask_and_bias(
             *(_slice_rows(x, start, stop) for x in (self.mask, self.bias))
         )
-        how: dict[str, Any] = {"score": self.score, "weighting": self.weighting, "mask": mask}
+        options: dict[str, Any] = {"score": self.score, "weighting": self.weighting, "mask": mask}
         if self.sinks is None:
-            return weights(query, self.key, **how)
+            return weights(query, self.key, **options)
         _, lse, alpha = attend(
-            query, self.key, self.value, **how, return_lse=True, return_weights=True
+            query, self.key, self.value, **options, return_lse=True, return_weights=True
         )
         return alpha * self.sink_share(lse)
 
@@ -300,8 +308,8 @@ def _combine_mask_and_bias(mask: Any, bias: Any) -> Any:
     return mask if bias is None else bias if mask is None else masks.array(mask) & bias
 
 
-def _slice_rows(part: Any, start: int, stop: int) -> Any:
-    """What holds for the queries from start to stop."""
-    if part is masks.causal:
+def _slice_rows(mask: Any, start: int, stop: int) -> Any:
+    """Return the part of a mask or bias for the queries from start to stop."""
+    if mask is masks.causal:
         return masks.causal(offset=start)
-    return part if part is None or part.shape[-2] == 1 else part[..., start:stop, :]
+    return mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]

@@ -1,4 +1,13 @@
-"""Which models take their attention by name, told by their source; the others are refused."""
+"""Which models and layers look their attention up in transformers' AttentionInterface.
+
+A model that computes attention itself would silently ignore `attn_implementation="qkv"`, so it is
+refused. This module reads the models' source code, because no attribute answers the question. In
+transformers 5.22, `_supports_attention_backend` is wrong for 130 of 637 model classes: it is unset
+in 121 that use the interface (Bart, Marian) and set in 9 that do not (DetrForSegmentation). The
+library's own check, `_can_set_attn_implementation`, reads the source too, but only searches
+a whole file for one call: it is wrong for 18 classes, in files with both kinds of attention. And no
+attribute of a layer says whether it uses the interface, which `capture` must know.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +37,7 @@ FORMULA_PATTERNS = (
 CHOICE_PATTERN = re.compile(r"(?<!FUNCTIONS)\[(self\.)?config\._attn_implementation\]")
 
 IMPLEMENTATION_NAMES: set[str] = set()
-"""What `attn_implementation` may be to mean qkv."""
+"""The registered values of `attn_implementation` that select qkv."""
 
 _FAMILY_BY_CONFIG: dict[type, ModelFamily] = create_table("transformers.model_families")
 _MODELS_BY_CONFIG: dict[type, set[type]] = {}
@@ -36,18 +45,18 @@ _MODELS_BY_CONFIG: dict[type, set[type]] = {}
 
 @dataclass(frozen=True)
 class Definition:
-    """A class or function of a model's file."""
+    """A class, function or assignment in the source of a model."""
 
     names: frozenset[str]
-    """All that it names."""
+    """All identifiers in its source."""
     uses_interface: bool = False
     """Whether it looks its attention up in transformers' AttentionInterface."""
     computes_attention: bool = False
-    """Whether it computes one by itself."""
+    """Whether it contains an attention formula."""
     chooses_class: bool = False
-    """Whether it chooses among classes of its own, by the name of an implementation."""
+    """Whether it selects one of the model's own attention classes by `_attn_implementation`."""
     declares_causal: bool = False
-    """Whether it says that it is causal, where it may be."""
+    """Whether it sets `is_causal`, and not to a constant False."""
 
     @property
     def has_attention(self) -> bool:
@@ -55,47 +64,46 @@ class Definition:
 
 
 def uses_attention_interface(kind: type) -> bool:
-    """Whether a kind of layer looks its attention up by name."""
-    found = [_parse_module(base.__module__).get(base.__name__) for base in kind.__mro__]
+    """Return whether a class of layers looks its attention up in the AttentionInterface."""
+    definitions = [_parse_module(base.__module__).get(base.__name__) for base in kind.__mro__]
     return not issubclass(kind, PreTrainedModel) and any(
-        part and part.uses_interface for part in found
+        definition and definition.uses_interface for definition in definitions
     )
 
 
 def unsupported_reason(kind: type) -> str | None:
-    """Why a kind of model would not attend by a name of `IMPLEMENTATION_NAMES`; None: it does.
+    """Return why a model class does not use the AttentionInterface; None if it does.
 
-    Models inside of it are not looked at: each is asked for itself when it is built.
+    Models inside this model are not checked here: each is checked when it is built.
     """
-    found = _collect_definitions(kind)
-    alone = [
-        name for name, part in found.items() if part.computes_attention and not part.uses_interface
-    ]
-    chooses = any(part.chooses_class for part in found.values())
-    # Where a part asks, and the others take torch's boolean masks, they take ours.
-    some = kind._supports_sdpa and any(part.uses_interface for part in found.values())  # type: ignore[attr-defined]
-    if not chooses and (some or not alone):
+    definitions = _collect_definitions(kind)
+    own = [name for name, x in definitions.items() if x.computes_attention and not x.uses_interface]
+    chooses_class = any(x.chooses_class for x in definitions.values())
+    # Layers with their own attention are accepted next to others that use the interface, if they
+    # take sdpa's boolean masks: `make_mask` returns the same masks.
+    is_mixed = kind._supports_sdpa and any(x.uses_interface for x in definitions.values())  # type: ignore[attr-defined]
+    if not chooses_class and (is_mixed or not own):
         return None
     return (
-        f"{kind.__name__} computes attention by itself ({', '.join(alone) or 'in classes'}), "
+        f"{kind.__name__} computes attention by itself ({', '.join(own) or 'in classes'}), "
         "not through transformers' AttentionInterface"
     )
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The models of one config."""
+    """What the model classes of one config class have in common."""
 
     uses_interface: bool = True
-    """Whether any of them takes its attention by name."""
+    """Whether any of them uses the AttentionInterface."""
     takes_boolean_masks: bool = False
-    """Whether all their parts take boolean masks."""
+    """Whether all their layers accept boolean masks."""
     declares_causal: bool = False
-    """Whether their layers say that they are causal, where a mask is left out for that reason."""
+    """Whether their layers set `is_causal`, so that a causal mask may be omitted."""
 
 
 def get_family(config: Any) -> ModelFamily:
-    """What is known of the models of a config."""
+    """Return what is known about the model classes of a config."""
     kind = type(config)
     if kind not in _FAMILY_BY_CONFIG and not torch.compiler.is_compiling():
         _FAMILY_BY_CONFIG[kind] = _build_family(kind)
@@ -103,7 +111,7 @@ def get_family(config: Any) -> ModelFamily:
 
 
 def register_model(model: Any) -> None:
-    """Have a model known as one of its config's."""
+    """Add the class of a model to the family of its config."""
     kind = type(model.config)
     members = _MODELS_BY_CONFIG.setdefault(kind, set())
     if type(model) not in members:
@@ -112,19 +120,21 @@ def register_model(model: Any) -> None:
 
 
 def _build_family(kind: type) -> ModelFamily:
-    beside = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
-    found = {x for x in (vars(beside).values() if beside else ()) if _is_model(x)}
-    found = {x for x in found if x.config_class is kind} | _MODELS_BY_CONFIG.get(kind, set())
-    parts = {model: _collect_definitions(model).values() for model in found}
-    refused = [
-        unsupported_reason(model) for model, x in parts.items() if any(y.has_attention for y in x)
+    module = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+    models = {x for x in (vars(module).values() if module else ()) if _is_model(x)}
+    models = {x for x in models if x.config_class is kind} | _MODELS_BY_CONFIG.get(kind, set())
+    definitions = {model: _collect_definitions(model).values() for model in models}
+    reasons = [
+        unsupported_reason(model)
+        for model, parts in definitions.items()
+        if any(x.has_attention for x in parts)
     ]
     return ModelFamily(
-        uses_interface=None in refused or not refused,
-        takes_boolean_masks=refused.count(None) == len(refused) > 0
-        and all(x._supports_sdpa for x in found),
+        uses_interface=None in reasons or not reasons,
+        takes_boolean_masks=reasons.count(None) == len(reasons) > 0
+        and all(x._supports_sdpa for x in models),
         declares_causal=all(
-            part.declares_causal for x in parts.values() for part in x if part.uses_interface
+            x.declares_causal for parts in definitions.values() for x in parts if x.uses_interface
         ),
     )
 
@@ -136,69 +146,78 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Any:
-    """A model's mask: of booleans, or of numbers where one of its parts adds it to its scores.
+    """Create a model's attention mask, as transformers' mask interface requires.
 
-    None stands for a causal one alone: where all is seen, a mask of no size says so.
+    The mask is boolean, or additive if one of the model's layers adds it to the scores. None only
+    means causal. If every query sees every key, the mask is a broadcast scalar with the attribute
+    `is_full`.
     """
-    known = get_family(config)
-    if not known.uses_interface:
+    family = get_family(config)
+    if not family.uses_interface:
         raise ArgumentError(
             f"{type(config).__name__}: these models compute attention by themselves, not through "
             'transformers\' AttentionInterface: set their attn_implementation to "eager"'
         )
-    if not known.takes_boolean_masks:
+    if not family.takes_boolean_masks:
         return eager_mask(*args, **options)
-    found = sdpa_mask(
+    mask = sdpa_mask(
         *args,
-        allow_is_causal_skip=allow_is_causal_skip and known.declares_causal,
+        allow_is_causal_skip=allow_is_causal_skip and family.declares_causal,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **options,
     )
-    if found is None and allow_is_bidirectional_skip:
+    if mask is None and allow_is_bidirectional_skip:
         shape = (options["batch_size"], 1, options["q_length"], options["kv_length"])
-        found = torch.ones((), dtype=torch.bool, device=options["device"]).expand(shape)
-        found.is_full = True
-    elif found is not None and found.is_cpu and not torch.compiler.is_compiling():
-        found.span = _find_key_span(found)
-    return found
+        mask = torch.ones((), dtype=torch.bool, device=options["device"]).expand(shape)
+        mask.is_full = True
+    elif mask is not None and mask.is_cpu and not torch.compiler.is_compiling():
+        mask.span = _find_key_span(mask)
+    return mask
 
 
 def _find_key_span(mask: Any) -> tuple[int, int] | None:
-    """The first key that is seen and how many are, where every query sees the same in a row."""
-    # A token that meets a cache of fixed length: once for all its layers.
+    """Return start and length of the visible keys, if one span serves all queries.
+
+    This is the case of one new token and a cache of fixed length. The mask is created once for all
+    layers, so the span is computed here and not per layer.
+    """
     if mask.shape[-2] != 1 or not mask.shape[0]:
         return None
     rows = mask.numpy()[:, 0, 0]
-    at = np.flatnonzero(rows[0])
-    if not len(at) or at[-1] - at[0] >= len(at) or (len(rows) > 1 and (rows != rows[0]).any()):
+    visible = np.flatnonzero(rows[0])
+    if not len(visible) or visible[-1] - visible[0] >= len(visible):
         return None
-    return int(at[0]), len(at)
+    if len(rows) > 1 and (rows != rows[0]).any():
+        return None
+    return int(visible[0]), len(visible)
 
 
 def allow_implementation(name: str) -> None:
-    """Let models be built with `name`, those alone that attend by it."""
+    """Allow `attn_implementation=name` for the models that use the AttentionInterface."""
     if not IMPLEMENTATION_NAMES:
-        # transformers lets every model have every name.
+        # transformers itself accepts a registered name for every model.
         PreTrainedModel.get_correct_attn_implementation = _wrap_with_check(
             PreTrainedModel.get_correct_attn_implementation
         )
     IMPLEMENTATION_NAMES.add(name)
 
 
-def _wrap_with_check(theirs: Any) -> Any:
-    @wraps(theirs)
+def _wrap_with_check(original: Any) -> Any:
+    """Wrap PreTrainedModel's method to refuse models that do not use the AttentionInterface."""
+
+    @wraps(original)
     def get_correct_attn_implementation(self: Any, *args: Any, **options: Any) -> Any:
-        found = theirs(self, *args, **options)
-        if found in IMPLEMENTATION_NAMES:
+        name = original(self, *args, **options)
+        if name in IMPLEMENTATION_NAMES:
             register_model(self)
             reason = unsupported_reason(type(self))
             if reason:
                 raise ArgumentError(
-                    f'{reason}, so attn_implementation={found!r} cannot reach it: use "eager". '
-                    "Inside of a larger model, name it by its config: "
-                    f'attn_implementation={{"": {found!r}, "vision_config": "eager"}}'
+                    f'{reason}, so attn_implementation={name!r} would have no effect: use "eager". '
+                    "For a part of a larger model, set the implementation by sub-config, such as "
+                    f'attn_implementation={{"": {name!r}, "vision_config": "eager"}}'
                 )
-        return found
+        return name
 
     return get_correct_attn_implementation
 
@@ -209,41 +228,42 @@ def _is_model(x: Any) -> bool:
 
 @memoize("transformers.model_definitions")
 def _collect_definitions(kind: type) -> dict[str, Definition]:
-    """The parts of a kind of model, by name."""
-    found: dict[str, Definition] = {}
-    # A class that builds nothing may name what others build.
+    """Return all definitions that a model class refers to, directly or not, by name."""
+    definitions: dict[str, Definition] = {}
+    # Skip classes without __init__: they may mention layers that only other models build.
     builders = [x for x in kind.__mro__ if _is_model(x) and "__init__" in vars(x)]
-    waiting = [(x.__module__, x.__name__) for x in builders]
-    while waiting:
-        module, name = waiting.pop()
-        part = _parse_module(module).get(name)
-        if part is None or name in found:
+    pending = [(x.__module__, x.__name__) for x in builders]
+    while pending:
+        module, name = pending.pop()
+        definition = _parse_module(module).get(name)
+        if definition is None or name in definitions:
             continue
-        found[name] = part
+        definitions[name] = definition
         scope = vars(sys.modules[module])
-        for name in sorted(part.names & scope.keys()):
-            thing = scope[name]
-            if not inspect.isclass(thing):
-                waiting.append((module, name))
-            elif issubclass(thing, torch.nn.Module) and not _is_model(thing):
-                waiting.append((thing.__module__, name))
-    return found
+        for name in sorted(definition.names & scope.keys()):
+            value = scope[name]
+            if not inspect.isclass(value):
+                pending.append((module, name))
+            elif issubclass(value, torch.nn.Module) and not _is_model(value):
+                pending.append((value.__module__, name))
+    return definitions
 
 
 @memoize("transformers.parsed_modules")
 def _parse_module(module: str) -> dict[str, Definition]:
+    """Return the top-level definitions in the source of a module, by name."""
     if module.partition(".")[0] in ("builtins", "torch") or module == PreTrainedModel.__module__:
         return {}
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
         return {}
-    lines, found = source.splitlines(), {}
+    lines, definitions = source.splitlines(), {}
     for node in ast.parse(source).body:
         text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
         names = frozenset(re.findall(r"\w+", text))
         if isinstance(node, ast.ClassDef):
-            found[node.name] = Definition(
+            definitions[node.name] = Definition(
                 names,
                 uses_interface="ALL_ATTENTION_FUNCTIONS" in names,
                 computes_attention=bool(
@@ -254,7 +274,8 @@ def _parse_module(module: str) -> dict[str, Definition]:
                 declares_causal="is_causal" in names and "self.is_causal = False" not in text,
             )
         elif isinstance(node, ast.FunctionDef):
-            found[node.name] = Definition(names)
+            definitions[node.name] = Definition(names)
         elif isinstance(node, ast.Assign):
-            found |= {x.id: Definition(names) for x in node.targets if isinstance(x, ast.Name)}
-    return found
+            targets = (x for x in node.targets if isinstance(x, ast.Name))
+            definitions |= {x.id: Definition(names) for x in targets}
+    return definitions
