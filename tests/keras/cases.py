@@ -793,7 +793,11 @@ def test_wrong_shapes_are_named() -> None:
     first = MultiHeadAttention(2, 3, attention_axes=1)
     refused(ShapeError, "must agree in all axes", lambda: first(x[:, :, None], numbers(2, 5, 3, 4)))
     two = MultiHeadAttention(2, 3)
-    refused(ArgumentError, "need one attention axis, not 2", lambda: two(x[None], x[None], use_causal_mask=True))
+    refused(
+        ArgumentError,
+        "need one attention axis, not 2",
+        lambda: two(x[None], x[None], use_causal_mask=True),
+    )
     refused(ShapeError, "key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3]))
     refused(
         ShapeError, "w must be", lambda: MultiHeadAttention(2, 3, score=SCORES["a matrix"]())(x, x)
