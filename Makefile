@@ -44,12 +44,12 @@ export TF_CPP_MIN_LOG_LEVEL := 3
 export TF_ENABLE_ONEDNN_OPTS := 0
 
 # Every worker would otherwise start a thread per core. The benchmarks keep all their threads.
-$(SUITES) test-full: export OMP_NUM_THREADS := 1
-$(SUITES) test-full: export OPENBLAS_NUM_THREADS := 1
-$(SUITES) test-full: export MKL_NUM_THREADS := 1
-$(SUITES) test-full: export TF_NUM_INTRAOP_THREADS := 1
-$(SUITES) test-full: export TF_NUM_INTEROP_THREADS := 1
-$(SUITES) test-full: export JAX_PLATFORMS := cpu
+$(SUITES) check test-full: export OMP_NUM_THREADS := 1
+$(SUITES) check test-full: export OPENBLAS_NUM_THREADS := 1
+$(SUITES) check test-full: export MKL_NUM_THREADS := 1
+$(SUITES) check test-full: export TF_NUM_INTRAOP_THREADS := 1
+$(SUITES) check test-full: export TF_NUM_INTEROP_THREADS := 1
+$(SUITES) check test-full: export JAX_PLATFORMS := cpu
 # XLA spends longer on such small programs than they run. `test-full` compiles as users do.
 $(SUITES): export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
@@ -141,11 +141,12 @@ test: env $(if $(MXNET),env-mxnet) browser postgres ## Run every check below and
 	$(if $(MXNET),,echo "--- mxnet is left out: it has no wheel for $(MACHINE)";) \
 	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
 
-check: env ## Lint, types, contract, and the tests of what changed since origin/main or the last commit
-	@$(MAKE) --no-print-directory lint contract
-	@$(BIN)/mypy
+check: env ## Lint, types, contract, and a minute of the tests of what changed since origin/main
+	@$(BIN)/mypy & types=$$!; \
+	$(MAKE) --no-print-directory lint contract && wait $$types
 	@changed=$$($(BIN)/python -m tools.changed_tests); \
-	if [ -n "$$changed" ]; then $(BIN)/python $(PYTEST) $(XDIST) $$changed; else echo "no tests changed"; fi
+	if [ -z "$$changed" ]; then echo "nothing changed that has tests"; else \
+	QKV_TEST_SECONDS=60 $(BIN)/python $(PYTEST) $$changed; fi
 
 lint: env ## Lint, formatting and names
 	@$(BIN)/ruff check .
@@ -174,7 +175,12 @@ mxnet: env-mxnet ## The battery on MXNet, in its own environment
 	@QKV_TEST_FRAMEWORKS=mxnet $(BIN_MXNET)/python $(PYTEST) $(XDIST) \
 		--junitxml=$(RESULTS)/$@.xml $(MXNET_TESTS)
 
-test-full: env ## The whole product of cases; takes long
+test-full: env ## Every case that `make test` samples, and longer random tests; takes hours
+	@echo "Adds to make test:"
+	@echo "  every score x weighting x mask x framework of the batteries, not a sample of the day"
+	@echo "  every case that is marked sample or full: kernels, compiled functions, exports, layers"
+	@echo "  new random examples of hypothesis, 70 requests per route of schemathesis"
+	@echo "  200 killed writers, 200 power cuts, 1,000 damaged files, a fault at every write"
 	@QKV_FULL=1 $(BIN)/python $(PYTEST) $(XDIST)
 
 .venv/.peers: .venv/.installed

@@ -1,22 +1,27 @@
 import os
 import sys
+import time
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import sampling
 from tests.browser import browser, page
 
 __all__ = ["browser", "page"]
 
-# A busy machine is slow, and no example is wrong for it. The same are tried in every run but those
-# of `make test-full`, which looks for new ones.
+STARTED = time.monotonic()
+SESSION: list[pytest.Session] = []
+
+# A busy machine is slow, so there is no deadline. `make test-full` looks for new examples; other
+# runs try the same ones.
 settings.register_profile(
     "qkv",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    derandomize=os.environ.get("QKV_FULL") != "1",
+    derandomize=not sampling.FULL,
 )
 settings.load_profile("qkv")
 
@@ -31,9 +36,63 @@ if find_spec("torch") is not None and find_spec("triton") is not None:
     import triton  # noqa: F401  which ends the process where TensorFlow was loaded before it
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "sample(count, always=()): run so many cases of this test, drawn by the date, and those "
+        "whose id contains one of `always`. `make test-full` runs all of them.",
+    )
+    config.addinivalue_line("markers", "full: run in `make test-full` only.")
+    config.addinivalue_line(
+        "markers", "applies(predicate): collect the cases whose parameters satisfy the predicate."
+    )
+
+
+def pytest_report_header() -> str:
+    cases = "all" if sampling.FULL else f"a sample (QKV_TEST_DAY={sampling.DAY})"
+    return f"cases of large products: {cases}"
+
+
+def is_applicable(item: pytest.Item) -> bool:
+    marks = item.iter_markers("applies")
+    return all(mark.args[0](**item.callspec.params) for mark in marks)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases that do not apply, and what only `make test-full` runs."""
+    items[:] = [item for item in items if is_applicable(item)]
+    if sampling.FULL:
+        return
+    left_out = {item for item in items if item.get_closest_marker("full")}
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in groups.values():
+        mark = group[0].get_closest_marker("sample")
+        always = mark.kwargs.get("always", ())
+        drawn = [item for item in group if not any(part in item.nodeid for part in always)]
+        drawn.sort(key=lambda item: sampling.draw(item.nodeid))
+        left_out.update(drawn[mark.args[0] :])
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Stop after the seconds of QKV_TEST_SECONDS, which `make check` sets."""
+    limit = float(os.environ.get("QKV_TEST_SECONDS", "inf"))
+    if SESSION and time.monotonic() - STARTED > limit:
+        SESSION[0].shouldstop = f"stopped after {limit:g} s: `make test` runs the rest"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    SESSION.append(session)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws is its own, not what the tests before it have left to draw."""
+    """Seed the global generators, so that no test depends on those before it."""
     np.random.seed(0)  # noqa: NPY002  scikit-learn draws from it
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.manual_seed(0)

@@ -20,9 +20,9 @@ from qkv import masks, scores, weightings
 from qkv.attention import build_call
 from qkv.engines import streaming
 from qkv.frameworks import get_framework, to_numpy
+from tests.sampling import FULL
 
 FRAMEWORKS = os.environ.get("QKV_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(",")
-FULL = bool(os.environ.get("QKV_FULL"))
 QUICK = ("numpy", "torch")
 """Where a case costs so little that every weighting and engine can be tried."""
 
@@ -249,11 +249,13 @@ def finite(arrays: list[Any]) -> None:
 
 # Sizes
 
+# `native` refuses calls without anything to compute, and gradients of a mask.
+not_native = pytest.mark.applies(lambda engine, **_: engine != "native")
 
+
+@not_native
 @cases()
 def test_an_empty_database_answers_zero(kit: Kit, engine: str, weighting: str) -> None:
-    if engine == "native":
-        pytest.skip("it says itself that there is nothing to compute")
     arrays = kit(data()[0]), kit(np.zeros((0, D))), kit(np.zeros((0, DV)))
     options = {"score": score_of(weighting), "weighting": weighting}
     outputs, gradients = kit.pull(lambda *x: everything(engine, *x, **options))(*arrays)
@@ -264,10 +266,9 @@ def test_an_empty_database_answers_zero(kit: Kit, engine: str, weighting: str) -
     assert not any(g.any() for g in gradients)
 
 
+@not_native
 @cases()
 def test_no_queries_get_no_answers(kit: Kit, engine: str, weighting: str) -> None:
-    if engine == "native":
-        pytest.skip("it says itself that there is nothing to compute")
     arrays = kit(np.zeros((0, D))), kit(data()[1]), kit(data()[2])
     options = {"score": score_of(weighting), "weighting": weighting}
     outputs, gradients = kit.pull(lambda *x: everything(engine, *x, **options))(*arrays)
@@ -362,6 +363,7 @@ def check_dead(kit: Kit, engine: str, weighting: str, mask: Any, live: np.ndarra
         assert live.any() == dv.any()
 
 
+@pytest.mark.sample(35)
 @cases()
 def test_a_row_without_keys(kit: Kit, engine: str, weighting: str) -> None:
     check_dead(kit, engine, weighting, kit(LIVE), LIVE)
@@ -372,12 +374,11 @@ def test_a_row_without_keys_by_each_mask(kit: Kit, engine: str, weighting: str, 
     check_dead(kit, engine, weighting, *dead_masks(kit)[kind])
 
 
+@not_native
 @each_engine
 def test_a_float_mask_of_minus_infinity_has_gradient_zero(
     kit: Kit, engine: str, weighting: str
 ) -> None:
-    if engine == "native":
-        pytest.skip("it says itself that it gives no gradient of a mask")
     bias = kit(np.where(LIVE, 0.5, -INF))
     pull = kit.pull(lambda q, k, v, mask: everything(engine, q, k, v, mask=mask))
     _, gradients = pull(*map(kit, data(3)), bias)
@@ -446,6 +447,7 @@ def check_hidden(kit: Kit, engine: str, weighting: str, kind: str, score: Any = 
         assert not gradient[0, 4:].any()
 
 
+@pytest.mark.sample(60)
 @cases(kind=["causal", "boolean"])
 def test_nan_behind_a_mask(kit: Kit, engine: str, weighting: str, kind: str) -> None:
     check_hidden(kit, engine, weighting, kind)
@@ -498,6 +500,7 @@ def test_nan_behind_a_mask_for_each_score(kit: Kit, engine: str, score: str) -> 
     check_hidden(kit, engine, "softmax", "causal", every_score(kit)[score])
 
 
+@pytest.mark.sample(50)
 @cases(causal=[False, True])
 def test_nan_shows_where_it_is_live_and_only_there(
     kit: Kit, engine: str, weighting: str, causal: bool
@@ -577,6 +580,7 @@ def test_a_value_outside_the_window_does_not_show(kit: Kit, engine: str, weighti
 # Sizes of numbers
 
 
+@pytest.mark.sample(50)
 @cases(few=("softmax", "sparsemax"), every=BOUNDED, width=[1, 2])
 def test_scores_of_1e30(kit: Kit, engine: str, weighting: str, width: int) -> None:
     """Scores 1e30, −1e30, 1e30 and 0, and all of them negated."""
@@ -656,6 +660,7 @@ def test_float16_does_not_overflow(kit: Kit, engine: str, weighting: str, scale:
     close(alpha, qkv.weights(*exact[:2], score=scores.ScaledDot(scale)), 2e-3)
 
 
+@pytest.mark.sample(60)
 @cases(few=FEW, dtype=["bfloat16", "float16"])
 def test_sixteen_bits(kit: Kit, engine: str, weighting: str, dtype: str) -> None:
     """As good as the 16-bit numbers themselves: sums run in float32."""
@@ -774,6 +779,7 @@ def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
                 close(one, two, 1e-10)
 
 
+@pytest.mark.sample(4)
 @quick
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "top 2", "sparsemax"])
 def test_a_million_keys(kit: Kit, weighting: str) -> None:
@@ -817,6 +823,7 @@ def nasty(kit: Kit) -> Iterator[tuple[list[Any], Any]]:
     yield [kit(q), kit(k[:0]), kit(v[:0])], None
 
 
+@pytest.mark.sample(25)
 @cases(few=("softmax",))
 def test_no_warning_leaks(
     kit: Kit, engine: str, weighting: str, capfd: pytest.CaptureFixture[str]
@@ -834,10 +841,9 @@ def test_no_warning_leaks(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.applies(lambda framework, **_: framework not in ("jax", "tensorflow"))  # constant
 @cases(few=("softmax", "sparsemax"))
 def test_inputs_are_never_written_to(kit: Kit, engine: str, weighting: str) -> None:
-    if kit.name in ("jax", "tensorflow"):
-        pytest.skip("its arrays cannot be written to")
     given = data(15)
     arrays = [kit(x) for x in given]
     mask = kit(LIVE)

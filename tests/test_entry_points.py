@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from qkv.errors import CombinationError, QkvError
 from qkv.frameworks import get_framework
 from qkv.weightings.base import live_row_max, pool_by_weights
 from tests import formulas
+from tests.sampling import FULL
 
 torch = pytest.importorskip("torch")
 
@@ -33,9 +33,7 @@ FAR, SHUT = 2, 3
 """The query beyond every window, and the one that a mask leaves nothing."""
 DEAD = (2, 5)
 WIDTH = 2.2
-SHARPNESS = float(
-    np.random.default_rng(None if os.environ.get("QKV_FULL") == "1" else 5).uniform(0.5, 2.0)
-)
+SHARPNESS = float(np.random.default_rng(None if FULL else 5).uniform(0.5, 2.0))
 """How a user's weighting bends its scores: another in every run of `make test-full`."""
 
 _rng = np.random.default_rng(11)
@@ -546,6 +544,7 @@ def database(request, place, tmp_path_factory):
 HERE = [j for j in range(M) if j not in DEAD]
 
 
+@pytest.mark.sample(500)
 @pairs
 def test_ask(database, score, weighting):
     out, alpha = truth(score, weighting)
@@ -561,6 +560,7 @@ def test_ask(database, score, weighting):
             assert found.value is None and found.rows == []
 
 
+@pytest.mark.sample(400)
 @of_vectors
 def test_the_database_attends(database, score, weighting):
     out, _ = truth(score, weighting)
@@ -573,6 +573,7 @@ def test_the_database_attends(database, score, weighting):
     close(shut, np.zeros((len(rows), DV)))
 
 
+@pytest.mark.sample(300)
 @of_vectors
 def test_the_gradients_of_the_database(database, score, weighting):
     rows = asked(score, weighting)

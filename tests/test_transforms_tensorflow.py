@@ -18,6 +18,7 @@ from tests.transforms_tensorflow import TENSORFLOW, close, slopes
 pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     ("transform", "option"), [*cells(TENSORFLOW, OPTIONS), ("tf.function, XLA", "entmax15")]
 )
@@ -36,6 +37,7 @@ def _some():
             yield names
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("names", list(_some()), ids=" ".join)
 def test_a_graph_that_knows_only_widths(names):
     """Batch and lengths unknown, keys shared among heads; values and gradients."""

@@ -11,7 +11,6 @@ same; `OPTIONS` is what they are tried on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 import qkv
 from qkv import masks, scores, weightings
 from qkv.frameworks import get_framework
+from tests.sampling import FULL
 
 Function = Callable[..., Any]
 Make = Callable[[int], list[Any]]
@@ -134,7 +134,7 @@ def made(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Mak
 def cells(transforms: dict[str, Check], options: dict[str, Option]) -> list[tuple[str, str]]:
     """Each cell of the table as a transform and one option of the family, taken in turn; in the
     full run every option."""
-    if os.environ.get("QKV_FULL"):
+    if FULL:
         return [(transform, option) for transform in transforms for option in options]
     families: dict[str, list[str]] = {}
     for name, option in options.items():

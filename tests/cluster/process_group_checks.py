@@ -17,6 +17,7 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.cluster import torch as cluster
 from qkv.nn import AdditiveScore
+from tests.sampling import sample
 
 WORLD = 4
 GROUPS = ([2], [1, 3], [1, 2, 3], [0, 1, 2, 3])
@@ -330,8 +331,8 @@ def _sizes(name: str) -> Iterable[int]:
 
 
 CHECKS = _names()
-PAIRS = [(name, size) for name in CHECKS for size in _sizes(name)]
-"""What is checked, with processes how many."""
+PAIRS = sample([(name, size) for name in CHECKS for size in _sizes(name)], 40)
+"""The names of the checks, each with a number of processes."""
 
 
 def work(rank: int, folder: str) -> None:

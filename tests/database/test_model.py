@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,6 +21,7 @@ import qkv
 from qkv.database import KeyNotFoundError, check
 from qkv.database.encoders import Characters
 from qkv.errors import ArgumentError
+from tests.sampling import FULL
 
 keys = st.sampled_from(["", "a", "b", "ab", "Ä", "a b", "\x00", "🦊"])
 values = st.one_of(st.none(), st.integers(-5, 5), st.text(max_size=3), st.lists(st.booleans()))
@@ -124,7 +124,7 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=200 if os.environ.get("QKV_FULL") else 25,
+    max_examples=200 if FULL else 25,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -99,6 +99,7 @@ STORES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STORES)
 def test_nothing_in_a_store_is_executable(name, evil):
     with STORES[name]() as D:

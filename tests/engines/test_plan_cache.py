@@ -649,6 +649,7 @@ def test_gradients_of_a_mask_and_of_a_score_come_and_go():
                 torch.testing.assert_close(a, b)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["plain", "gaussian"])
 def test_compiling_comes_and_goes(how):
     how = HOWS[how]
@@ -665,6 +666,7 @@ def test_compiling_comes_and_goes(how):
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sample(3)
 @every_how
 def test_compiling_takes_every_length_in_two_graphs(how):
     torch._dynamo.reset()

@@ -107,6 +107,7 @@ def test_an_alignment_is_made_of_weights(name: str) -> None:
     assert not alpha[(source == 0)[:, None].expand_as(alpha)].any()
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_a_few_days_are_learned_by_heart(name: str) -> None:
     days = [date(2021, 3, 3), date(1987, 11, 25), date(2049, 6, 30)]

@@ -79,6 +79,7 @@ def test_the_kinds_are_of_one_size() -> None:
     assert dot < additive < 1.01 * dot
 
 
+@pytest.mark.sample(1)
 @EACH
 def test_each_kind_learns(kind: str) -> None:
     found = letters.learn(kind, TEXT, 20)

@@ -125,6 +125,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_tf_function_takes_a_score_a_weighting_and_a_mask(name):
     made = [RECORDS[name](), weightings.Entmax(tf.constant(1.4)), masks.blocks([[1, 0], [1, 1]], 3)]

@@ -125,6 +125,7 @@ def test_a_default_device_is_not_where_the_codes_are(count):
     np.testing.assert_allclose(found, vectors @ codes.T, atol=1e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -164,6 +165,7 @@ def test_products_of_short_matrices(lead, mkl, monkeypatch):
     assert torch.autograd.gradgradcheck(inner, (one[:1, :1], other[..., :1, :]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_is_mapped_inside_a_graph_of_any_length(randomness):
     def drop(x):
@@ -222,6 +224,7 @@ class DataDependent(torch.nn.Module):
         return qkv.attend(query, key, key, mask=mask, **self.how)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("floats", [False, True])
 @pytest.mark.parametrize("by_item", [False, True])
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_attention_is_the_equation() -> None:
     close(found, alpha)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SCORES)
 def test_attention_with_every_score(name: str) -> None:
     if name == "a class of one's own" or name == "a function":
@@ -124,6 +125,7 @@ def test_attention_with_every_score(name: str) -> None:
     close(Attention(score=SCORES[name]())([q, v, k]), qkv.attend(*wide, score=reference))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WEIGHTINGS)
 def test_attention_with_every_weighting(name: str) -> None:
     q, k, v = numbers(2, 3, 4), numbers(2, 5, 4), numbers(2, 5, 6)
@@ -257,6 +259,7 @@ def both(**options: Any) -> tuple[Any, Any]:
 PAIRS = [("plain", call) for call in CALLS] + [(option, "mask and causal") for option in OPTIONS]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("options", "call"), dict.fromkeys(PAIRS))
 def test_multi_head_attention_is_that_of_keras(options: str, call: str) -> None:
     ours, theirs = both(**OPTIONS[options])
@@ -299,6 +302,7 @@ def alike(ours: Any, theirs: Any, *inputs: Any, **how: Any) -> None:
         assert told.shape[1:] == tuple(made.shape)[1:]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", AXES)
 def test_more_axes_are_attended_over_as_in_keras(name: str) -> None:
     axes, query, value, pairs = AXES[name]
@@ -323,6 +327,7 @@ GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_query_attention_is_that_of_keras(name: str) -> None:
     options, how = GROUPED[name]
@@ -345,6 +350,7 @@ def test_additive_attention_is_that_of_keras(scale: bool) -> None:
         alike(ours, theirs, inputs, **how)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["dot", "concat"])
 @pytest.mark.parametrize("scale", [True, False])
 def test_attention_takes_the_arguments_of_keras(mode: str, scale: bool) -> None:
@@ -529,6 +535,7 @@ def test_shapes_are_known_before_any_number_is() -> None:
     assert layer.compute_output_shape((2, 3, 4), (2, 5, 4)) == (2, 3, 9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("score", "weighting"),
     [
@@ -603,6 +610,7 @@ MODELS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_train_save_load_resume(name: str, tmp_path: Path) -> None:
     x, y = numbers(8, 5, 4), numbers(8, 5, 4)

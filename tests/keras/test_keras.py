@@ -15,7 +15,10 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(
     ("backend", "file"),
-    [*((name, "cases.py") for name in ("tensorflow", "jax", "torch")), ("torch", "doors.py")],
+    [
+        *((name, "cases.py") for name in ("tensorflow", "jax", "torch")),
+        ("torch", "entry_points.py"),
+    ],
 )
 def test_cases(backend: str, file: str) -> None:
     if importlib.util.find_spec(backend) is None:

@@ -113,6 +113,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("options", CONSTRUCTORS, ids=told)
 def test_every_option_equals_torch(options):
     theirs, ours = pair(**options, **F64)

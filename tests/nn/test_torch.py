@@ -45,6 +45,7 @@ def loss_and_slopes(function, layer, x):
 between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 
+@pytest.mark.sample(3)
 @between_graphs
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
@@ -97,6 +98,7 @@ def test_autocast_of_self_attention():
     torch.testing.assert_close(out.float(), layer(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_export(make, strict):

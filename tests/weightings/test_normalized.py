@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from qkv import scores, weightings
 from qkv.engines import streaming
 from qkv.errors import ArgumentError, CombinationError, FrameworkError
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
+from tests.sampling import FULL
 
 NAN = np.nan
 QUERY = np.array([[0.0], [5.0], [5.0], [7.0]])
@@ -31,7 +31,6 @@ ROWS = {
     "nearest": [[0, 1, 0, 0, 0], [0, 0, 1, 0, 0]],
 }
 WINDOWS = ["boxcar", "triangular", "epanechnikov"]
-FULL = bool(os.environ.get("QKV_FULL"))
 
 
 def expected(score, wish):
@@ -47,12 +46,15 @@ def attend(fw, score, wish, engine="streaming", **how):
     )
 
 
+@pytest.mark.applies(
+    lambda fw, wish, score, **_: (
+        FULL or fw.name not in ("jax", "tensorflow") or score == WINDOWS[len(wish) % 3]
+    )
+)
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 @pytest.mark.parametrize(("wish", "score"), list(itertools.product(ROWS, WINDOWS)))
 def test_rows_without_weights(fw, engine, wish, score, monkeypatch):
-    if not FULL and fw.name in ("jax", "tensorflow") and score != WINDOWS[len(wish) % 3]:
-        pytest.skip("in make test-full")
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))
     monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 10)
     out, alpha = attend(fw, score, wish, engine, return_weights=True)

@@ -21,8 +21,9 @@ import pytest
 import qkv
 from qkv.database.errors import NoRowsMatchWarning
 from qkv.errors import DtypeError
+from tests.sampling import FULL
 
-DEFAULT = 2000 if os.environ.get("QKV_FULL") == "1" else 300
+DEFAULT = 2000 if FULL else 300
 CASES = int(os.environ.get("QKV_WHERE_CASES", DEFAULT))
 TABLES = 6
 

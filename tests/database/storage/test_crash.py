@@ -18,8 +18,7 @@ from qkv.database.storage import Store, check, folder, garbage, limits, lock
 from qkv.database.storage.blob_storage import FileSystem
 from tests.database.storage import crash
 from tests.interrupt import moments
-
-FULL = os.environ.get("QKV_FULL") == "1"
+from tests.sampling import FULL
 
 
 @pytest.fixture
@@ -42,6 +41,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from qkv.database.storage import Store, folder
+from tests.sampling import FULL
 making = [folder.build_store_folder(Path(name)) for name in sys.argv[1:]]
 for one in making:
     Store(one.__enter__()).commit(records=["one"], digests=[b"1"])
@@ -226,6 +226,7 @@ def power_cuts(folder: Path, seed: int, skip: tuple[str, ...] = ()) -> None:
         place = after
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", range(200 if FULL else 20))
 def test_power_cuts(tmp_path, tight, seed):
     power_cuts(tmp_path, seed)

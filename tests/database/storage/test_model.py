@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from hypothesis.stateful import (
 from qkv.database.errors import DuplicateKeyError, VersionNotFoundError
 from qkv.database.storage import Store, check
 from qkv.database.storage import limits as sizes
+from tests.sampling import FULL
 
 KEYS = st.integers(0, 9)
 
@@ -186,7 +186,7 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=500 if os.environ.get("QKV_FULL") == "1" else 30,
+    max_examples=500 if FULL else 30,
     stateful_step_count=40,
     deadline=None,
 )

@@ -38,6 +38,7 @@ from qkv.database.storage import limits as sizes
 from qkv.database.storage import store as store_module
 from qkv.database.storage.snapshot import build_buffered_segment
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
+from tests.sampling import FULL
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -1134,7 +1135,7 @@ def harm_somewhere(path, rng):
 
 
 @pytest.mark.filterwarnings("ignore::qkv.database.errors.SkippedRowsWarning")
-@pytest.mark.parametrize("seed", range(1000 if os.environ.get("QKV_FULL") == "1" else 40))
+@pytest.mark.parametrize("seed", range(1000 if FULL else 40))
 def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, seed):
     filled(tmp_path)
     harm_somewhere(tmp_path, random.Random(seed))

@@ -19,7 +19,7 @@ from qkv.errors import QkvError
 from tests.database.storage import crash
 
 CODES = {errno.EIO: sqlite3.SQLITE_IOERR, errno.ENOSPC: sqlite3.SQLITE_FULL}
-full = pytest.mark.skipif(os.environ.get("QKV_FULL") != "1", reason="QKV_FULL=1 tries all")
+full = pytest.mark.full
 WRITES = ("BEGIN IMMEDIATE", "COMMIT", "INSERT", "UPDATE", "DELETE", "VACUUM", "PRAGMA wal_check")
 
 

@@ -113,14 +113,19 @@ def slopes(fw, loss, arrays):
     return list(jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays))  # not traced by jit
 
 
+@pytest.mark.sample(90)
+@pytest.mark.applies(
+    lambda fw, score, weighting, allowed: (  # each shape takes the others seconds
+        fw.name == "torch"
+        or (allowed is not None and (score, weighting) in FEW[: 1 if fw.name == "jax" else 3])
+    )
+)
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
 @each_allowed
 @cases
 def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
     if fw.name == "torch":
         small(monkeypatch)
-    elif allowed is None or (score, weighting) not in FEW[: 1 if fw.name == "jax" else 3]:
-        pytest.skip("each shape takes them seconds")
     make, held = SCORES[score]
     how = WEIGHTINGS[weighting]
     arrays = [fw.make_array(x) for x in (QUERY, *held)]

@@ -83,6 +83,7 @@ def agree(run, given, *rest, rtol=2e-5, lse_too=True):
 LENGTHS = torch.tensor([29, 0], dtype=torch.int32, device=DEVICE)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("shape", "rest"),
     [
@@ -181,6 +182,7 @@ def joined(a, b, v, value, *rest):
     return attend_additive(a, b, v, value, TABLE, GRID, *rest)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rest", [(), (-9, 4, None)], ids=["plain", "band"])
 @pytest.mark.parametrize(
     ("scale", "rtol"),
@@ -193,6 +195,7 @@ def test_the_join(scale, rtol, rest):
     agree(joined, given, *rest, rtol=rtol)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
     given = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
@@ -201,6 +204,7 @@ def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
         assert torch.equal(one, two)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", [0.6, 4.0])
 def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)

@@ -98,6 +98,7 @@ def test_each_unit_has_the_first_row_of_the_table_that_reaches(h, reach_a, reach
     assert torch.equal(fit[1:], TABLE[rows].reshape(h, -1).mT)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("h", [20, 64, 131])
 @pytest.mark.parametrize(("least", "most"), [(0.5, 0.5), (3.0, 3.5), (0.5, 6.0), (6.0, 6.0)])
 @pytest.mark.parametrize("fine", [1.0, 0.125])
@@ -117,6 +118,7 @@ def mixed(*shape, scale):
     return some(*shape, scale=scale) * torch.linspace(0.1, 1.0, shape[-1], device=DEVICE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape_a", "shape_b", "scale"),
     [

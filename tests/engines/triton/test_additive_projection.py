@@ -13,6 +13,7 @@ def normal(*shape):
     return torch.randn(shape).to(DEVICE, torch.float16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "few", "m", "h", "biased"),
     [((2, 4, 37, 20), 2, 300, 5, True), ((1, 1, 3, 64), 1, 2, 64, False)],

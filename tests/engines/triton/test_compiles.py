@@ -157,6 +157,7 @@ def found():
     return json.loads(done.stdout)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MOST)
 def test_forty_lengths_compile_a_kernel_twice_at_most(found, kind):
     count = Counter(found[kind])

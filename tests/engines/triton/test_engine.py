@@ -15,7 +15,6 @@ from qkv.engines import triton as engine
 from qkv.errors import EngineError
 from tests import cases
 from tests.cases import case
-from tests.engines.test_battery import FULL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
@@ -55,7 +54,8 @@ def test_it_serves_what_it_should():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("score", "weighting", "mask"), SERVED if FULL else SERVED[::3])
+@pytest.mark.sample(16)
+@pytest.mark.parametrize(("score", "weighting", "mask"), SERVED)
 def test_values_and_gradients(score, weighting, mask):
     call = case(score, weighting, mask)
     arrays = tensors(call.arrays)
@@ -97,6 +97,7 @@ def test_leading_axes(lead, few):
         np.testing.assert_allclose(lse.cpu().numpy(), wanted, atol=3e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("score", ["gaussian", "additive", "gated", "cosine"])
 def test_half_the_bits(score, dtype):
@@ -111,6 +112,7 @@ def test_half_the_bits(score, dtype):
     np.testing.assert_allclose(lse.cpu().double().numpy(), wanted, atol=4e-2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "weighting", "mask"),
     [
@@ -307,6 +309,7 @@ def test_autocast_casts(score):
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["additive", "multiplicative", "gated", "gaussian", "temperature"])
 def test_float32_parameters_beside_16_bit_queries(name):
     def drawn(*shape):

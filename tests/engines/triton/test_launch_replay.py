@@ -165,6 +165,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "few"), [*((x, 2) for x in CASES), ("gaussian", 1), ("window", 1)]
 )
@@ -284,6 +285,7 @@ def check_additive(arrays, score, **how):
     return got, want
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("h", "how"), [(8, {}), (20, {"mask": masks.window(5, 2)})])
 def test_additive_calls_by_the_same_launches(counted, how, h):
     """Within the table and beyond it, in any order: which it is, is known to the kernels alone."""

@@ -171,6 +171,7 @@ def results(arrays, how, engine, dtype):
     )
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
     make = torch.Generator(DEVICE).manual_seed(2)
@@ -181,6 +182,7 @@ def test_values_and_gradients(name):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("weighting", ["warm", "entmax15"])
 @pytest.mark.parametrize("width", [8, 20])
 def test_a_softcap_learns_in_16_bits_as_exactly_as_eager_code_does(width, weighting, monkeypatch):

@@ -50,6 +50,7 @@ def drawn(n, m, heads, few, steep):
     return [query * steep, *rest], along
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("weighting", "mask", "shape"),
     [

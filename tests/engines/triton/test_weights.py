@@ -31,6 +31,7 @@ def call_of(query, key, value, mask=None, **how):
     return attention.build_call(query, key, value, *given)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("few", [3, 1])
 @pytest.mark.parametrize("mask", [None, masks.causal, masks.causal(offset=-5)], ids=str)
