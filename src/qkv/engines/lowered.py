@@ -13,7 +13,7 @@ from types import ModuleType
 
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
-from qkv.engines.triton.score_form import build_form
+from qkv.engines.triton.call_arrays import build_form
 from qkv.errors import format_count
 from qkv.frameworks import is_array
 from qkv.scores import Additive, Dot, Gated, Gaussian, ScaledDot, Score

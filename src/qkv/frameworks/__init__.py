@@ -1,8 +1,9 @@
-"""One namespace over NumPy, PyTorch, JAX, TensorFlow and MXNet.
+"""One interface to NumPy, PyTorch, JAX, TensorFlow and MXNet.
 
-An array is known by the module it came from; a framework that the caller has not imported is
-never imported for him. `of(x)` gives the framework of x, with `xp`, the array namespace of the
-standard, and the few verbs that the standard lacks.
+`get_framework(x)` returns the adapter of an array's framework. Its `xp` has the functions of the
+Python array API standard; its methods add what the standard lacks. A framework is recognized by the
+module that defines the array's class. qkv never imports a framework that the caller has not
+imported.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FRAMEWORK_BY_ROOT_MODULE = {
 }
 
 
-# Plain dictionaries, which torch.compile can read; a functools.cache it can not. Nor can it look
-# into a number that it does not know yet.
+# Registries, not caches: `load_framework` enters the array types of a framework, which a tracer
+# cannot look up. Plain dictionaries, because torch.compile can read them and no functools.cache.
 _FRAMEWORK_NAME_BY_TYPE: dict[type, str | None] = dict.fromkeys(
     (int, float, bool, str, tuple, list, type(None))
 )
@@ -40,7 +41,7 @@ FRAMEWORK_BY_TYPE: dict[type, Framework | None] = {type(None): None}
 
 
 def _framework_name(x: object) -> str | None:
-    """The framework of an array, None for anything else; NumPy's scalars are plain numbers."""
+    """Return the name of an array's framework; None for anything else, and for NumPy scalars."""
     kind = type(x)
     if kind not in _FRAMEWORK_NAME_BY_TYPE:
         shaped = hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
@@ -56,9 +57,9 @@ def _framework_of_type(kind: type) -> str | None:
 
 
 def load_framework(name: str) -> Framework:
-    """The adapter of a framework by name."""
+    """Return the adapter of the framework with this name, and import it at the first call."""
     if name not in _FRAMEWORKS:
-        if name != "numpy":  # known before a graph is made, which asks how many are
+        if name != "numpy":  # now: torch.compile guards on the size of the registry
             load_framework("numpy")
         _FRAMEWORKS[name] = _import_adapter(name)
         _FRAMEWORK_NAME_BY_TYPE.update(dict.fromkeys(_FRAMEWORKS[name].array_types, name))
@@ -67,11 +68,11 @@ def load_framework(name: str) -> Framework:
 
 
 def _import_adapter(name: str) -> Framework:
-    if name == "torch":  # by a statement: import_module is nothing that torch.compile would trace
+    if name == "torch":  # an import statement: torch.compile cannot trace import_module
         from qkv.frameworks.torch import FRAMEWORK
 
         return FRAMEWORK
-    if name == "numpy":  # a mask may hold its arrays
+    if name == "numpy":  # likewise: masks hold NumPy arrays
         from qkv.frameworks.numpy import FRAMEWORK as HOST
 
         return HOST
@@ -80,12 +81,12 @@ def _import_adapter(name: str) -> Framework:
 
 
 def is_array(x: object) -> bool:
-    """Whether x is an array of a known framework."""
+    """Return whether x is an array of a supported framework."""
     return _framework_name(x) is not None
 
 
 def find_framework(x: object) -> Framework | None:
-    """The framework an array belongs to, None for anything else."""
+    """Return the adapter of an array's framework; None for anything else."""
     found = FRAMEWORK_BY_TYPE.get(type(x))
     if found is None:
         name = _framework_name(x)
@@ -95,7 +96,7 @@ def find_framework(x: object) -> Framework | None:
 
 
 def get_framework(x: Array) -> Framework:
-    """The framework an array belongs to.
+    """Return the adapter of an array's framework; raise DtypeError for anything else.
 
     >>> get_framework(np.ones(3)).name
     'numpy'
@@ -112,8 +113,9 @@ def get_framework(x: Array) -> Framework:
 
 
 def array_from_literal(numbers: Any) -> Array:
-    """Numbers that a person wrote down as NumPy's array; as torch's while it compiles the call, for
-    it cannot ask one of NumPy's for its dtype.
+    """Return numbers from source code as a NumPy array; as a tensor while torch.compile traces.
+
+    torch.compile cannot read the dtype of a NumPy array.
 
     >>> array_from_literal([3, 5])
     array([3, 5])
@@ -125,51 +127,52 @@ def array_from_literal(numbers: Any) -> Array:
 
 
 def common_framework(**arrays: Array) -> Framework:
-    """The one framework of all the named arrays, or an error that names the odd one out."""
+    """Return the framework of the named arrays; raise FrameworkError if they differ."""
     found = {name: get_framework(x) for name, x in arrays.items() if is_array(x)}
     first, fw = next(iter(found.items()))
     for name, other in found.items():
         if other is not fw:
             raise FrameworkError(
                 f"{first} is an array of {fw.name} but {name} is one of {other.name}: "
-                f"convert {name} to {fw.name}, one call takes one framework"
+                f"convert {name} to {fw.name}; all arrays of a call must have one framework"
             )
     return fw
 
 
 def as_plain_array(x: Array, name: str) -> Array:
-    """x as its framework computes with it, whatever class of arrays it came in."""
+    """Return x in the plain array class of its framework; raise an error that names `name`."""
     if isinstance(x, np.ndarray) and type(x) is not np.ndarray and np.ma.is_masked(x):
         raise DtypeError(
-            f"{name} is a masked array, and what it masks would count: fill it, {name}.filled(0), "
-            "and rule its rows out"
+            f"{name} is a masked array, and qkv would use its masked elements: pass "
+            f"{name}.filled(0), and exclude its rows with a mask"
         )
     if not hasattr(x, "__getitem__"):
         raise DtypeError(
-            f"{name} must be an array of rows, and a {type(x).__name__} has none to read: pass its "
-            "numbers as an array, or trace where a shape alone is known"
+            f"{name} must be an array with values; a {type(x).__name__} has only a shape: pass an "
+            "array, or call inside a transform of the framework"
         )
     if hasattr(x, "row_lengths"):
         raise DtypeError(
-            f"{name} is ragged, its rows differ in length: fill them up, {name}.to_tensor(), and "
-            f"rule that out, masks.lengths({name}.row_lengths())"
+            f"{name} is ragged, its rows differ in length: pass {name}.to_tensor() and the mask "
+            f"masks.lengths({name}.row_lengths())"
         )
     x = get_framework(x).as_plain_array(
         x, name
     )  # first: what it refuses may have no shape to be asked for
     if getattr(x.shape, "rank", 2) is None:
-        raise ShapeError(f"{name} must have a known number of axes: say so, tf.ensure_shape")
+        raise ShapeError(f"{name} must have a known number of axes: set it with tf.ensure_shape")
     return x
 
 
 def divide_unless_one(x: Array, divisor: Any) -> Array:
-    """x / divisor; x itself where that is the number 1."""
+    """Return x / divisor; x itself if the divisor is the number 1."""
     return x if type(divisor) in (float, int) and divisor == 1 else x / divisor
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
-    """Any array, or nested lists of numbers, as NumPy: detached, on the host, bfloat16 widened, and
-    NaN where a number is masked.
+    """Return an array of any framework, or nested lists, as a NumPy array.
+
+    The result is detached and on the host. bfloat16 becomes float32; masked elements become NaN.
 
     >>> to_numpy([[1.0, 2.0]]).shape
     (1, 2)

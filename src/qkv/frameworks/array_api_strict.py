@@ -1,4 +1,4 @@
-"""array-api-strict: the standard and nothing beside it, so that nothing else sneaks in."""
+"""array-api-strict: only the standard's functions, to test that qkv uses no others."""
 
 from __future__ import annotations
 

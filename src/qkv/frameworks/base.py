@@ -1,4 +1,4 @@
-"""What qkv asks of a framework beyond the array standard, in the plainest eager form."""
+"""The interface of a framework adapter, with an implementation by the array API standard."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from qkv.util.types import (
 )
 
 Tiling = list[tuple[Span, list[Span]]]
-"""For each span of queries, the spans of keys that a mask leaves to look at."""
+"""For each span of queries, the spans of keys in which the mask allows some pair."""
 
 ForwardFunction = Callable[..., tuple[Arrays, Arrays]]
 BackwardFunction = Callable[..., Gradients]
 ReferenceFunction = Callable[..., Arrays]
-"""The three parts of a function with a gradient of its own: see `Framework.custom_gradient`."""
+"""The three parts of a function with a hand-written gradient: see `Framework.custom_gradient`."""
 
 
 class GraphNode(NamedTuple):
-    """A function of rows (…, m) that looks at numbers: see `Framework.call_graph_node`."""
+    """A function of rows (…, m) whose steps depend on values: see `Framework.call_graph_node`."""
 
     run: Callable[..., Array]
     """x, live, number → (…, width)."""
     output_width: Callable[..., int]
-    """x, number → the width."""
+    """x, number → the width of the result."""
     backward: Callable[..., Gradients] | None = None
-    """x, number, the result and its gradient → the gradients of x and of the number, by the arrays'
-    own methods; None: it has none. While torch makes a graph of it, nothing may be looked up."""
+    """x, number, the result and its gradient → the gradients of x and of the number; None: the
+    function has no gradient. PyTorch traces it, so it uses only methods of arrays."""
 
 
 GRAPH_NODES: dict[str, GraphNode] = {}
@@ -70,130 +70,133 @@ def is_dtype_of_kind(letter: str, kind: str) -> bool:
 
 
 class Framework:
-    """An eager framework of the array standard, without gradients.
+    """An eager framework with the functions of the array standard, without gradients.
 
-    The subclasses replace what their framework does differently, and nothing else.
+    Subclasses override only what their framework does differently.
     """
 
     name: str
     xp: Any
     has_gradients = False
     array_types: tuple[type, ...] = ()
-    """Types that are known before an array of them is met: a tracer cannot look them up."""
+    """Array classes to register when the adapter loads: a tracer cannot look them up."""
     needs_equal_spans = False
-    """Whether every span must have one size, as a compiled loop needs."""
+    """Whether all spans must have the same size, as in a compiled loop."""
     has_random_generator = False
-    """Whether it draws random numbers of its own that gradients know of."""
+    """Whether `dropout_mask` can use the framework's own random generator."""
     needs_disjoint_spans = False
-    """Whether spans must not overlap from one row of blocks to the next."""
+    """Whether spans of different rows of blocks must not overlap."""
     supports_masked_gather = False
-    """Whether `masked_gather` works here: a compiled shape must not hang on values."""
+    """Whether `masked_gather` works: the shape of its result depends on values."""
 
-    # What an array is
+    # Properties of arrays
 
     def dtype_name(self, x: Array) -> str:
-        """The element type by its standard name."""
+        """Return the standard name of the array's data type."""
         return str(x.dtype).rpartition(".")[2]
 
     def supports_float64(self, x: Array) -> bool:
-        """Whether there is float64 where x is."""
+        """Return whether the device of x supports float64."""
         return True
 
     def static_shape(self, x: Array) -> Shape:
-        return tuple(x.shape)  # a length unknown until a graph runs is None
+        return tuple(x.shape)  # None for a length that is unknown until the graph runs
 
     def has_unknown_length(self, x: Array) -> bool:
-        """Whether the length of some axis is unknown until a graph runs: no block can be cut."""
+        """Return whether an axis has a length that is unknown until the graph runs."""
         return None in x.shape
 
     def axis_length(self, x: Array, axis: int) -> Any:
-        """The length of an axis, as a number or, where only a run will tell, as an array."""
+        """Return the length of an axis; an array if it is unknown until the graph runs."""
         return x.shape[axis]
 
     def dynamic_shape(self, x: Array) -> tuple[Any, ...]:
-        """The length of every axis, likewise: what an array is made by, where `static_shape`
-        decides."""
+        """Return `axis_length` of every axis, to create arrays. Use `static_shape` to decide."""
         return tuple(x.shape)
 
     def repeat_heads(self, x: Array, heads: Any) -> Array:
-        """x (…, few, r, d) with each head repeated for those of so many `heads` that share it."""
+        """Return x (…, few, r, d) with each head repeated for the `heads` that share it."""
         sizes = self.dynamic_shape(x)
         shape = (*sizes[:-2], heads // sizes[-3], *sizes[-2:])
         x = self.xp.broadcast_to(x[..., :, None, :, :], shape)
         return self.xp.reshape(x, (*sizes[:-3], heads, *sizes[-2:]))
 
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
-        """x as an array of operations (a variable is read); refused by its name."""
+        """Return x as a plain array (a variable is read); raise an error that names `name`."""
         return x
 
     def to_device_of(self, x: Array, like: Array) -> Array:
-        """x on the device of `like`."""
+        """Return x on the device of `like`."""
         return x
 
     def surely(self, condition: Any) -> bool:
-        """Whether a comparison of sizes holds; False where only a run of the graph will tell."""
+        """Return whether a comparison of sizes holds; False if only a run of the graph knows."""
         return bool(condition)
 
     def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
-        """Whether one of the sizes is surely 0."""
+        """Return whether one of the sizes is known to be 0."""
         return 0 in tuple(sizes)
 
     def shares_device(self, x: Array, like: Array) -> bool:
-        """Whether operations take x together with `like`, as far as devices decide that."""
+        """Return whether the devices of x and `like` allow operations on both."""
         return True
 
     def place_of(self, x: Array) -> Any:
-        """The device of x, where calls with arrays on different devices must be told apart."""
+        """Return the device of x for a cache key; None for the default device."""
         return None
 
     def split_nested(self, x: Array) -> list[Array] | None:
-        """The sequences of different lengths that x holds; None of an array that is one block."""
+        """Return the sequences of a nested array; None for any other array."""
         return None
 
     def pack_nested(self, parts: list[Array], like: Array) -> Array:
-        """Sequences as `like` holds them, and as long as those."""
+        """Return the sequences as a nested array with the layout and lengths of `like`."""
         raise NotImplementedError
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
     def concrete_value(self, x: Array) -> np.ndarray[Any, Any] | None:
-        """The elements on the host where that costs no wait, else None."""
+        """Return the elements as NumPy; None if that would wait for a device or x is traced."""
         return self.to_numpy(x)
 
     def is_traced(self, x: Array) -> bool:
-        """Whether x stands for a value that is not there yet."""
+        """Return whether x is traced: its values do not exist yet."""
         return False
 
     def is_abstract(self, x: Array) -> bool:
-        """Whether no value of x is there while Python runs, not even beside its derivative."""
+        """Return whether x has no value while Python runs, not even as a primal of autodiff."""
         return self.is_traced(x)
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return self.has_gradients
 
     def compute_context(self) -> AbstractContextManager[object]:
-        """Silence for what is handled: 0/0 of an empty row, the exponential of −∞."""
+        """Return a context without floating-point warnings: 0/0 of an empty row is handled."""
         return nullcontext()
 
     def translate_errors(self, x: Array) -> AbstractContextManager[object]:
-        """Where what the framework refuses of arrays like x is told in words of ours."""
+        """Return a context that turns the framework's errors for arrays like x into ours."""
         return nullcontext()
 
     def apply_autocast(self, x: Array) -> Array:
-        """x in the dtype that the framework now has its own products run in."""
+        """Return x in the data type of the framework's active autocast."""
         return x
 
     def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        """The three shapes, then what else of the arrays a choice hangs on; None: choose anew."""
+        """Return a cache key: the three shapes, then what else the choice of an engine depends
+        on; None: do not cache."""
         return None
 
     def without_data(self, x: Array) -> Array:
-        """x without its numbers, to stand for it in a record that must not keep it."""
+        """Return a placeholder of x without its data, for records that must not keep it."""
         return x
 
+    def register_record_classes(self) -> None:
+        """Let the framework take new classes of records apart, where it has such a protocol."""
+
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """The function of arrays as one compiled step, where that is quicker than its steps."""
+        """Return the function compiled, if the framework has a compiler that pays off."""
         return None
 
     # Making arrays
@@ -202,16 +205,16 @@ class Framework:
         return x if self.dtype_name(x) == dtype else self.xp.astype(x, getattr(self.xp, dtype))
 
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
-        """Host data as an array beside `like`."""
+        """Return host data as an array on the device of `like`."""
         host = np.asarray(data).tolist()
         return self.xp.asarray(host, dtype=getattr(self.xp, dtype), device=self.device_of(like))
 
     def cached_constant(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        """The same of host data that never changes, copied to each device once."""
+        """Return the same for host data that never changes; each device gets one copy."""
         return self.array_from_host(data, like, dtype)
 
     def block_from_host(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        """The same of one block of many, which are read one after another."""
+        """Return the same for one of many blocks that are read one after another."""
         return self.array_from_host(data, like, dtype)
 
     def device_of(self, x: Array) -> Any:
@@ -221,130 +224,128 @@ class Framework:
         return self.xp.full(shape, value, dtype=like.dtype, device=self.device_of(like))
 
     def position_range(self, start: Any, size: int, like: Array) -> Array:
-        """The int32 numbers start … start + size."""
+        """Return the int32 numbers start … start + size − 1."""
         steps = self.xp.arange(size, dtype=self.xp.int32, device=self.device_of(like))
         return steps if type(start) is int and start == 0 else steps + start
 
     def fill_unless(self, x: Array, live: LiveMask, other: float = 0.0) -> Array:
-        """x where live, else the number; `live` None means everywhere."""
+        """Return x where `live`, else the number; None means everywhere."""
         if live is None:
             return x
         return self.xp.where(live, x, self.full((), other, x))
 
     def replace_nonfinite(self, x: Array, other: float = 0.0) -> Array:
-        """x where it is finite, else the number."""
+        """Return x with NaN and ±∞ replaced by the number."""
         return self.fill_unless(x, self.xp.isfinite(x), other)
 
     def sigmoid(self, x: Array) -> Array:
-        """1 / (1 + e⁻ˣ): nothing overflows, and what is small keeps its digits."""
+        """Return 1 / (1 + e⁻ˣ), without overflow and exact for small results."""
         small = self.xp.exp(-self.xp.abs(x))
         return self.fill_unless(small, x < 0, 1.0) / (1.0 + small)
 
     def safe_divisor(self, x: Array) -> Array:
-        """x, or 1 where it is 0: a divisor."""
+        """Return x with 0 replaced by 1, for use as a divisor."""
         return self.fill_unless(x, x != 0, 1.0)
 
     def is_surely_finite(self, x: Array) -> bool:
-        """Whether no number is NaN or infinite, as far as one look at the host can tell."""
+        """Return whether all elements are known to be finite; False if a check would be slow."""
         return False
 
     def row_max(self, x: Array) -> Array:
-        """The largest of the last axis, (…, 1)."""
+        """Return the maximum of the last axis, (…, 1)."""
         return self.xp.max(x, axis=-1, keepdims=True)
 
     def row_sum(self, x: Array) -> Array:
         return self.xp.sum(x, axis=-1, keepdims=True)
 
     def fused_softmax(self, x: Array, live: Array | None) -> Array | None:
-        """exp(x) over its sum along the last axis, where that is one step here and no row is
-        empty or holds what is not finite."""
+        """Return softmax(x) along the last axis; None if there is no fused function, or if a row
+        is empty or not finite."""
         return None
 
     def fused_softmax_and_lse(self, x: Array, live: Array | None) -> tuple[Array, Array] | None:
-        """The same with the logarithm of the sum (…, 1), on the same terms."""
+        """Return the same and the log-sum-exp (…, 1); None in the same cases."""
         return None
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
-        """tanh x; `spend` says that x may be overwritten."""
+        """Return tanh x; with `spend`, x may be overwritten."""
         return self.xp.tanh(x)
 
     def exp_shifted(self, x: Array, top: Array, live: LiveMask, spend: bool = False) -> Array:
-        """exp(x − top), 0 where not live; `spend` says that x may be overwritten."""
+        """Return exp(x − top), 0 where not live; with `spend`, x may be overwritten."""
         return self.xp.exp(self.fill_unless(x - top, live, -float("inf")))
 
     def excess_over_threshold(self, x: Array, top: Array, tau: Array, live: LiveMask) -> Array:
-        """max(0, x − top − tau), 0 where not live; a NaN is not hidden."""
+        """Return max(0, x − top − tau), 0 where not live; NaN stays NaN."""
         x = x - top - tau
         over = self.xp.logical_not(x <= 0)
         return self.fill_unless(x, over if live is None else self.xp.logical_and(over, live))
 
     def as_numpy_view(self, x: Array) -> Array | None:
-        """x as NumPy's array over the same memory, where it is there and wants no gradient."""
+        """Return a NumPy view of x; None if x is not on the host or needs a gradient."""
         return None
 
     def from_numpy_view(self, x: Array) -> Array:
-        """NumPy's array as the framework's own, over the same memory."""
+        """Return a NumPy array as an array of the framework, without a copy."""
         return x
 
     def masked_gather(self, x: Array, mask: Array, top: Array) -> tuple[Array, Any]:
-        """x − top where the mask holds, each row's side by side, then −∞ up to the longest row.
-
-        Beside it, where `masked_scatter` will find what was picked.
-        """
-        raise NotImplementedError(f"{self.name} does not pick")
+        """Return x − top where the mask holds, packed to the left and padded with −∞, and the
+        positions for `masked_scatter`."""
+        raise NotImplementedError(f"{self.name} has no masked_gather")
 
     def masked_scatter(self, picked: Array, at: Any, into: Array | None = None) -> Array:
-        """What was picked, where it stood, among zeros; an array given may be overwritten."""
-        raise NotImplementedError(f"{self.name} does not pick")
+        """Return gathered elements at their positions among zeros; `into` may be overwritten."""
+        raise NotImplementedError(f"{self.name} has no masked_scatter")
 
     def detach(self, x: Array) -> Array:
-        """x as a constant: no gradient flows through it."""
+        """Return x as a constant, through which no gradient flows."""
         return x
 
     def take_positions(self, x: Array, at: Array) -> Array:
-        """x[at], for a vector x and positions of any shape."""
+        """Return x[at] for a vector x and positions of any shape."""
         flat = self.xp.take(x, self.xp.reshape(at, (-1,)), axis=0)
         return self.xp.reshape(flat, self.dynamic_shape(at))
 
     def matmul(self, x: Array, y: Array) -> Array:
-        """x y, by the shortest way."""
+        """Return x y."""
         return x @ y
 
     def inner_products(self, query: Array, key: Array) -> Array:
-        """QKᵀ"""
+        """Return QKᵀ."""
         return self.xp.matmul(query, self.xp.matrix_transpose(key))
 
     def dot_vector(self, x: Array, vector: Array) -> Array:
-        """Σⱼ x…ⱼ vⱼ: (…, d), (d,) → (…)"""
+        """Return Σⱼ x…ⱼ vⱼ: (…, d), (d,) → (…)."""
         return self.inner_products(x, vector[None, :])[..., 0]
 
     def prevent_fusion(self, x: Array) -> Array:
-        """x rounded as it stands: a compiler must not fuse it with what reads it."""
+        """Return x so that a compiler rounds it before it is used, instead of fusing."""
         return x
 
-    # Chance
+    # Random numbers
 
     def draw_seed(self, like: Array) -> Any:
-        """A seed that nobody chose."""
+        """Return a random seed."""
         return int(np.random.default_rng().integers(2**31 - 1))
 
     def seed_from_generator(self, generator: Any) -> Any:
-        """A seed drawn from a generator of the framework's own."""
+        """Return a seed drawn from one of the framework's random generators."""
         raise DtypeError(
-            f"seed must be a whole number or a random generator of {self.name}'s, not "
+            f"seed must be an integer or a random generator of {self.name}, not "
             f"{type(generator).__name__}"
         )
 
     def dropout_mask(self, like: Array, p: float) -> Array:
-        """0 with probability p, else 1 / (1 − p), drawn by the framework's own generator."""
-        raise FrameworkError(f"{self.name} draws no numbers of its own")
+        """Return 0 with probability p, else 1 / (1 − p), from the framework's generator."""
+        raise FrameworkError(f"{self.name} has no random generator for dropout: pass a seed")
 
     # Blocks
 
     def slice_span(self, x: Array, span: Span, axis: int) -> Array:
-        """The span of an axis (−1 or −2); an axis of length one is shared by all."""
+        """Return the span of an axis (−1 or −2); an axis of length 1 broadcasts."""
         size = x.shape[axis]
-        known = type(span.start) is type(span.size) is int  # a graph may not tell
+        known = type(span.start) is type(span.size) is int  # not traced
         if size == 1 or (known and span.start == 0 and size == span.size):
             return x
         piece = slice(span.start, span.start + span.size)
@@ -353,7 +354,7 @@ class Framework:
     def fold_spans(
         self, step: Callable[[Any, Span], Any], carry: Any, spans: Sequence[Span]
     ) -> Any:
-        """carry ← step(carry, span) over the spans."""
+        """Return the carry after carry ← step(carry, span) for every span."""
         for span in spans:
             carry = step(carry, span)
         return carry
@@ -361,29 +362,29 @@ class Framework:
     def reduce_spans(
         self, lift: PartialStateFunction, merge: MergeFunction, start: Any, spans: Sequence[Span]
     ) -> Any:
-        """The merged states of the spans; `merge` is associative, and `start` is its identity."""
+        """Return the merged states of the spans; `merge` is associative with identity `start`."""
         return self.fold_spans(lambda state, span: merge(state, lift(span)), start, spans)
 
     def map_tiles(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
-        """pool(span, spans of keys) for each span of queries, joined along axis −2."""
+        """Return pool(span, spans of keys) of every span of queries, joined along axis −2."""
         parts = [pool(rows, cols) for rows, cols in tiling]
         if len(parts) == 1:
             return parts[0]
         return tuple(self.xp.concat(list(column), axis=-2) for column in zip(*parts, strict=True))
 
     def fold_tiles(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:
-        """carry ← step(carry, span of queries, spans of keys) over the tiling."""
+        """Return the carry after carry ← step(carry, query span, key spans) over the tiling."""
         for rows, cols in tiling:
             carry = step(carry, rows, cols)
         return carry
 
     def new_accumulator(self, like: Array) -> Any:
-        """A zero of like's shape that `add_to_span` adds pieces to and `accumulator_total` turns
-        into an array."""
+        """Return a zero accumulator of like's shape for `add_to_span` and `accumulator_total`."""
         return self.full(self.static_shape(like), 0.0, like)
 
     def add_to_span(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
-        """Add a piece at a span of axis −2 and of axis −1 (None: the whole axis)."""
+        """Add a piece at a span of axis −2 and of axis −1 (None: the whole axis); return the
+        accumulator."""
         at = [slice(None), slice(None)]
         for axis, span in ((-2, rows), (-1, cols)):
             if span is not None and total.shape[axis] != 1:
@@ -394,16 +395,16 @@ class Framework:
     def accumulator_total(self, accumulator: Any) -> Array:
         return accumulator
 
-    # Control
+    # Control flow
 
     def cond(self, condition: Array, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
-        """yes(*args) where the one boolean holds, else no(*args)."""
+        """Return yes(*args) if the condition, one boolean, holds, else no(*args)."""
         return yes(*args) if bool(condition) else no(*args)
 
     def loop_until(
         self, done: ArrayFunction, step: PartialStateFunction, state: Any, limit: int
     ) -> Any:
-        """state ← step(state) until done(state), at most `limit` times."""
+        """Return the state after state ← step(state) until done(state), at most `limit` times."""
         for _ in range(limit):
             if bool(done(state)):
                 break
@@ -411,37 +412,40 @@ class Framework:
         return state
 
     def call_graph_node(self, name: str, x: Array, live: LiveMask, number: Any) -> Array | None:
-        """`NODES[name].run(x, live, number)` as one step that a graph does not look into; None
-        where there is no such graph. `number` may be an array of as many axes as x."""
+        """Return `GRAPH_NODES[name].run(x, live, number)` as one opaque node of a graph.
+
+        None: no graph is traced, or it has no such nodes. `number` may be an array with as many
+        axes as x.
+        """
         return None
 
     def stable_topk(self, x: Array, k: int) -> tuple[Array, Array]:
-        """The k largest of the last axis and their positions, ties by the lowest position."""
+        """Return the k largest of the last axis and their positions; ties: lowest position."""
         order = self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :k]
         return self.take_along_last(x, order), order
 
     def take_along_last(self, x: Array, at: Array) -> Array:
-        """The numbers of the last axis that stand at these positions."""
+        """Return the elements of the last axis at these positions."""
         return self.xp.take_along_axis(x, at, axis=-1)
 
     # Gradients
 
     def with_zero_gradient(self, x: Array) -> Array:
-        """x, where no result depends on it, so that its gradient is 0."""
+        """Return x for a result that does not depend on it; its gradient is 0, not missing."""
         return x
 
     def hoist_captures(
         self, function: ArrayFunction, *example: Array
     ) -> tuple[ArrayFunction, Arrays]:
-        """function(*example, *captured): the arrays it held, made into further arguments."""
+        """Return the function with its captured arrays as further arguments, and the arrays."""
         return function, ()
 
     def may_capture_arrays(self, function: Callable[..., Any]) -> bool:
-        """Whether the function may hold arrays whose gradient `hoist_captures` cannot find."""
+        """Return whether the function may capture arrays that `hoist_captures` cannot find."""
         return False
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
-        """function(*args), and the map from the gradient of that to the gradients of args."""
+        """Return function(*args) and the map from its gradient to the gradients of args."""
         raise FrameworkError(f"{self.name} has no gradients")
 
     def custom_gradient(
@@ -451,11 +455,11 @@ class Framework:
         reference: ReferenceFunction,
         leaves: Sequence[Array],
     ) -> Arrays:
-        """The outputs of `forward(*leaves) -> (outputs, kept)`, with a gradient of our own.
+        """Return the outputs of `forward(*leaves) -> (outputs, kept)`, with a custom gradient.
 
-        `backward(leaves, kept, gradients)` gives one gradient per leaf, None for zero.
-        `reference(*leaves) -> outputs` is the same function in operations that the framework
-        differentiates itself, for derivatives of higher order.
+        `backward(leaves, kept, gradients)` returns one gradient per leaf, None for zero.
+        `reference(*leaves) -> outputs` computes the same with differentiable operations of the
+        framework, for derivatives of higher order.
         """
         return forward(*leaves)[0]
 
@@ -466,7 +470,7 @@ class Framework:
         reference: ReferenceFunction,
         leaves: Sequence[Array],
     ) -> Arrays:
-        """`custom_gradient` where a gradient is wanted, else what `forward` gives."""
+        """Return `custom_gradient` if a gradient is needed, else the outputs of `forward`."""
         wanted = self.has_gradients and self.needs_gradient(leaves)
         return (
             self.custom_gradient(forward, backward, reference, leaves)
@@ -476,7 +480,7 @@ class Framework:
 
 
 def captures_arrays(function: Callable[..., Any], root: str) -> bool:
-    """Whether a function's closure, defaults, globals or owner hold arrays of a framework."""
+    """Return whether a function's closure, defaults, globals or owner hold such arrays."""
     held: list[Any] = [getattr(function, "__self__", None)]
     if isinstance(function, functools.partial):
         held += [*function.args, *function.keywords.values()]

@@ -1,8 +1,7 @@
-"""Products of queries with vectors that are kept in 8 bits, and what rounding the queries costs."""
+"""Inner products of queries with int8 vectors, and the error of rounding the queries."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -12,27 +11,28 @@ from typing import Any
 
 import numpy as np
 
+from qkv.util.caches import memoize
+
 MAX_LEVEL = 127
 FLOATS_PER_BLOCK = 2**18
-"""Numbers that NumPy makes floats at a time, so that they are multiplied in cache."""
+"""Codes that NumPy converts to float at a time, so that they stay in the cache."""
 
 CODES_PER_TORCH_CALL = 2**20
-"""Codes that torch multiplies at a time: it brings them into an order of its own first, which then
-is read from the cache."""
+"""Codes that PyTorch multiplies at a time: it repacks them first, and reads that from the cache."""
 
 MAX_SIMSIMD_QUERIES = 4
-"""Queries up to which simsimd, which takes them one by one, is quicker than floats."""
+"""Up to this many queries, simsimd, which takes one at a time, is faster than floats."""
 
 ProductFunction = Callable[[np.ndarray], np.ndarray]
 
 
 class Int8Queries:
-    """Vectors (n, d), ready to be multiplied with 8-bit ones.
+    """Vectors (n, d), prepared for products with int8 vectors.
 
-    torch, where it is loaded, and for few queries simsimd, where it is installed, multiply
-    integers: a query is then two of them, of which the second holds what the first has lost. NumPy
-    takes floats. `residual_norm` (n,) is the length of what is lost in the end; sums of floats
-    lose `rounding_count` roundings more.
+    PyTorch (if imported) and simsimd (if installed, for few queries) multiply integers. A query
+    then becomes two int8 vectors: the second holds the rounding error of the first. NumPy
+    multiplies floats. `residual_norm` (n,) is the norm of the remaining error; sums of floats add
+    `rounding_count` roundings.
 
     >>> queries = Int8Queries(np.array([[0.5, 0.25]]))
     >>> bool(
@@ -59,12 +59,12 @@ class Int8Queries:
         self.residual_norm = np.sqrt(np.einsum("ij,ij->i", left, left)) * (1 + 1e-6)
 
     def inner_products(self, code: np.ndarray) -> np.ndarray:
-        """The products with vectors (m, d) of int8, (n, m) float32."""
+        """Return the products with int8 vectors (m, d), (n, m) float32."""
         return self._product(code)
 
 
 def _quantize_rows(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 (n, d) and a scale (n,) that a float32 holds."""
+    """Return int8 codes (n, d) and scales (n,) that float32 holds exactly."""
     top = np.abs(vectors).max(axis=1, initial=0.0)
     scale = (top / MAX_LEVEL).astype(np.float32).astype(float)
     scale[scale == 0] = 1.0
@@ -72,8 +72,10 @@ def _quantize_rows(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _choose_kernel(n: int) -> Callable[[np.ndarray, np.ndarray], ProductFunction] | None:
-    """What multiplies codes of n queries (2 n, d) with others (m, d): scales (n, 2 n) times the
-    products of integers. None: floats do."""
+    """Return a function that multiplies the codes (2 n, d) of n queries with codes (m, d).
+
+    The result is scales (n, 2 n) times the integer products. None: use floats.
+    """
     if hasattr(sys.modules.get("torch"), "_int_mm"):
         return _torch_kernel
     return (
@@ -117,7 +119,7 @@ def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
         if threading.current_thread() is not threading.main_thread():
             _limit_torch_threads(torch)
         left = torch.from_numpy(_writable_view(np.ascontiguousarray(code)))
-        thin = len(scales) == 1  # a product with that takes torch six times as long
+        thin = len(scales) == 1  # PyTorch's product with one row is six times slower
         whole, floats = _thread_buffers(torch, (len(left) if thin else step, len(query)))
         out = None if thin else each.new_empty(len(scales), len(left))
         for at in range(0, len(left), step):
@@ -134,8 +136,10 @@ def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
 
 
 def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """Room for integers and for floats that this thread needs no longer than a call: new memory
-    would take the system as long as filling it."""
+    """Return this thread's buffers for integers and floats, valid for one call.
+
+    New memory would cost as much time as the products.
+    """
     if getattr(_THREAD, "shape", None) != shape:
         size, held = shape[0] * shape[1], getattr(_THREAD, "held", None)
         if held is None or len(held[0]) < size:
@@ -147,7 +151,7 @@ def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def _writable_view(x: np.ndarray) -> np.ndarray:
-    """The same memory, which torch is not to be warned of: nobody writes to it."""
+    """Return a writable view: torch.from_numpy warns about read-only arrays; none is written."""
     if x.flags.writeable:
         return x
     view = x.__array_interface__ | {"data": (x.ctypes.data, False)}
@@ -156,15 +160,15 @@ def _writable_view(x: np.ndarray) -> np.ndarray:
 
 
 def _limit_torch_threads(torch: Any) -> None:
-    """One thread of torch's for each of ours, which are as many as there are cores."""
+    """Let PyTorch use one thread inside each worker thread, of which there is one per core."""
     if not getattr(_THREAD, "alone", False):
-        torch.get_num_threads()  # it sets the number of this thread, once
+        torch.get_num_threads()  # the first call in a thread initializes its OpenMP settings
         for library in _openmp_controllers():
             library.set_num_threads(1)
         _THREAD.alone = True
 
 
-@functools.cache
+@memoize("frameworks.openmp_controllers")
 def _openmp_controllers() -> list[Any]:
     from threadpoolctl import ThreadpoolController
 

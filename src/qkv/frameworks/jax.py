@@ -1,9 +1,14 @@
-"""JAX: loops are `lax.scan`, so that jit, grad and vmap see through them."""
+"""JAX: loops are `lax.scan`, so that jit, grad and vmap work on them; records are pytrees.
+
+Scores, weightings and masks are pytrees with their arrays as leaves. So `jax.jit`, `grad` and
+`vmap` take one as an argument, and an optimizer updates it. Numbers, names, functions and arrays of
+`static_fields` belong to the structure of the tree.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from qkv.errors import ArgumentError, DtypeError
-from qkv.frameworks import jax_pytrees
+from qkv.frameworks import tree
 from qkv.frameworks.base import (
     BackwardFunction,
     ForwardFunction,
@@ -26,7 +32,7 @@ from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, P
 
 
 class _SpanArrays(NamedTuple):
-    """Spans of one size as arrays to scan over; where not `valid`, there is nothing to do."""
+    """Spans of one size as arrays to scan over; entries that are not `valid` are skipped."""
 
     start: Array
     first_new: Array
@@ -56,13 +62,13 @@ class Jax(Framework):
         return self.is_traced(x) and x.to_concrete_value() is None
 
     def has_unknown_length(self, x: Array) -> bool:
-        return not all(isinstance(size, int) for size in x.shape)  # but a symbol of jax.export
+        return not all(isinstance(size, int) for size in x.shape)  # symbolic in jax.export
 
     def supports_float64(self, x: Array) -> bool:
         return bool(jax.config.jax_enable_x64)
 
     def compute_context(self) -> AbstractContextManager[object]:
-        """Broadcasting and widening are meant here, whatever the caller forbids his own code."""
+        """Return a context that allows rank and dtype promotion, which callers may forbid."""
         ranks, dtypes = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
         if ranks.value == "allow" and dtypes.value == "standard":
             return nullcontext()
@@ -94,7 +100,7 @@ class Jax(Framework):
         return None
 
     def full(self, shape: Shape, value: float, like: Array) -> Array:
-        # Within shard_map it differs along the axes that `like` does, so that loops may carry it.
+        # Inside shard_map it varies along the axes of `like`, so that loops can carry it.
         return lax.full_like(like, value, like.dtype, shape)
 
     def detach(self, x: Array) -> Array:
@@ -102,31 +108,34 @@ class Jax(Framework):
 
     def inner_products(self, query: Array, key: Array) -> Array:
         if query.shape[-1] == 1 == key.shape[-1]:
-            # XLA would make a plain product of it and fuse that with s − top into one
-            # multiply-add, which keeps digits that top has lost.
+            # XLA would compute an element-wise product and fuse it with s − top into one
+            # multiply-add, which is more precise than top.
             query, key = (jnp.concat([x, jnp.zeros_like(x)], axis=-1) for x in (query, key))
         return super().inner_products(query, key)
 
     def prevent_fusion(self, x: Array) -> Array:
-        # XLA drops a barrier before LLVM joins a product and s − top into one multiply-add.
+        # XLA removes an optimization barrier before LLVM fuses the product with s − top.
         return jnp.where(jnp.isnan(x), x + x, x)
 
     def draw_seed(self, like: Array) -> Any:
-        raise ArgumentError("dropout_p on JAX needs seed=, a whole number or a jax.random key")
+        raise ArgumentError("dropout_p on JAX needs seed=, an integer or a jax.random key")
 
     def seed_from_generator(self, generator: Any) -> Any:
         if not isinstance(generator, jax.Array):
             return super().seed_from_generator(generator)
         typed = jnp.issubdtype(generator.dtype, jax.dtypes.prng_key)
-        raw = generator.dtype == jnp.uint32 and generator.ndim > 0  # as jax.random.PRNGKey has it
+        raw = generator.dtype == jnp.uint32 and generator.ndim > 0  # of jax.random.PRNGKey
         if generator.ndim > raw:
             shape = generator.shape[:-1] if raw else generator.shape
             raise DtypeError(
-                f"seed must be one key or whole number, not {shape} of them: map over them by vmap"
+                f"seed must be one key or integer, not an array {shape}: map over it with jax.vmap"
             )
         if typed or raw:
             return lax.bitcast_convert_type(jax.random.bits(generator, dtype="uint32"), jnp.int32)
         return generator
+
+    def register_record_classes(self) -> None:
+        register_records()
 
     def sigmoid(self, x: Array) -> Array:
         return jax.nn.sigmoid(x)
@@ -176,7 +185,7 @@ class Jax(Framework):
         return _checkpointed_scan(tile_step, carry, _tiling_arrays(tiling))
 
     def cond(self, condition: Array, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
-        axes = _all_varying_axes([condition, *args])  # vmap fails where a branch makes them differ
+        axes = _all_varying_axes([condition, *args])  # vmap fails if branches differ in them
         return lax.cond(condition, yes, no, *(_mark_varying(x, axes) for x in args))
 
     def loop_until(
@@ -198,7 +207,7 @@ class Jax(Framework):
     def hoist_captures(
         self, function: ArrayFunction, *example: Array
     ) -> tuple[ArrayFunction, Arrays]:
-        # jax.closure_convert would leave whole numbers behind, and vmap may have made them.
+        # jax.closure_convert leaves integers captured, and vmap may have created them.
         traced = jax.make_jaxpr(function)(*example)
 
         def call_with_captured(*args: Array) -> Array:
@@ -238,14 +247,14 @@ class Jax(Framework):
             return outputs, jvp_from_vjp(pull_back, (leaves, kept), along, outputs)
 
         run_forward.defjvp(push_forward, symbolic_zeros=True)
-        # One process's query may meet a key that all share, whose gradient is then their sum:
-        # where leaves differ among processes, all do, and JAX transposes that step by itself.
+        # A query may vary over processes while the key is shared; the key's gradient is then a sum
+        # over processes. Mark all leaves as varying, and JAX transposes that step itself.
         axes = _all_varying_axes(leaves)
         return run_forward(*(_mark_varying(x, axes) for x in leaves))
 
 
 def _mark_varying(x: Array, axes: frozenset[str]) -> Array:
-    """The same, as an array that differs along these axes of the mesh of `jax.shard_map`."""
+    """Return x marked as varying along these mesh axes of `jax.shard_map`."""
     new = tuple(axes - _varying_axes(jax.typeof(x)))
     return lax.pcast(x, new, to="varying") if new else x
 
@@ -255,18 +264,18 @@ def _all_varying_axes(arrays: Sequence[Array]) -> frozenset[str]:
 
 
 def _varying_axes(kind: Any) -> frozenset[str]:
-    """The axes of a mesh along which it differs; `vma` before JAX 0.10."""
+    """Return the mesh axes along which the type varies; `vma` before JAX 0.10."""
     varying = getattr(getattr(kind, "manual_axis_type", None), "varying", None)
     return varying or getattr(kind, "vma", None) or frozenset()
 
 
 def _checkpointed_scan(body: Callable[..., Any], carry: Any, items: Any) -> Any:
-    """What is carried to the end; its derivatives make each block again, and hold none."""
+    """Return the final carry of a scan whose derivative recomputes each block."""
     return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, items)[0]
 
 
 def _stack_spans(columns: list[list[Span]]) -> list[_SpanArrays]:
-    """Lists of spans as arrays of one length, so that one compiled loop runs each of them."""
+    """Return lists of spans as arrays of one length, so that one compiled loop runs them all."""
     length = max(len(spans) for spans in columns)
     flat = [span for spans in columns for span in spans]
     facts: dict[str, Any] = {
@@ -290,7 +299,7 @@ def _first_new_row(span: Span) -> int:
 
 
 def _tiling_arrays(tiling: Tiling) -> tuple[Any, ...]:
-    """The tiling as arrays to scan over, one line a span of queries."""
+    """Return the tiling as arrays to scan over, one row per span of queries."""
     lines = _stack_spans([cols for _, cols in tiling]) if any(cols for _, cols in tiling) else []
     return (
         np.array([rows.start for rows, _ in tiling], np.int32),
@@ -300,7 +309,7 @@ def _tiling_arrays(tiling: Tiling) -> tuple[Any, ...]:
 
 
 def _unpack_tile(item: Any, tiling: Tiling) -> tuple[Span, Any]:
-    """One line of the table as spans again."""
+    """Return one row of `_tiling_arrays` as spans."""
     start, first, *cols = item
     overlap = any(rows.first_new is not None for rows, _ in tiling)
     rows = Span(start, tiling[0][0].size, first if overlap else None)
@@ -314,7 +323,7 @@ def _unpack_tile(item: Any, tiling: Tiling) -> tuple[Span, Any]:
 
 
 def _join_tiles(part: Array, size: int, total: int) -> Array:
-    """(blocks, …, size, d) as (…, total, d); the last block may overlap the one before."""
+    """Return (blocks, …, size, d) as (…, total, d); the last block may overlap the one before."""
     count = part.shape[0]
     joined = jnp.moveaxis(part, 0, -3)
     joined = jnp.reshape(joined, (*joined.shape[:-3], count * size, joined.shape[-1]))
@@ -324,5 +333,70 @@ def _join_tiles(part: Array, size: int, total: int) -> Array:
     return jnp.concat([joined[..., : (count - 1) * size, :], joined[..., -fresh:, :]], axis=-2)
 
 
-jax_pytrees.register_records()
+Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+"""Names of the fields with leaves; the other fields with their values."""
+
+LEAVES_ATTRIBUTE = "_leaves_in_trees"
+"""Attribute with the leaf fields of a record whose leaves are not arrays (a tree of booleans)."""
+
+
+def register_records() -> None:
+    """Register new record classes as pytrees."""
+    while tree.UNREGISTERED_RECORDS:
+        with suppress(IndexError):  # another thread may have taken the last
+            kind = tree.UNREGISTERED_RECORDS.pop()
+            _register_class(kind)
+
+
+def _register_class(kind: type) -> None:
+    def unflatten_record(about: Structure, children: Sequence[Any]) -> Any:
+        names, others = about
+        # No __init__: it would validate placeholders that JAX puts in place of arrays.
+        record: Any = object.__new__(kind)
+        for name, value in (*zip(names, children, strict=True), *others):
+            object.__setattr__(
+                record, name, value.values if type(value) is tree.FixedArray else value
+            )
+        if _leaf_field_names(record) != names:
+            object.__setattr__(record, LEAVES_ATTRIBUTE, names)
+        return record
+
+    register_pytree_with_keys(kind, _flatten_with_keys, unflatten_record, _flatten_record)
+
+
+def _flatten_record(record: Any) -> tuple[tuple[Any, ...], Structure]:
+    names = _leaf_field_names(record)
+    others = {x: getattr(record, x) for x in tree.field_names(record) or () if x not in names}
+    others.update({name: tree.FixedArray(others[name]) for name in record.static_fields})
+    return tuple(getattr(record, name) for name in names), (names, tuple(others.items()))
+
+
+def _flatten_with_keys(record: Any) -> tuple[tuple[tuple[GetAttrKey, Any], ...], Structure]:
+    children, about = _flatten_record(record)
+    return tuple(zip(map(GetAttrKey, about[0]), children, strict=True)), about
+
+
+def _leaf_field_names(record: Any) -> tuple[str, ...]:
+    kept: tuple[str, ...] | None = getattr(record, LEAVES_ATTRIBUTE, None)
+    if kept is not None:
+        return kept
+    fields = tree.field_names(record) or ()
+    return tuple(
+        x for x in fields if x not in record.static_fields and _is_child(getattr(record, x))
+    )
+
+
+def _is_child(value: Any) -> bool:
+    """Return whether the value holds arrays, or JAX's placeholders for them."""
+    if isinstance(value, tuple | list):
+        return any(map(_is_child, value))
+    if isinstance(value, tree.Record):
+        return True
+    return not (isinstance(value, _STATIC_TYPES) or callable(value))
+
+
+_STATIC_TYPES = (int, float, complex, str, np.generic, type(None))
+
+
+register_records()
 FRAMEWORK = Jax()

@@ -1,8 +1,8 @@
-"""JAX: a derivative that is known backwards, to be taken forwards too.
+"""JAX: forward-mode derivatives from a hand-written backward pass.
 
-JAX asks for a derivative forwards, ẏ = J ẋ, and transposes it where a gradient is wanted, x̄ = Jᵀ ȳ.
-Ours is written backwards, in blocks. So J is a primitive whose transpose is that function, and
-whose own value is that function transposed, block by block.
+JAX differentiates in forward mode, ẏ = J ẋ, and transposes J for gradients, x̄ = Jᵀ ȳ. Our backward
+pass computes Jᵀ ȳ in blocks. So J is a primitive: its transpose rule is the backward pass, and its
+value is the transpose of the backward pass, block by block.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jax.interpreters import ad, batching, mlir
 from qkv.util.types import Array, Arrays
 
 LinearFunction = Callable[[Any, Arrays], Arrays]
-"""A function of what is held, and linear in a tuple of arrays."""
+"""A function of (residuals, arrays) that is linear in the tuple of arrays."""
 
 
 def jvp_from_vjp(pull: LinearFunction, held: Any, along: Arrays, outputs: Arrays) -> Arrays:
-    """J · along, where pull(held, gradients of the outputs) is Jᵀ · gradients.
+    """Return J · along, where pull(held, gradients of the outputs) is Jᵀ · gradients.
 
     >>> import jax.numpy as jnp
     >>> w, x = jnp.eye(2) * 3, jnp.ones(2)
@@ -63,7 +63,7 @@ def _jacobian_jvp(
     pull: LinearFunction,
     count: int,
 ) -> tuple[Arrays, Any]:
-    """Of what is held by JAX's own rules, of what it is linear in by itself."""
+    """Differentiate: by JAX's rules in the residuals, by linearity in the other arrays."""
     how = {"push": push, "pull": pull, "count": count}
     out = _JACOBIAN.bind(*arrays, **how)
     held, along = arrays[:count], arrays[count:]
@@ -90,7 +90,7 @@ def _jacobian_transpose(
     held, along = arrays[:count], arrays[count:]
     unknown = [i for i, x in enumerate(along) if ad.is_undefined_primal(x)]
 
-    # What is known of `along` is zero: the whole is linear in the rest.
+    # The known entries of `along` are zero: J is linear in the undefined ones.
     def pull_undefined(held: Any, gradients: Arrays) -> Arrays:
         found = pull(held, gradients)
         return tuple(found[i] for i in unknown)

@@ -1,9 +1,8 @@
-"""Arrays that are made when they are read, some rows at a time."""
+"""Arrays and sequences that are built when they are read, some rows at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import lru_cache
 from time import monotonic, sleep
 from typing import Any, Generic
 
@@ -12,21 +11,22 @@ import numpy as np
 from qkv.util.types import T
 
 ITEMS_PER_BATCH = 8192
-"""Things that are made together."""
+"""Items built at a time."""
 
 MAX_WAIT_SECONDS = 1.0
-"""Seconds that they wait at most: a fork may have left the threads behind that make arrays."""
+"""The longest wait for array builders: after a fork, builder threads no longer exist."""
 
 _ACTIVE_BUILDERS: set[object] = set()
-"""Who makes arrays: a thread that works in the interpreter meanwhile would let each of their many
-short operations wait for its lock. No event of threading, whose lock Ctrl-C may leave taken."""
+"""Tokens of running array builders. A `LazySequence` waits for them, because a thread that runs
+Python code delays each of their many short operations. Not a threading.Event: Ctrl-C may leave its
+lock taken."""
 
 BuildRows = Callable[[int, int], Mapping[str, np.ndarray]]
 """(start, stop) → arrays by name, each with those rows."""
 
 
 class LazyArray:
-    """Rows of one of several arrays that are made together; NumPy reads it as an array."""
+    """Rows of one of several arrays that are built together; NumPy reads it as an array."""
 
     def __init__(self, make: BuildRows, name: str, like: np.ndarray, start: int, stop: int) -> None:
         self.dtype, self.shape = like.dtype, (stop - start, *like.shape[1:])
@@ -54,8 +54,7 @@ class LazyArray:
 
 
 class LazySequence(Collection[T], Generic[T]):
-    """So many things that are made, some at a time, when somebody goes through them, and while no
-    arrays are made.
+    """A collection of `count` items that are built while it is iterated.
 
     >>> squares = LazySequence(3, lambda start, stop: [i * i for i in range(start, stop)])
     >>> len(squares), list(squares), 4 in squares
@@ -82,12 +81,22 @@ class LazySequence(Collection[T], Generic[T]):
 
 
 def lazy_arrays(make: BuildRows, rows: int) -> dict[str, LazyArray]:
-    """The arrays of so many rows, each made when it is read; those of the rows that were read last
-    are kept, so that they are made once for all names.
+    """Return arrays of `rows` rows that are built when they are read.
+
+    The rows read last are kept, so that they are built once for all names.
 
     >>> arrays = lazy_arrays(lambda i, j: {"x": np.arange(i, j), "y": np.ones((j - i, 2))}, 9)
     >>> arrays["y"].shape, np.asarray(arrays["x"][2:8][:3]).tolist()
     ((9, 2), [2, 3, 4])
     """
-    once = lru_cache(maxsize=1)(make)
-    return {name: LazyArray(once, name, like, 0, rows) for name, like in make(0, 1).items()}
+    last: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
+
+    def build_once(start: int, stop: int) -> Mapping[str, np.ndarray]:
+        arrays = last.get((start, stop))
+        if arrays is None:
+            arrays = make(start, stop)
+            last.clear()
+            last[start, stop] = arrays
+        return arrays
+
+    return {name: LazyArray(build_once, name, like, 0, rows) for name, like in make(0, 1).items()}

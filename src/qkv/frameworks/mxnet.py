@@ -1,4 +1,4 @@
-"""MXNet 2: `mx.np` arrays, in the standard's names, with `mx.autograd`."""
+"""MXNet 2: `mx.np` arrays with `mx.autograd`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class MXNet(Framework):
         if isinstance(x, gluon.Parameter):
             return x.data()
         if not isinstance(x, mnp.ndarray):
-            raise FrameworkError(f"{name} is an array of mx.nd: pass its .as_np_ndarray()")
+            raise FrameworkError(f"{name} is an mx.nd array: pass {name}.as_np_ndarray()")
         if is_deferred_compute():
             raise FrameworkError(
-                f"{name} stands for an array of a hybridized block, and MXNet cannot make a graph "
-                "of what qkv does with it: call block.hybridize(False)"
+                f"{name} is a placeholder of a hybridized block, and MXNet cannot trace qkv: call "
+                "block.hybridize(False)"
             )
         return x
 
@@ -54,11 +54,11 @@ class MXNet(Framework):
         return mnp.array(numpy.asarray(data), dtype=dtype, device=like.device)
 
     def draw_seed(self, like: Array) -> Any:
-        return int(mnp.random.randint(0, 2**31 - 1))  # mx.random.seed governs it
+        return int(mnp.random.randint(0, 2**31 - 1))  # follows mx.random.seed
 
     @contextmanager
     def compute_context(self) -> Any:
-        # The NumPy semantics are a thread's own, and the backward pass runs on another thread.
+        # NumPy semantics are set per thread, and the backward pass runs on another thread.
         with util.np_shape(True), util.np_array(True):
             yield
 
@@ -66,7 +66,7 @@ class MXNet(Framework):
         return x.detach()
 
     def with_zero_gradient(self, x: Array) -> Array:
-        # Behind an operation whose result is empty, MXNet's gradients are whatever memory held.
+        # The gradient through an operation with an empty result is uninitialized in MXNet.
         if not (_is_floating(x) and self.needs_gradient([x])):
             return x
         return self.custom_gradient(lambda x: ((x,), ()), lambda *_: (None,), lambda x: (x,), [x])[
@@ -87,7 +87,7 @@ class MXNet(Framework):
         def pull_back(gradient: Array) -> Gradients:
             if not _is_recorded(out):
                 return (None,) * len(args)
-            out.backward(gradient)  # autograd.grad gives arrays of another class on this thread
+            out.backward(gradient)  # autograd.grad returns another array class here
             return tuple(x.grad if _is_floating(x) else None for x in args)
 
         return out.detach(), pull_back
@@ -99,8 +99,8 @@ class MXNet(Framework):
         reference: ReferenceFunction,
         leaves: Sequence[Array],
     ) -> Arrays:
-        # mx.autograd.Function drops every gradient behind the first input that wants none, so
-        # all floating inputs go in as one vector, and the others stay outside.
+        # mx.autograd.Function drops all gradients after the first input without one. So all
+        # floating inputs are packed into one vector, and the others are captured.
         floating = [i for i, x in enumerate(leaves) if _is_floating(x)]
         packed = _pack_vector([leaves[i] for i in floating])
         out = _build_function(self, forward, backward, leaves, floating)(packed)
@@ -112,7 +112,7 @@ def _is_floating(x: Array) -> bool:
 
 
 def _is_recorded(x: Array) -> bool:
-    """Whether x is, or was made of, an array that wants a gradient."""
+    """Return whether x is, or was computed from, an array that needs a gradient."""
     try:
         autograd.get_symbol(x)
     except MXNetError:
@@ -121,7 +121,7 @@ def _is_recorded(x: Array) -> bool:
 
 
 def _pack_vector(arrays: Sequence[Array]) -> Array:
-    """The numbers of all arrays as one vector, with a 0 behind: it must not be empty."""
+    """Return all elements as one vector, with a final 0 so that it is not empty."""
     widest = max((x.dtype for x in arrays), key=lambda dtype: dtype.itemsize)
     parts = [x.reshape(-1).astype(widest, copy=False) for x in arrays]
     return mnp.concatenate([*parts, mnp.zeros(1, dtype=widest, device=arrays[0].device)])

@@ -1,15 +1,15 @@
-"""How long vectors are, alone and together: never less than they are."""
+"""Upper bounds of vector norms: rounding never makes them too small."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MIN_SQUARABLE = 1e-12
-"""The least number whose square float32 holds with all its digits, and room to spare."""
+"""Below this, a square in float32 loses digits (with a safety margin)."""
 
 
 def row_norms(x: np.ndarray) -> np.ndarray:
-    """‖x‖ of rows (m, d), not less than it is."""
+    """Return an upper bound of ‖x‖ for rows (m, d), within rounding."""
     most = float(max(x.max(initial=0.0), -x.min(initial=0.0)))
     safe = not most or MIN_SQUARABLE < most < 1 / MIN_SQUARABLE
     found = np.einsum("ij,ij->i", x, x, dtype=x.dtype if safe else float)
@@ -18,10 +18,10 @@ def row_norms(x: np.ndarray) -> np.ndarray:
 
 
 def residual_spread(left: np.ndarray, size: float) -> float:
-    """√λ, or a few hundredths more, of the largest λ of G = Σ r rᵀ over residuals (m, d), the
-    longest of this `size`. They are overwritten.
+    """Return √λ, or a few percent more, for the largest eigenvalue λ of G = Σ r rᵀ.
 
-    λ ≤ ‖G³²‖ᶠ to the power 1/32, which five products give in less time than eigenvalues take.
+    The residuals r (m, d) are overwritten; `size` is the norm of the longest. The bound is
+    λ ≤ ‖G³²‖_F^(1/32), whose five products are faster than an eigenvalue solver.
     """
     rows, width = left.shape
     if not size or not np.isfinite(size):
@@ -29,7 +29,7 @@ def residual_spread(left: np.ndarray, size: float) -> float:
     left /= left.dtype.type(size)
     gram = left.T @ left if rows > width else left @ left.T
     unit, whole = float(np.finfo(left.dtype).eps), float(np.trace(gram))
-    if not whole:  # of vectors that are their codes
+    if not whole:  # all residuals are 0
         return float(size)
     power, most = 1, 1.0
     for _ in range(5):
@@ -38,6 +38,6 @@ def residual_spread(left: np.ndarray, size: float) -> float:
         most *= trace ** (1 / power)
         gram, power = gram @ gram, 2 * power
     most *= float(np.linalg.norm(gram)) ** (1 / power)
-    lost = 32 * unit * max(min(rows, width), 4) + 1e-6  # by the products of G
+    lost = 32 * unit * max(min(rows, width), 4) + 1e-6  # rounding in the products
     most = most * (1 + lost) + unit * max(rows, width) * whole
     return float(size * np.sqrt(min(most, whole * (1 + 1e-6 + unit * rows))))

@@ -1,4 +1,4 @@
-"""NumPy: no gradients, and its loops over queries run on all cores."""
+"""NumPy: no gradients; loops over queries run on all cores."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy
 
 from qkv.frameworks import threads
 from qkv.frameworks.base import Framework, Tiling
+from qkv.util.caches import create_table, memoize
 from qkv.util.types import Array, Arrays, LiveMask, MergeFunction, PartialStateFunction, Span
 
-_DTYPE_NAMES: dict[Any, str] = {}
+_DTYPE_NAMES: dict[Any, str] = create_table("frameworks.numpy_dtype_names")
 
 
 def _array_namespace() -> Any:
-    """The array namespace. NumPy 2.1 is one itself, and that of array_api_compat takes as long to
-    import as NumPy."""
+    """Return the array namespace: NumPy from 2.1 on, else the slower array_api_compat."""
     if numpy.lib.NumpyVersion(numpy.__version__) >= "2.1.0":
         return numpy
     import array_api_compat.numpy
@@ -29,20 +29,20 @@ def _array_namespace() -> Any:
 
 
 MIN_ROW_FOR_NUMPY_REDUCTION = 64
-"""Numbers of a row, and rows, from where on NumPy's own reduction is no slower."""
+"""Fewest elements of a row for which NumPy's own reduction along rows is as fast."""
 
 MAX_CACHED_POSITIONS = 1024
-"""Positions that are kept from one call to the next."""
+"""The longest range of positions that is cached."""
 
 
-@lru_cache(64)
+@memoize("frameworks.numpy_positions", 64)
 def _cached_positions(size: int) -> Array:
     steps = numpy.arange(size, dtype=numpy.int32)
     steps.flags.writeable = False
     return steps
 
 
-@lru_cache(128)
+@memoize("frameworks.numpy_ones", 128)
 def _cached_ones(size: int, dtype: Any) -> Array:
     column = numpy.ones((size, 1), dtype)
     column.flags.writeable = False
@@ -50,8 +50,10 @@ def _cached_ones(size: int, dtype: Any) -> Array:
 
 
 class _IgnoreFloatErrors:
-    """`numpy.errstate(all="ignore")`, which makes up its settings anew each time it is entered:
-    for a small call that would be a tenth of its time."""
+    """`numpy.errstate(all="ignore")` with its settings built once.
+
+    Building them at each entry would take a tenth of the time of a small call.
+    """
 
     __slots__ = ("token",)
 
@@ -67,7 +69,7 @@ try:
     from numpy._core.umath import _make_extobj
 
     _IGNORE_ALL = _make_extobj(all="ignore")
-except (ImportError, TypeError):  # another NumPy
+except (ImportError, TypeError):  # other versions of NumPy
     _IgnoreFloatErrors = partial(numpy.errstate, all="ignore")  # type: ignore[assignment,misc]
 
 
@@ -78,7 +80,7 @@ class NumPy(Framework):
     xp = _array_namespace()
 
     def dtype_name(self, x: Array) -> str:
-        if x.dtype not in _DTYPE_NAMES:  # NumPy spells the name out letter by letter each time
+        if x.dtype not in _DTYPE_NAMES:  # NumPy builds the name at each access
             _DTYPE_NAMES[x.dtype] = super().dtype_name(x)
         return _DTYPE_NAMES[x.dtype]
 
@@ -88,10 +90,10 @@ class NumPy(Framework):
         return x.astype(numpy.float32) if self.dtype_name(x) == "bfloat16" else numpy.asarray(x)
 
     def astype(self, x: Array, dtype: str) -> Array:
-        return x if self.dtype_name(x) == dtype else x.astype(dtype)  # bfloat16 is ml_dtypes' own
+        return x if self.dtype_name(x) == dtype else x.astype(dtype)  # xp lacks bfloat16
 
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
-        x = x if type(x) is numpy.ndarray else numpy.asarray(x)  # a matrix multiplies otherwise
+        x = x if type(x) is numpy.ndarray else numpy.asarray(x)  # np.matrix has another *
         return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
     def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
@@ -138,7 +140,7 @@ class NumPy(Framework):
     def reduce_spans(
         self, lift: PartialStateFunction, merge: MergeFunction, start: Any, spans: Sequence[Span]
     ) -> Any:
-        """Each core merges its own run of the spans, unless the queries keep the cores busy."""
+        """Reduce runs of the spans on all cores, unless this is already a worker thread."""
         if len(spans) < 2 or threads.CORE_COUNT < 2 or threads.is_worker_thread():
             return super().reduce_spans(lift, merge, start, spans)
 
@@ -155,10 +157,11 @@ class NumPy(Framework):
         if m < 16 * runs:
             order = _argsort_descending(x)[..., :k]
         else:
-            # The k largest maxima of runs are k numbers, so the least of those k is no larger.
+            # The k largest maxima of runs are k elements: the k-th largest element is not smaller
+            # than the least of them.
             best = x[..., : m // runs * runs].reshape(*x.shape[:-1], m // runs, runs).max(axis=-2)
             least = numpy.partition(best, runs - k, axis=-1)[..., runs - k, None]
-            near = numpy.logical_not(x < least)  # a NaN is above all
+            near = numpy.logical_not(x < least)  # NaN counts as largest
             order = numpy.empty((*x.shape[:-1], k), numpy.intp)
             for at in numpy.ndindex(*x.shape[:-1]):
                 some = numpy.flatnonzero(near[at])
@@ -182,7 +185,7 @@ class NumPy(Framework):
         return out, top + numpy.log(total)
 
     def _shifted_exponentials(self, x: Array, live: Array | None) -> Arrays | None:
-        """The largest of each row, exp(x − it), and their sum, where it is finite."""
+        """Return each row's maximum, exp(x − maximum) and its sum; None if not finite."""
         if not x.shape[-1]:
             return None
         x = self.fill_unless(x, live, -math.inf)
@@ -192,7 +195,7 @@ class NumPy(Framework):
         total = numpy.add.reduce(out, axis=-1, keepdims=True)
         return (top, out, total) if math.isfinite(numpy.vdot(total, total)) else None
 
-    # The same as in base, by the shortest way there, and without its temporaries.
+    # Faster versions of the methods of the base class, without its temporary arrays.
 
     def inner_products(self, query: Array, key: Array) -> Array:
         return query @ key.swapaxes(-1, -2)
@@ -218,7 +221,7 @@ class NumPy(Framework):
     def is_surely_finite(self, x: Array) -> bool:
         return math.isfinite(numpy.add.reduce(x, None))
 
-    # NumPy reduces each row by itself, which for many short ones takes longer than their numbers.
+    # NumPy reduces row by row. For many short rows the overhead exceeds the arithmetic.
 
     def row_max(self, x: Array) -> Array:
         short = x.shape[-1]
@@ -280,8 +283,8 @@ class NumPy(Framework):
 
 
 def _argsort_descending(x: Array) -> Array:
-    """The order of the last axis, largest first and of equals the lowest first."""
-    # NumPy sorts upwards only; turned around twice, the lowest of equals stays first.
+    """Return the order of the last axis, largest first; ties: lowest position first."""
+    # NumPy only sorts in ascending order. Two flips keep ties in order.
     upwards = numpy.argsort(numpy.flip(x, -1), axis=-1, kind="stable")
     return x.shape[-1] - 1 - numpy.flip(upwards, -1)
 

@@ -1,5 +1,4 @@
-"""Host arrays on their way to a CUDA device, narrow as they are kept, through memory that it reads
-by itself."""
+"""Copy host arrays to a CUDA device through pinned memory, in their stored data type."""
 
 from __future__ import annotations
 
@@ -10,17 +9,19 @@ import numpy as np
 import torch
 
 MIN_PINNED_BYTES = 2**20
-"""Bytes from which on an array goes through a buffer: the wait for fewer is not worth one."""
+"""Smallest array that goes through a pinned buffer: a smaller copy does not pay for it."""
 
 BUFFERS_PER_DEVICE = 4
-"""Buffers of each thread and device: the keys and the values of one block are on their way while
-those of the next are read."""
+"""Buffers per thread and device: keys and values of one block are copied while those of the next
+are read."""
 
 
 class PinnedBuffers:
-    """Buffers in turn, each filled anew when the device has read it. So reading a file, sending
-    what was read and the arithmetic on what was sent go on side by side, and the host is never more
-    than ROOMS arrays ahead."""
+    """A ring of pinned buffers; each is filled again once the device has read it.
+
+    Reading a file, copying and computing overlap. The host is at most BUFFERS_PER_DEVICE arrays
+    ahead of the device.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self._next_buffer = device, 0
@@ -28,7 +29,7 @@ class PinnedBuffers:
         self._copy_events: list[Any] = [None] * BUFFERS_PER_DEVICE
 
     def copy_to_device(self, data: np.ndarray) -> torch.Tensor:
-        """The same numbers on the device, as soon as its queue comes to them."""
+        """Return the array on the device; the copy is queued on the current stream."""
         i, size = self._next_buffer, data.nbytes
         self._next_buffer = (i + 1) % BUFFERS_PER_DEVICE
         if self._copy_events[i] is not None:
@@ -46,7 +47,7 @@ class PinnedBuffers:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def _record_event(self) -> Any:
-        """What is reached when the device has done all that it was told so far."""
+        """Return an event that completes when the device has done all work queued so far."""
         return torch.cuda.current_stream(self.device).record_event()
 
 
@@ -54,7 +55,7 @@ _THREAD = threading.local()
 
 
 def copy_to_device(data: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Through the buffers of this thread."""
+    """Return the array on the device, copied through the buffers of this thread."""
     held: dict[torch.device, PinnedBuffers] = vars(_THREAD).setdefault("held", {})
     if device not in held:
         held[device] = PinnedBuffers(device)

@@ -1,4 +1,4 @@
-"""Rows of different lengths, laid end to end; and sparse vectors, which are such rows."""
+"""Rows of different lengths in one flat array, and sparse vectors stored as such rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 HALF_BITS = np.uint64(32)
 MAX_PRODUCTS_HELD = 1 << 24
-"""Products held at once."""
+"""The most products held at a time."""
 MIN_PAIRS_TO_PREFILTER = 4096
-"""Pairs of entries and places from which most are ruled out before the others are looked at."""
+"""From this many pairs of entries and positions on, a 16-bit filter runs before the search."""
 
 
 class Ragged:
@@ -48,7 +48,7 @@ class Ragged:
         return Ragged(self.flat[at], starts)
 
     def trim_flat(self) -> Ragged:
-        """The same rows, with nothing before or after them."""
+        """Return the same rows with a flat array that holds nothing else."""
         begin, end = self.starts[0], self.starts[-1]
         if not begin and end == len(self.flat):
             return self
@@ -59,13 +59,13 @@ class Ragged:
         return Ragged(own.flat.copy(), own.starts)
 
     def split_rows(self) -> list[np.ndarray]:
-        """Each row by itself."""
+        """Return the rows as a list of arrays."""
         ends = self.starts[1:]
         return [self.flat[a:b] for a, b in zip(self.starts, ends, strict=False)]
 
 
 def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
-    """The rows of all parts.
+    """Return the rows of all parts, one after another.
 
     >>> part = Ragged(np.array([7, 8, 9]), np.array([0, 2, 3]))
     >>> concat_ragged([part[1:], part]).starts.tolist()
@@ -77,7 +77,7 @@ def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
 
 
 def concat_rowwise(one: Ragged, two: Ragged) -> Ragged:
-    """Each row of one, and after it the same row of two.
+    """Return row i of `one` followed by row i of `two`, for every i.
 
     >>> part = Ragged(np.array([7, 8, 9]), np.array([0, 2, 3]))
     >>> [row.tolist() for row in concat_rowwise(part, part).split_rows()]
@@ -91,8 +91,9 @@ def concat_rowwise(one: Ragged, two: Ragged) -> Ragged:
 
 
 def build_sparse(row: np.ndarray, place: np.ndarray, number: np.ndarray, count: int) -> Ragged:
-    """`count` vectors in 2³² dimensions, of which these numbers (t,) are not 0, in the order of
-    their rows: each entry has its place in the high half of 64 bits and a float32 in the low.
+    """Return `count` sparse vectors in 2³² dimensions from entries (t,) sorted by row.
+
+    Each entry is 64 bits: its position in the high half, a float32 in the low half.
 
     >>> two = build_sparse(np.array([0, 1, 1]), np.array([5, 5, 9]), np.array([1.0, 3.0, 4.0]), 2)
     >>> gather_columns(two, np.array([5], np.uint32)).tolist()
@@ -104,20 +105,20 @@ def build_sparse(row: np.ndarray, place: np.ndarray, number: np.ndarray, count: 
 
 
 def entry_positions(vectors: Ragged) -> np.ndarray:
-    """The place of each entry, (t,) uint32."""
+    """Return the position of each entry, (t,) uint32."""
     return vectors.trim_flat().flat.view("<u4")[1::2]
 
 
 def entry_values(vectors: Ragged) -> np.ndarray:
-    """The number of each entry, (t,) float32."""
+    """Return the value of each entry, (t,) float32."""
     return vectors.trim_flat().flat.view("<f4")[::2]
 
 
 def gather_columns(vectors: Ragged, asked: np.ndarray) -> np.ndarray:
-    """The numbers at the places `sparse_positions` (w,), ascending, and the length of the rest:
-    (m, w + 1).
+    """Return the values at the positions `asked` (w,), ascending, and the norm of the others.
 
-    With vectors that are 0 elsewhere, all products and distances are those in 2³² dimensions.
+    The result (m, w + 1) has the same products and distances with vectors that are 0 at all other
+    positions as the sparse vectors have.
     """
     number, starts = entry_values(vectors), vectors.trim_flat().starts
     out = np.zeros((len(vectors), len(asked) + 1), np.float32)
@@ -132,8 +133,9 @@ def gather_columns(vectors: Ragged, asked: np.ndarray) -> np.ndarray:
 
 
 def find_entries(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The entries at places `sparse_positions`: their rows, which of the places, and which
-    entries, each (e,).
+    """Return the entries at the positions `asked`: rows, indices into `asked`, entry numbers.
+
+    Each is (e,).
 
     >>> find_entries(
     ...     build_sparse(np.array([0, 1]), np.array([5, 9]), np.ones(2), 2),
@@ -145,7 +147,7 @@ def find_entries(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.nda
     place = vectors.flat.view("<u4")[1::2]
     if len(place) * len(asked) < MIN_PAIRS_TO_PREFILTER:
         at, column = (place[:, None] == asked).nonzero()
-    else:  # the low bits rule out nearly all
+    else:  # the low 16 bits exclude nearly all entries
         near = np.zeros(1 << 16, bool)
         near[asked & np.uint32(0xFFFF)] = True
         at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
@@ -158,7 +160,7 @@ def find_entries(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def sparse_products(one: Ragged, two: Ragged) -> np.ndarray:
-    """The dot products of sparse vectors with sparse vectors, (n, m) float32."""
+    """Return the dot products of two sets of sparse vectors, (n, m) float32."""
     asked = np.unique(entry_positions(one))
     left = np.ascontiguousarray(gather_columns(one, asked)[:, :-1].T)
     row, column, at = find_entries(two, asked)
@@ -168,8 +170,10 @@ def sparse_products(one: Ragged, two: Ragged) -> np.ndarray:
 def sum_entries_by_row(
     left: np.ndarray, row: np.ndarray, column: np.ndarray, number: np.ndarray, count: int
 ) -> np.ndarray:
-    """Σ left[column] number of the entries (e,) of each of `count` rows, in the order of their
-    rows, with left (w, n): (n, count)."""
+    """Return Σ left[column] · number over the entries of each row: (n, count).
+
+    The entries (e,) are sorted by row; left is (w, n).
+    """
     out = np.zeros((count, left.shape[1]), left.dtype)
     for some in entry_blocks(len(row), left.shape[1]):
         begins = np.flatnonzero(np.diff(row[some], prepend=-1))
@@ -179,28 +183,31 @@ def sum_entries_by_row(
 
 
 def entry_blocks(entries: int, width: int) -> Iterator[slice]:
-    """The entries in spans whose products with rows of this width may be held at once."""
+    """Yield slices of the entries whose products with rows of this width fit the limit."""
     step = max(1, MAX_PRODUCTS_HELD // max(width, 1))
     return (slice(at, at + step) for at in range(0, entries, step))
 
 
 class EncodedQuery(NamedTuple):
-    """Queries as vectors (n, d); or (n, d + w + 1), with the numbers at the places
-    `sparse_positions` (w,) beside them, and one for all other places."""
+    """Queries as vectors (n, d), or (n, d + w + 1) with a sparse part.
+
+    The sparse part has the values at `sparse_positions` (w,) and one column for all others.
+    """
 
     code: Any
     sparse_positions: np.ndarray | None = None
 
 
 def sparse_width(asked: np.ndarray | None) -> int:
-    """How many numbers lie beside a vector for the places that are asked."""
+    """Return the number of columns of the sparse part."""
     return 0 if asked is None else len(asked) + 1
 
 
 @dataclass(eq=False)
 class DenseAndSparse:
-    """Vectors (m, d), or `scale` (m,) times them, with sparse ones beside, as an array
-    (m, d + w + 1) that is made when it is read: see `gather_columns`.
+    """Dense vectors (m, d), optionally times `scale` (m,), with sparse columns: (m, d + w + 1).
+
+    The array is built when it is read: see `gather_columns`.
 
     >>> one = build_sparse(np.array([0]), np.array([5]), np.array([3.0]), 1)
     >>> np.asarray(DenseAndSparse(np.ones((1, 2)), one, np.array([5], np.uint32))).tolist()
@@ -226,7 +233,7 @@ class DenseAndSparse:
         )
 
     def inner_products(self, query: np.ndarray) -> np.ndarray:
-        """Dot products with queries (n, d + w + 1), without this array: (n, m).
+        """Return the dot products with queries (n, d + w + 1) without building the array: (n, m).
 
         >>> one = build_sparse(np.array([0, 0]), np.array([5, 9]), np.array([3.0, 4.0]), 1)
         >>> wide = DenseAndSparse(np.ones((1, 2)), one, np.array([5], np.uint32))

@@ -1,4 +1,4 @@
-"""TensorFlow, eager and inside `tf.function`: a thin namespace in the standard's names."""
+"""TensorFlow, eager and inside `tf.function`."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class TensorFlow(Framework):
         return tensorflow_namespace.dynamic_shape(x)
 
     def full(self, shape: Shape, value: float, like: Array) -> Array:
-        if None in shape:  # those of `like` that only a run will tell
+        if None in shape:  # lengths of `like` that are unknown until the graph runs
             shape = tuple(
                 self.axis_length(like, i) if n is None else n for i, n in enumerate(shape)
             )
         return super().full(shape, value, like)
 
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
-        return tf.convert_to_tensor(x)  # a Variable is read once, here
+        return tf.convert_to_tensor(x)  # reads a Variable once
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         x = tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x
@@ -90,7 +90,7 @@ class TensorFlow(Framework):
         return accumulator.join_tiles()
 
     def cond(self, condition: Array, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
-        # XLA has no gradient of a branch with an axis of unknown length.
+        # XLA cannot differentiate a branch with an axis of unknown length.
         unknown = any(None in x.shape for x in args)
         if unknown and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             return no(*args)
@@ -122,12 +122,12 @@ class TensorFlow(Framework):
         reference: ReferenceFunction,
         leaves: Sequence[Array],
     ) -> Arrays:
-        if "loop_body" in tf.get_current_name_scope():  # vectorized_map loses a gradient of ours
+        if "loop_body" in tf.get_current_name_scope():  # vectorized_map ignores custom gradients
             return reference(*leaves)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def run_forward(*leaves: Array) -> Any:
-            # A tape outside would record every block, and hold them all.
+            # Without stop_gradient an outer tape would record and keep every block.
             outputs, kept = forward(*map(tf.stop_gradient, leaves))
             return outputs, lambda *gradients: _leaf_gradients(
                 backward, reference, leaves, kept, gradients
@@ -138,7 +138,7 @@ class TensorFlow(Framework):
 
 
 def _distinct_tensors(arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """The arrays, none of which is another, so that each has a gradient of its own."""
+    """Return a copy of each array's handle, so that each has its own gradient."""
     return tuple(map(tf.identity, arrays))
 
 
@@ -149,7 +149,7 @@ def _leaf_gradients(
     kept: Sequence[Array],
     gradients: Sequence[Array],
 ) -> list[Array | None]:
-    """The gradients of the leaves, which can be differentiated in their turn."""
+    """Return the gradients of the leaves, which can be differentiated again."""
     count = len(leaves)
     smooth = [i for i, x in enumerate(leaves) if x.dtype.is_floating]
     unconnected = tf.UnconnectedGradients.ZERO
@@ -184,7 +184,7 @@ def _leaf_gradients(
 
 
 class _TileAccumulator:
-    """A sum of pieces at spans of the last two axes: TensorFlow's arrays cannot be written to."""
+    """A sum of pieces at spans of the last two axes; TensorFlow's arrays are immutable."""
 
     def __init__(self, shape: Shape, dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype

@@ -1,4 +1,4 @@
-"""One thread per core, for frameworks whose operations let go of the interpreter's lock."""
+"""One worker thread per core, for operations that release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
+from qkv.util.caches import memoize
 from qkv.util.deadline import check_deadline, current_deadline, limit_time
 from qkv.util.types import MergeFunction, PartialStateFunction
 
@@ -20,13 +21,16 @@ THREAD_NAME_PREFIX = "qkv-core"
 CORE_COUNT = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
-"""Counted once, and not by a function: torch.compile would trace it."""
+"""A constant, because torch.compile would trace a function."""
 
 
 @functools.cache
 def _job_queue() -> SimpleQueue[Callable[[], object]]:
-    """What the threads do next. The standard library's executor would lose a thread to a Ctrl-C
-    that comes while somebody waits for a result: its locks are taken in Python."""
+    """Start the worker threads once and return their queue of jobs.
+
+    Not a ThreadPoolExecutor: its locks are taken in Python, so a Ctrl-C during a wait for a result
+    can leave one taken and lose a thread. State, not a cache: clearing it would leak threads.
+    """
     jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     def run_jobs() -> None:
@@ -42,11 +46,11 @@ def _job_queue() -> SimpleQueue[Callable[[], object]]:
 
 
 _shutdown_flag: list[bool] = []
-"""Filled when Python ends."""
+"""Not empty once Python shuts down."""
 
 
 def _shut_down(jobs: SimpleQueue[Callable[[], object]], workers: list[threading.Thread]) -> None:
-    """Wait for what is under way: Python would end its threads inside C++, which aborts."""
+    """Wait for running jobs: Python would end its threads inside C++, which aborts."""
     _shutdown_flag.append(True)
     for _ in workers:
         jobs.put(bool)
@@ -56,16 +60,16 @@ def _shut_down(jobs: SimpleQueue[Callable[[], object]], workers: list[threading.
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked process has none of its parent's threads, and would wait for them for ever.
+    # A forked process has none of its parent's threads and would wait for them forever.
     os.register_at_fork(after_in_child=_job_queue.cache_clear)
 
 
 def single_threaded_blas() -> AbstractContextManager[object]:
-    """NumPy's products by the thread that asks for them: two pools would wait for each other."""
+    """Return a context in which BLAS uses one thread: two thread pools would slow each other."""
     return _threadpool_controller().limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
 
 
-@functools.cache
+@memoize("frameworks.threadpool_controller")
 def _threadpool_controller() -> Any:
     from threadpoolctl import ThreadpoolController
 
@@ -73,13 +77,15 @@ def _threadpool_controller() -> Any:
 
 
 def is_worker_thread() -> bool:
-    """Whether this is one of our threads: all cores are busy then."""
+    """Return whether this is a worker thread: then all cores are busy."""
     return threading.current_thread().name.startswith(THREAD_NAME_PREFIX)
 
 
 def submit_job(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Let a thread of ours do it; what is given waits for the result, as often as it is called. In
-    one of them, which might wait for itself, and when Python ends, it is done at once."""
+    """Run a function in a worker thread; return a function that waits for the result.
+
+    In a worker thread, which might wait for itself, and at shutdown, it runs at once.
+    """
     found: list[tuple[Any, BaseException | None]] = []
     ready: SimpleQueue[None] = SimpleQueue()
     deadline = current_deadline()
@@ -93,7 +99,7 @@ def submit_job(function: Callable[..., Any], *arguments: Any) -> Callable[[], An
         ready.put(None)
 
     def wait_for_result() -> Any:
-        if not found:  # where an interrupt took what came from `ready`, it is
+        if not found:  # an interrupted wait may have emptied `ready` already
             ready.get()
         value, error = found[0]
         if error is not None:
@@ -105,26 +111,26 @@ def submit_job(function: Callable[..., Any], *arguments: Any) -> Callable[[], An
 
 
 def map_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """function(item) for every item, on all cores, in the items' order."""
+    """Return function(item) for every item, in order, computed on all cores."""
     items = list(items)
     out: list[Any] = [None] * len(items)
     failed: dict[int, BaseException] = {}
-    rest = iter(range(len(items)))
+    remaining = iter(range(len(items)))
 
     def run_items() -> None:
-        for at in rest:
+        for at in remaining:
             try:
                 check_deadline()
                 out[at] = function(items[at])
             except BaseException as error:
                 failed[at] = error
-                deque(rest, 0)
+                deque(remaining, 0)
 
     try:
         for result in [submit_job(run_items) for _ in range(min(CORE_COUNT, len(items)))]:
             result()
     finally:
-        deque(rest, 0)  # what was not begun never is, after Ctrl-C too
+        deque(remaining, 0)  # items that have not started never start, after Ctrl-C too
     if failed:
         raise failed[min(failed)]
     return out
@@ -133,7 +139,7 @@ def map_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[A
 def reduce_parallel(
     lift: PartialStateFunction, merge: MergeFunction, start: Any, items: Sequence[Any]
 ) -> Any:
-    """The merged states of the items, each core merging its own run of them."""
+    """Return the merged states of the items; each core merges a consecutive run of them."""
     size = -(-len(items) // CORE_COUNT)
 
     def checked(item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""PyTorch."""
+"""PyTorch: the adapter, its autograd functions, and its operator for opaque graph nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from qkv.errors import FrameworkError
 from qkv.frameworks import pinned_memory
-from qkv.frameworks import torch_operator as _operator  # noqa: F401, it is found by name
 from qkv.frameworks.base import (
     GRAPH_NODES,
     BackwardFunction,
@@ -26,9 +25,8 @@ from qkv.frameworks.base import (
     Framework,
     ReferenceFunction,
 )
-from qkv.frameworks.dtensor import DTensorErrors, is_dtensor
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
-from qkv.frameworks.torch_functions import CustomGradientFunction, InnerProductFunction
+from qkv.util.caches import create_table
 from qkv.util.types import (
     Array,
     ArrayFunction,
@@ -42,7 +40,7 @@ from qkv.util.types import (
 
 _NULL_CONTEXT = nullcontext()
 
-# Asked in every call, so under names that are found at once.
+# Called in every `attend`, so bound to short names.
 _is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 _has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -63,7 +61,7 @@ def _is_tracing() -> bool:
 
 
 def _is_surely_true(condition: Any) -> bool:
-    # Sizes are tensors under torch.jit.trace, which guard_or_false refuses.
+    # Under torch.jit.trace sizes are tensors, which guard_or_false rejects.
     return bool(condition if isinstance(condition, torch.Tensor) else guard_or_false(condition))
 
 
@@ -71,40 +69,39 @@ _DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def _is_wrapper_subclass(x: Any) -> bool:
-    """Whether x is of a class that does operations in its own way, and holds no numbers itself."""
+    """Return whether x is a wrapper subclass: it overrides dispatch and holds no data itself."""
     return getattr(type(x), "__torch_dispatch__", _DEFAULT_DISPATCH) is not _DEFAULT_DISPATCH
 
 
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What autocast casts."""
+"""The data types that autocast casts."""
 _is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 MAX_UNROLLED_STEPS = 48
-"""Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
-scores tried; by halves, so many are float64."""
+"""Steps of a traced search, which cannot test whether it is done. Newton's method took at most 9
+steps in experiments; bisection reaches float64 precision after 48."""
 
 MIN_DROPOUT_FOR_16_BITS = 2**-8
-"""Dropout below which 16 bits of a random number are too few to tell it."""
+"""Below this probability, 16 random bits per element are too few."""
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 HAS_MKL: bool = torch.backends.mkl.is_available()
-"""Whether MKL makes the products of matrices; where OpenBLAS does, one of short matrices of which
-the second is transposed takes many times as long as with a copy of it."""
+"""Whether PyTorch uses MKL. OpenBLAS multiplies short matrices with a transposed second factor
+many times slower than with a copy of it."""
 
 MIN_ROWS_TO_COPY, MAX_PRODUCT_SIZE_TO_COPY = 12, 2**15
-"""Rows from which on, and numbers of a product up to which, that copy pays."""
+"""Fewest rows, and most elements of the product, for which that copy is faster."""
 
 
 def is_finite(*arrays: Array) -> bool:
-    """Whether no number of a CPU's arrays is NaN or infinite: a sum tells, and at worst raises a
-    false alarm."""
+    """Return whether CPU arrays are finite, by their sums; an overflowing sum returns False."""
     records = _is_grad_enabled()
-    _set_grad_enabled(False)  # no graph of what is only looked at
+    _set_grad_enabled(False)  # a check needs no graph
     try:
         for x in arrays:
             total = x.sum(dtype=torch.float32) if x.dtype in HALF_DTYPES else x.sum()
-            if not math.isfinite(total.item()):  # sooner than by __float__
+            if not math.isfinite(total.item()):  # faster than float(total)
                 return False
         return True
     finally:
@@ -112,7 +109,7 @@ def is_finite(*arrays: Array) -> bool:
 
 
 def should_copy_transpose(x: Array, y: Array) -> bool:
-    """Whether x yᵀ is sooner made of a copy of yᵀ."""
+    """Return whether x yᵀ is faster with a copy of yᵀ."""
     if (
         HAS_MKL
         or not x.is_cpu
@@ -121,22 +118,156 @@ def should_copy_transpose(x: Array, y: Array) -> bool:
         or _is_wrapper_subclass(y)
     ):
         return False
-    # A graph that looked at lengths would be one for each side of them.
+    # A traced comparison of lengths would compile one graph for each outcome.
     return not _is_tracing() and MIN_ROWS_TO_COPY <= x.shape[-2] <= MAX_PRODUCT_SIZE_TO_COPY // max(
         y.shape[-2], 1
     )
 
 
 def draw_survivors(like: Array, p: float) -> tuple[Array, float]:
-    """Which numbers of a CPU's array are not dropped, and their share: where torch itself draws for
-    each number, here a draw of 64 bits decides on four."""
+    """Return which elements of a CPU array survive dropout, and their exact share.
+
+    One draw of 64 bits decides on four elements; PyTorch would draw once per element.
+    """
     least, size = round(p * 2**16), like.numel()
     draws = like.new_empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
     return draws.view(torch.int16)[:size].view(like.shape) >= least - 2**15, 1 - least / 2**16
 
 
-_DEVICE_COPIES: dict[tuple[int, torch.device, str], torch.Tensor] = {}
-"""Host arrays on devices, by the host array's id; an entry goes with the array."""
+_DEVICE_COPIES = create_table("frameworks.device_copies")
+"""Device copies of host arrays, by the host array's id; an entry is removed with the array."""
+
+
+def is_dtensor(x: Any) -> bool:
+    """Return whether x is a DTensor; by name, because its module is rarely imported."""
+    return type(x).__name__ == "DTensor"
+
+
+class DTensorErrors(AbstractContextManager[None]):
+    """A context that replaces PyTorch's errors for DTensors by one with a next step."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise FrameworkError(
+                "PyTorch has no sharding rule for these DTensors: pass x.to_local() per process, "
+                "use torch.distributed.tensor.experimental.local_map, or, if the keys are sharded, "
+                "call qkv.cluster.torch.attend"
+            ) from error
+
+
+class InnerProductFunction(torch.autograd.Function):
+    """x yᵀ with a copy of yᵀ; its gradients have no transposed second factor either."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Array, y: Array) -> Array:
+        ctx.save_for_backward(x, y)
+        return x @ y.mT.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> Any:
+        (x, y), (slope,) = ctx.saved_tensors, gradients
+        wants_x, wants_y = ctx.needs_input_grad
+        return slope @ y if wants_x else None, slope.mT @ x if wants_y else None
+
+
+class CustomGradientFunction(torch.autograd.Function):
+    """`forward(*leaves)` with the gradient `backward`; `reference` gives second derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, reference: Any, *leaves: Array) -> Any:
+        outputs, kept = forward(*leaves)
+        ctx.pull, ctx.reference, ctx.count = backward, reference, len(leaves)
+        ctx.save_for_backward(*leaves, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.likes = [(y.shape, y.dtype, y.device) for y in outputs]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> Any:
+        saved = ctx.saved_tensors  # once: an activation checkpoint allows one access
+        leaves, kept = saved[: ctx.count], saved[ctx.count :]
+        wanted = ctx.needs_input_grad[3:]
+        gradients = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, ctx.likes, strict=True)
+        )
+        if torch.is_grad_enabled():  # create_graph=True: the gradient is differentiated again
+            found = iter(_reference_gradients(ctx.reference, leaves, wanted, gradients))
+            return (None,) * 3 + tuple(next(found) if want else None for want in wanted)
+        return (None,) * 3 + tuple(ctx.pull(leaves, kept, gradients))
+
+
+def without_saved_tensor_hooks() -> AbstractContextManager[object]:
+    """Return a context that hides saved tensors from the caller's saved-tensor hooks.
+
+    Trial runs (to find what to compile, to time kernels) happen only in the first call with a
+    signature. Activation checkpointing counts saved tensors with such hooks, and must count the
+    same number in the first call and in its recomputation.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def distinct_views(arrays: Sequence[Array]) -> list[Array]:
+    """Return a view of each array, so that each has its own gradient.
+
+    A caller may pass one array as query and as key.
+    """
+    return [x.view_as(x) for x in arrays]
+
+
+def _reference_gradients(reference: Any, leaves: Any, wanted: Any, gradients: Any) -> Any:
+    leaves = distinct_views(leaves)
+    outputs = reference(*leaves)
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+    return torch.autograd.grad(
+        [y for y, _ in pairs],
+        [x for x, want in zip(leaves, wanted, strict=True) if want],
+        [g for _, g in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+
+
+@torch.library.custom_op("qkv::rows", mutates_args=())
+def _graph_node_op(
+    x: torch.Tensor,
+    live: torch.Tensor | None,
+    array: torch.Tensor | None,
+    name: str,
+    number: float,
+) -> torch.Tensor:
+    found: torch.Tensor = GRAPH_NODES[name].run(x, live, number if array is None else array)
+    return found.contiguous()
+
+
+@_graph_node_op.register_fake
+def _(x: Array, live: LiveMask, array: Array | None, name: str, number: float) -> Array:
+    return x.new_empty((*x.shape[:-1], GRAPH_NODES[name].output_width(x, array)))
+
+
+@_graph_node_op.register_vmap
+def _(info: Any, axes: Any, *given: Any) -> tuple[Array, int]:
+    first = [
+        a if a is None else a.expand(info.batch_size, *a.shape) if at is None else a.movedim(at, 0)
+        for a, at in zip(given[:3], axes, strict=False)
+    ]
+    return torch.ops.qkv.rows(*first, *given[3:]), 0
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Array) -> None:
+    x, _, array, ctx.name, ctx.number = inputs
+    ctx.save_for_backward(x, output, array)
+
+
+def _backward_op(ctx: Any, gradient: Array) -> Gradients:
+    back, (x, output, array) = GRAPH_NODES[ctx.name].backward, ctx.saved_tensors
+    assert back is not None
+    with torch.autocast(x.device.type, enabled=False):  # a graph is made under the caller's
+        first, second = back(x, ctx.number if array is None else array, output, gradient)
+    return first, None, second, None, None
+
+
+_graph_node_op.register_autograd(_backward_op, setup_context=_save_for_backward)
 
 
 class Torch(Framework):
@@ -154,7 +285,7 @@ class Torch(Framework):
         ragged = next(axis for axis, size in enumerate(like.shape) if not isinstance(size, int))
         rows = [x.movedim(ragged - 1, 0) for x in parts]
         if like.lengths() is None:
-            # Lengths that are the same tensor let torch add the result to `like`.
+            # With the same offsets tensor, PyTorch can add the result to `like`.
             out = torch.nested.nested_tensor_from_jagged(torch.cat(rows), like.offsets())
         else:
             out = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -163,25 +294,25 @@ class Torch(Framework):
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
         if x.is_nested:
             raise FrameworkError(
-                f"{name} is nested, sequences of different lengths, which go to "
-                "nn.MultiHeadAttention, to a block of it or to scaled_dot_product_attention; else "
-                "pass its .to_padded_tensor(0) with masks.lengths"
+                f"{name} is a nested tensor, which only nn.MultiHeadAttention, layers made of it "
+                f"and scaled_dot_product_attention accept: pass {name}.to_padded_tensor(0) with "
+                "masks.lengths"
             )
         if x.layout != torch.strided:
-            raise FrameworkError(f"{name} is of layout {x.layout}: pass its .to_dense()")
+            raise FrameworkError(f"{name} has layout {x.layout}: pass {name}.to_dense()")
         return x
 
     def static_shape(self, x: Array) -> Shape:
         try:
             return tuple(x.shape)
-        except RuntimeError:  # a nested tensor may have none
+        except RuntimeError:  # a nested tensor may have no shape
             return tuple(self.as_plain_array(x).shape)
 
     def to_device_of(self, x: Array, like: Array) -> Array:
         return x if x.device == like.device else x.to(like.device)
 
     def surely(self, condition: Any) -> bool:
-        # Of a size that the data decide, such as that of a nonzero, no graph may ask.
+        # A graph cannot branch on a size that depends on data, such as that of nonzero.
         return _is_surely_true(condition) if _is_tracing() else bool(condition)
 
     def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
@@ -191,7 +322,7 @@ class Torch(Framework):
         return any(_is_surely_true(size == 0) for size in sizes)
 
     def shares_device(self, x: Array, like: Array) -> bool:
-        # A number on the host goes with tensors on any device.
+        # A host scalar combines with tensors on any device.
         return bool(x.device == like.device or (x.is_cpu and not x.ndim))
 
     def place_of(self, x: Array) -> Any:
@@ -201,24 +332,27 @@ class Torch(Framework):
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)  # type: ignore[no-any-return]
 
     def concrete_value(self, x: Array) -> np.ndarray[Any, Any] | None:
-        # Reading a GPU's memory would stall its queue.
+        # Reading GPU memory would wait for its queue.
         return self.to_numpy(x) if x.device.type == "cpu" and not self.is_traced(x) else None
 
     def is_traced(self, x: Array) -> bool:
-        if _is_tracing() or getattr(x, "is_meta", False):  # shapes alone
+        if _is_tracing() or getattr(x, "is_meta", False):  # no data
             return True
         return _is_wrapper_subclass(x)
 
     def in_functional_transform(self) -> bool:
-        """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
-        for derivatives of both modes and any order, which fused kernels have not."""
+        """Return whether torch.func or forward-mode AD is active.
+
+        Operations then need rules for vmap and for derivatives of both modes and any order. Fused
+        kernels have none.
+        """
         return _has_functorch_transforms() or forward_ad._current_level >= 0
 
     def supports_float64(self, x: Array) -> bool:
         return bool(x.device.type != "mps")
 
     def compute_context(self) -> AbstractContextManager[object]:
-        # Sums run in the precision of the arguments, whatever torch would make of them.
+        # Sums run in the precision of the arguments, whatever autocast says.
         if not _is_autocast_enabled():
             return _NULL_CONTEXT
         for device in ("cpu", "cuda"):
@@ -241,7 +375,7 @@ class Torch(Framework):
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if (  # as `_is_tracing` asks, without a call of it
+        if (  # `_is_tracing`, inlined for speed
             _is_dynamo_compiling()
             or compiler._is_compiling_flag
             or _has_functorch_transforms()
@@ -282,7 +416,7 @@ class Torch(Framework):
         if p == 1:
             return torch.zeros_like(like)
         if torch.compiler.is_compiling():
-            # Drawn by the kernel that reads it; of torch's draws the one that vmap can map there.
+            # rand_like fuses into the kernel that reads it, and works under vmap.
             return (torch.rand_like(like, dtype=torch.float32) >= p).to(like.dtype) / (1 - p)
         if (
             like.is_cpu
@@ -295,12 +429,12 @@ class Torch(Framework):
 
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
         host, kind = np.asarray(data), getattr(torch, dtype)
-        if host.size == 1 and like.is_cuda:  # a fill, which a CUDA graph can capture; a copy cannot
+        if host.size == 1 and like.is_cuda:  # a CUDA graph can capture a fill, not a copy
             return torch.full(host.shape, host.item(), dtype=kind, device=like.device)
         return torch.as_tensor(host, dtype=kind, device=like.device)
 
     def cached_constant(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        # A copy from the host would wait for the device, and no CUDA graph can capture one.
+        # A copy from the host waits for the device, and a CUDA graph cannot capture it.
         if not like.is_cuda or self.is_traced(like):
             return self.array_from_host(data, like, dtype)
         key = id(data), like.device, dtype
@@ -310,7 +444,7 @@ class Torch(Framework):
         return _DEVICE_COPIES[key]
 
     def block_from_host(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        # What is wide already the driver copies as fast as we could.
+        # Without a conversion, the driver's own copy is as fast.
         if (
             not like.is_cuda
             or data.nbytes < pinned_memory.MIN_PINNED_BYTES
@@ -324,7 +458,7 @@ class Torch(Framework):
     def detach(self, x: Array) -> Array:
         return x.detach()
 
-    # The same as in base, by the shortest way there.
+    # Faster versions of the methods of the base class.
 
     def position_range(self, start: Any, size: int, like: Array) -> Array:
         steps = torch.arange(size, dtype=torch.int32, device=like.device)
@@ -375,7 +509,7 @@ class Torch(Framework):
         if x.is_cpu and k < x.shape[-1] and not self.is_traced(x):
             best, at = torch.topk(x, k, -1)
             least = best[..., -1:]
-            if not ((x >= least).sum(-1) != k).any():  # no tie, and no NaN, at the last place
+            if not ((x >= least).sum(-1) != k).any():  # no tie and no NaN at rank k
                 at = at.sort(-1)[0]
                 best = torch.gather(x, -1, at)
                 best, order = torch.sort(best, dim=-1, descending=True, stable=True)
@@ -384,9 +518,9 @@ class Torch(Framework):
         return best[..., :k], at[..., :k]
 
     def take_along_last(self, x: Array, at: Array) -> Array:
-        return torch.gather(x, -1, at)  # the standard's name makes a graph for each length
+        return torch.gather(x, -1, at)  # take_along_axis compiles a graph per length
 
-    # Without temporaries, where no graph holds them.
+    # In place, unless autograd needs the inputs.
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
         if not spend or self.is_traced(x) or self.needs_gradient([x]):
@@ -413,8 +547,8 @@ class Torch(Framework):
         return torch.from_numpy(x)
 
     def draw_seed(self, like: Array) -> Any:
-        # From the device's own generator: kernels read the seed where it lies, a captured CUDA
-        # graph draws a new one at each replay, and checkpointing restores its state.
+        # From the device's generator: kernels read the seed on the device, a captured CUDA graph
+        # draws a new one at each replay, and checkpointing restores its state.
         return torch.randint(2**31 - 1, (), device=like.device)
 
     def seed_from_generator(self, generator: Any) -> Any:
@@ -427,7 +561,7 @@ class Torch(Framework):
         )
 
     def cond(self, condition: Any, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
-        # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
+        # `no` is the branch that is right in both cases, so a traced graph takes it.
         return no(*args) if self.is_traced(condition) else super().cond(condition, yes, no, *args)
 
     def loop_until(
@@ -435,22 +569,22 @@ class Torch(Framework):
     ) -> Any:
         if not self.is_traced(state[0]):
             return super().loop_until(done, step, state, limit)
-        for _ in range(min(limit, MAX_UNROLLED_STEPS)):  # a graph cannot look whether it is done
+        for _ in range(min(limit, MAX_UNROLLED_STEPS)):  # a graph cannot test `done`
             state = step(state)
         return state
 
     def call_graph_node(self, name: str, x: Array, live: LiveMask, number: Any) -> Array | None:
         if not torch.compiler.is_compiling():
-            # The steps of a search for a learned number are more than a trace's fuser can do.
+            # An unrolled search for a learned number is too large for the fuser of jit.trace.
             search = isinstance(number, torch.Tensor) and GRAPH_NODES[name].backward is None
             if not (search and _is_jit_tracing() and not torch.onnx.is_in_onnx_export()):
                 return None
-        elif torch.compiler.is_exporting():  # what is exported must run without us
+        elif torch.compiler.is_exporting():  # an exported program must run without qkv
             return None
         if GRAPH_NODES[name].backward is None:
             x = x.detach()
             number = number.detach() if isinstance(number, torch.Tensor) else number
-        elif self.in_functional_transform():  # its gradient has none of its own, forwards
+        elif self.in_functional_transform():  # the operator has no forward-mode derivative
             return None
         live = None if live is None else live.expand(x.shape)
         array = number if isinstance(number, torch.Tensor) else None
@@ -461,17 +595,18 @@ class Torch(Framework):
     def hoist_captures(
         self, function: ArrayFunction, *example: Array
     ) -> tuple[ArrayFunction, Arrays]:
-        if _has_functorch_transforms():  # which differentiate the function itself
+        if _has_functorch_transforms():  # they differentiate the function itself
             return function, ()
         return hoist_captured_tensors(function, *example)
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         with torch.enable_grad():
-            # Cut from their history, for asking a tensor for its gradient runs the hooks on it.
+            # Detached: autograd.grad would run the hooks of the original tensors.
             fresh = [x.detach().requires_grad_() for x in args]
             out = function(*fresh)
-        # A leaf may also be reached through a closure. It is known by its node: hooks on what is
-        # saved, as of a checkpoint, make new tensors of it. A view says that it is one too.
+        # The function may also reach a leaf through its closure. Compare graph nodes, not tensors:
+        # saved-tensor hooks (checkpointing) create new tensors. `_is_view`: a view of a leaf also
+        # says that it is a leaf.
         own = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()]
         place = {get_gradient_edge(args[i]).node: i for i in reversed(own)}
         reached = graph_leaves(out, fresh) if own else ()
@@ -480,7 +615,7 @@ class Torch(Framework):
         def pull_back(gradient: Array) -> Gradients:
             if not out.requires_grad:
                 return (None,) * len(args)
-            at = fresh + inner  # the graph behind a captured tensor serves every block
+            at = fresh + inner  # retain_graph: every block uses the graph of a captured tensor
             found = torch.autograd.grad(out, at, gradient, allow_unused=True, retain_graph=True)
             slopes = list(found[: len(args)])
             for x, more in zip(inner, found[len(args) :], strict=True):

@@ -1,8 +1,8 @@
-"""PyTorch: the tensors that a caller's function holds, made into further arguments of it.
+"""PyTorch: turn the tensors that a function captures into further arguments.
 
-A mode sees each operation of the function. Where one is given a tensor that wants a gradient and is
-older than the call, a tensor of ours stands in for it: so a block's gradient stops there, the
-caller's hooks and the graph behind it see one gradient, that of all blocks.
+A `TorchFunctionMode` sees every operation of the function. It replaces each tensor that needs a
+gradient and is older than the call. The gradients of blocks stop at the replacement. The captured
+tensor itself, its hooks and its graph receive one gradient, the sum over all blocks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _is_functorch_tensor: Callable[[Any], bool] = torch._C._functorch.is_functorch_w
 def hoist_captured_tensors(
     function: ArrayFunction, *example: Array
 ) -> tuple[ArrayFunction, Arrays]:
-    """function(*example, *held), and the tensors that it held."""
+    """Return a function of (*example, *captured), and the captured tensors."""
     with torch.enable_grad():
         given = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
         with _RecordCaptured(given) as noting, _force_eager():
             out = function(*given)
     held = [x for x, _ in noting.replacements.values()]
-    # What a function of torch.autograd is given no mode sees: it goes on reading its own tensors,
-    # and `vjp` asks for their gradients in place.
+    # The mode does not see arguments of torch.autograd.Function. Such a function keeps reading its
+    # own tensors, and `vjp` finds their gradients in the graph.
     hidden = graph_leaves(out, (*given, *(x for _, x in noting.replacements.values())))
 
     def call_with_captured(*args: Array) -> Array:
@@ -47,14 +47,16 @@ def hoist_captured_tensors(
 
 
 def _force_eager() -> AbstractContextManager[object]:
-    """Where a function that was compiled runs as it was written: a mode would be compiled too, anew
-    for each tensor."""
-    compiles = "torch._dynamo" in sys.modules  # else nothing was, and it takes a second to load
+    """Return a context in which compiled functions run eagerly.
+
+    torch.compile would compile the mode too, again for each tensor.
+    """
+    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled; loading it takes 1 s
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 def graph_leaves(out: Array, known: Sequence[Array]) -> Arrays:
-    """The tensors that want a gradient and that `out` was made of, less the known ones."""
+    """Return the leaf tensors of out's graph that need a gradient, without the known ones."""
     found: dict[int, Array] = {}
     seen: set[Any] = set()
     stack = [out.grad_fn]
@@ -71,7 +73,7 @@ def graph_leaves(out: Array, known: Sequence[Array]) -> Arrays:
 
 
 class _ReplaceTensors(TorchFunctionMode):  # type: ignore[misc]
-    """Gives operations other tensors in place of some, which are known by what they are."""
+    """Replaces tensors, found by identity, in the arguments of every operation."""
 
     def __init__(self, places: dict[int, tuple[Array, Array]]):
         super().__init__()
@@ -93,7 +95,7 @@ class _ReplaceTensors(TorchFunctionMode):  # type: ignore[misc]
 
 
 class _RecordCaptured(_ReplaceTensors):
-    """The same for whatever wants a gradient and is older than the call, but what was given."""
+    """Replaces, and records, captured tensors: older than the call, with a gradient."""
 
     def __init__(self, given: Sequence[Array]):
         super().__init__({})
@@ -101,7 +103,7 @@ class _RecordCaptured(_ReplaceTensors):
 
     def replacement_of(self, x: Array) -> Array:
         if id(x) not in self.replacements and self.is_captured(x):
-            with temporarily_clear_interpreter_stack():  # a function may map another
+            with temporarily_clear_interpreter_stack():  # the function may call vmap
                 self.replacements[id(x)] = x, x.detach().requires_grad_()
         return super().replacement_of(x)
 

@@ -1,7 +1,7 @@
-"""The arrays inside a record: taken out in a fixed order, and put back.
+"""Records (scores, weightings, masks): list, replace and compare the arrays inside them.
 
-A record is a frozen dataclass, a tuple, or a list; an array may stand at any depth. Everything
-else (numbers, names, functions, arrays of another framework) stays where it is.
+A record is a frozen dataclass, a tuple or a list, with arrays at any depth. Functions of this
+module leave everything else (numbers, names, functions, arrays of other frameworks) in place.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from qkv.frameworks import get_framework, is_array
+from qkv.frameworks import get_framework, is_array, load_framework
 from qkv.frameworks.base import Framework
+from qkv.util.caches import create_table
 from qkv.util.types import Array
 
 T = TypeVar("T")
 
 
 class Record:
-    """What a score, a weighting and a mask are: equal where their fields are, arrays by their
-    numbers."""
+    """Base class of scores, weightings and masks: equal if their fields are equal.
+
+    Arrays are compared by their values.
+    """
 
     role: ClassVar[str] = ""
-    """The argument of `attend` that it is given as."""
+    """The argument of `attend` that takes it."""
 
     aliases: ClassVar[tuple[str, ...]] = ()
-    """What papers and books call it, for whoever asks for it by such a name."""
+    """Other names of it in papers and books, for suggestions in errors."""
 
     static_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields whose numbers say what is computed, so that they are never traced."""
+    """Fields whose values decide what is computed, so that they are never traced."""
 
-    # TensorFlow's protocol of nested structures: `tf.function` takes a record as an argument, and
-    # `tf.Module` finds the variables inside.
+    # TensorFlow's protocol for nested structures: `tf.function` takes a record as an argument, and
+    # `tf.Module` finds its variables.
 
     def __tf_flatten__(self) -> tuple[Any, tuple[Any, ...]]:
         names = field_names(self) or ()
@@ -46,24 +49,22 @@ class Record:
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
         inner, rest = metadata
-        made = object.__new__(cls)  # the fields were checked when the record was built
+        made = object.__new__(cls)  # no __init__: the fields are valid
         for name, x in (*zip(inner, components, strict=True), *rest):
             object.__setattr__(made, name, x.values if isinstance(x, FixedArray) else x)
         return made
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__eq__" not in vars(cls):  # `dataclass` would put one there that asks arrays for a bool
+        if "__eq__" not in vars(cls):  # the one of `dataclass` fails on arrays
             setattr(cls, "__eq__", _is_equal)  # noqa: B010
         UNREGISTERED_RECORDS.append(cls)
-        if "jax" in sys.modules:  # else when its first array comes
-            from qkv.frameworks import jax_pytrees
-
-            jax_pytrees.register_records()
+        if "jax" in sys.modules:  # else when the adapter is loaded
+            load_framework("jax").register_record_classes()
 
 
 class FixedArray:
-    """An array that is part of a structure: equal and hashed by its numbers."""
+    """An array as part of a hashable structure: equal if the values are equal."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -88,7 +89,7 @@ def _holds_array(x: Any) -> bool:
 
 
 UNREGISTERED_RECORDS: list[type] = []
-"""The classes of records that JAX has not been told of."""
+"""Record classes that are not registered with JAX yet."""
 
 
 def _is_equal(one: Any, other: object) -> bool:
@@ -96,7 +97,7 @@ def _is_equal(one: Any, other: object) -> bool:
 
 
 def records_equal(one: Any, other: Any) -> bool:
-    """Whether two records, or what stands in them, are equal.
+    """Return whether two records, or two of their fields, are equal.
 
     >>> import numpy as np
     >>> records_equal((np.ones(2), "name"), (np.ones(2), "name"))
@@ -128,7 +129,7 @@ def records_equal(one: Any, other: Any) -> bool:
 
 
 def array_leaves(fw: Framework, record: Any) -> list[Array]:
-    """Every array of the framework in the record, depth first.
+    """Return every array of the framework in the record, depth first.
 
     >>> import numpy as np
     >>> from qkv.frameworks import load_framework
@@ -149,13 +150,13 @@ def array_leaves(fw: Framework, record: Any) -> list[Array]:
 
 
 def replace_arrays(fw: Framework, record: T, arrays: Iterable[Array]) -> T:
-    """The same record with its arrays replaced, in the order of `array_leaves`."""
+    """Return the record with its arrays replaced, in the order of `array_leaves`."""
     fresh = iter(arrays)
     return map_arrays(fw, lambda _: next(fresh), record)
 
 
 def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> T:
-    """The same record with `function` applied to each array."""
+    """Return the record with `function` applied to each array."""
     if is_array(record):
         return function(record) if get_framework(record) is fw else record
     names = field_names(record)
@@ -168,10 +169,9 @@ def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> 
         }
         if all(fresh[name] is held[name] for name in fresh):
             return record
-        # A copy that runs no __init__: the fields were checked when the record was built, and a
-        # tracer in place of an array could not be checked again.
+        # No __init__: the fields are valid, and a tracer in place of an array cannot be validated.
         copy = object.__new__(type(record))
-        for name in names:  # no more than those: what is derived is from the arrays replaced
+        for name in names:  # only fields: cached attributes depend on the old arrays
             object.__setattr__(copy, name, fresh.get(name, held[name]))
         return copy
     if type(record) in (tuple, list):
@@ -180,7 +180,7 @@ def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> 
 
 
 def format_record(record: Any) -> str:
-    """The record as one would write it, with the shapes of its arrays in place of their numbers.
+    """Return the record as source code, with shapes in place of arrays.
 
     >>> import numpy as np
     >>> from qkv.scores import Multiplicative
@@ -192,14 +192,14 @@ def format_record(record: Any) -> str:
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
         return getattr(record, "__name__", None) or repr(record)
     fields = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
-    told = ", ".join(
+    arguments = ", ".join(
         f"{name}={format_record(value)}" for name, value in fields if value is not None
     )
-    return f"{type(record).__name__}({told})"
+    return f"{type(record).__name__}({arguments})"
 
 
 class ArraySignature(NamedTuple):
-    """An array without its numbers."""
+    """The cache key of an array: everything except its values."""
 
     type: type
     dtype: Hashable
@@ -209,11 +209,11 @@ class ArraySignature(NamedTuple):
 
 
 class UncacheableError(Exception):
-    """A record holds something whose kind does not say what it does, as a function."""
+    """A record holds something without a signature, such as a function."""
 
 
 def record_signature(fw: Framework, record: Any) -> Hashable:
-    """The record without the numbers of its arrays: equal for records that are treated alike.
+    """Return the cache key of a record: equal for records that differ only in array values.
 
     >>> import numpy as np
     >>> from qkv.frameworks import load_framework
@@ -227,13 +227,13 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
     """
     if type(record) in _SCALAR_TYPE_SET:
         return record  # type: ignore[no-any-return]
-    if type(record) in fw.array_types:  # no tracer, where the call's own arrays are none
+    if type(record) in fw.array_types:  # not a tracer: the call's arrays are not traced
         learned = getattr(record, "requires_grad", False)
         try:
             return ArraySignature(
                 type(record), record.dtype, record.shape, learned, fw.place_of(record)
             )
-        except RuntimeError:  # a nested tensor, which is refused
+        except RuntimeError:  # a nested tensor, which is rejected later
             return ArraySignature(type(record), record.dtype, fw.static_shape(record), learned)
     held = getattr(record, "__dict__", None)
     if held is not None and SIGNATURE_ATTRIBUTE in held:
@@ -255,7 +255,7 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
 
 
 def has_foreign_arrays(fw: Framework, record: Any) -> bool:
-    """Whether an array of another framework stands in the record."""
+    """Return whether the record holds an array of another framework."""
     if is_array(record):
         return get_framework(record) is not fw
     if type(record) in (tuple, list):
@@ -264,12 +264,12 @@ def has_foreign_arrays(fw: Framework, record: Any) -> bool:
 
 
 def has_arrays(kind: Hashable) -> bool:
-    """Whether a record of this kind holds an array."""
+    """Return whether records with this signature hold an array."""
     return bool(array_signatures(kind))
 
 
 def array_signatures(kind: Hashable) -> list[ArraySignature]:
-    """The arrays that a record of this kind holds."""
+    """Return the signatures of the arrays in a record's signature."""
     if type(kind) is ArraySignature:
         return [kind]
     return [x for item in kind for x in array_signatures(item)] if isinstance(kind, tuple) else []
@@ -278,14 +278,14 @@ def array_signatures(kind: Hashable) -> list[ArraySignature]:
 _SCALAR_TYPES = (int, float, str, type(None))
 _SCALAR_TYPE_SET = frozenset((*_SCALAR_TYPES, bool))
 SIGNATURE_ATTRIBUTE = "_kind_in_calls"
-"""Where a record that holds no array keeps its kind."""
+"""Attribute in which a record without arrays keeps its signature."""
 
-# A plain dictionary, which torch.compile can read.
-_FIELD_NAMES_BY_TYPE: dict[type, tuple[str, ...] | None] = {type(None): None}
+# A plain dictionary: torch.compile can read it.
+_FIELD_NAMES_BY_TYPE: dict[type, tuple[str, ...] | None] = create_table("frameworks.field_names")
 
 
 def field_names(record: Any) -> tuple[str, ...] | None:
-    """The names of a record's fields; None of what is no dataclass."""
+    """Return the names of a dataclass's fields; None for anything else."""
     kind = type(record)
     if kind not in _FIELD_NAMES_BY_TYPE:
         known = dataclasses.is_dataclass(record)

@@ -26,7 +26,7 @@ def same_draws():
 @pytest.fixture(autouse=True)
 def own_facts():
     """What a test that stands in for a device had kernels compiled for is not the next one's."""
-    from qkv.engines.triton import kernel_call
+    from qkv.engines.triton.launching import kernel_call
 
     yield
     kernel_call._base_constexprs.cache_clear()

@@ -147,8 +147,8 @@ def thresholds(arrays, scale, weighting, alpha, k, mask):
 def attend(query, key, value, *, scale, **named):
     """The output and the log-sum-exp of `ops.pooled`, by names."""
     from qkv.engines.triton import attend_operator
-    from qkv.engines.triton.kernel_call import Numbers
-    from qkv.engines.triton.records import Arrays
+    from qkv.engines.triton.launching.kernel_call import Numbers
+    from qkv.engines.triton.tile_functions.records import Arrays
 
     rest = {name: named.pop(name) for name in Arrays._fields if name in named}
     numbers = Numbers(scale, **named)._replace(hashed=query.shape[1])

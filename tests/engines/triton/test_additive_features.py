@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkv.engines.triton import TANH_ERROR, TANH_FUNCTION_PAIRS
-from qkv.engines.triton.additive_features import (
+from qkv.engines.triton.additive.additive_features import (
     FeatureInputs,
     build_tables,
     compute_features,

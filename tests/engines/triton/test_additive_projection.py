@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import additive_projection as door
+from qkv.engines.triton.additive import additive_projection as door
 from tests.engines.triton.test_additive_features import DEVICE
 
 

@@ -26,7 +26,7 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
 
     from qkv import scores, weightings
     from qkv.engines import triton
-    from qkv.engines.triton import launch
+    from qkv.engines.triton.launching import launch
     from qkv.engines.validation import build_call
 
     launch.has_tma = lambda device: True
@@ -62,17 +62,12 @@ def compiled() -> dict[str, list]:
     from triton.backends.compiler import GPUTarget
 
     from qkv.engines import triton as engine
-    from qkv.engines.triton import (
-        forward,
-        hopper,
-        launch,
-        nan_repair,
-        precompile,
-        score_tile,
-        weights,
-    )
-    from qkv.engines.triton.kernel_call import KernelCall
-    from qkv.engines.triton.records import ARRAY_COUNT, intern_constexprs
+    from qkv.engines.triton import nan_repair, weights
+    from qkv.engines.triton.forward import forward, hopper
+    from qkv.engines.triton.launching import launch, precompile
+    from qkv.engines.triton.launching.kernel_call import KernelCall
+    from qkv.engines.triton.tile_functions import score_tile
+    from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, intern_constexprs
     from qkv.engines.validation import build_call
 
     launchers: list[str] = []

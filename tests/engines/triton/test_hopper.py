@@ -9,13 +9,17 @@ import pytest
 import torch
 
 import qkv
-from qkv.engines.triton import forward, launch, norms
-from qkv.engines.triton.kernel_call import KernelCall
-from qkv.engines.triton.records import ARRAY_COUNT
+from qkv.engines.triton import norms
+from qkv.engines.triton.forward import forward
+from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching.kernel_call import KernelCall
+from qkv.engines.triton.tile_functions.records import ARRAY_COUNT
 from qkv.scores import Gaussian
 from tests.engines.triton import formulas
 
-hopper = pytest.importorskip("qkv.engines.triton.hopper", reason="this Triton has another Gluon")
+hopper = pytest.importorskip(
+    "qkv.engines.triton.forward.hopper", reason="this Triton has another Gluon"
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 

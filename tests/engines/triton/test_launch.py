@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import launch, launch_replay, precompile, tiles, workspace
-from qkv.engines.triton.records import intern_constexprs
+from qkv.engines.triton.launching import launch, launch_replay, precompile, workspace
+from qkv.engines.triton.tile_functions import tiles
+from qkv.engines.triton.tile_functions.records import intern_constexprs
 from tests.engines.triton import formulas
 
 PLAIN = launch.Tile(1, 1, 1, 4, 3)
@@ -104,7 +105,7 @@ def test_what_it_does_not_is_launched_at_once(kernel, at, other):
 @pytest.mark.parametrize("weighting", ["softmax", "entmax"])
 def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     """In other places, but of no other shape or scale."""
-    from qkv.engines.triton import forward
+    from qkv.engines.triton.forward import forward
 
     monkeypatch.setattr(forward, "pool_kernel", kernel)
     monkeypatch.setattr(launch, "count_processors", lambda device: 1)

@@ -16,28 +16,21 @@ from qkv import masks, scores, weightings
 from qkv.attention import build_call
 from qkv.engines import plan_cache, triton
 from qkv.engines import weights as weights_engine
-from qkv.engines.triton import (
+from qkv.engines.triton import nan_repair, norms, weights
+from qkv.engines.triton.additive import (
     additive,
     additive_exact,
     additive_features,
     additive_projection,
-    backward,
-    backward_keys,
-    backward_queries,
-    forward,
-    kernel_call,
-    launch,
-    launch_replay,
-    nan_repair,
-    norms,
-    precompile,
-    score_tile,
-    thresholds,
-    weights,
 )
-from qkv.engines.triton import wide_gradients as wide_products
-from qkv.engines.triton import workspace as rooms
-from qkv.engines.triton.records import Arrays
+from qkv.engines.triton.backward import backward, backward_keys, backward_queries
+from qkv.engines.triton.backward import wide_gradients as wide_products
+from qkv.engines.triton.forward import forward
+from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile
+from qkv.engines.triton.launching import workspace as rooms
+from qkv.engines.triton.sparse import thresholds
+from qkv.engines.triton.tile_functions import score_tile
+from qkv.engines.triton.tile_functions.records import Arrays
 from tests.engines.triton import formulas
 
 pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for")

@@ -14,7 +14,8 @@ import qkv
 from bench import fuzz
 from qkv import masks, scores, weightings
 from qkv.engines import triton
-from qkv.engines.triton import launch, thresholds
+from qkv.engines.triton.launching import launch
+from qkv.engines.triton.sparse import thresholds
 from qkv.frameworks import get_framework, tree
 from tests.engines.triton.formulas import DEVICE
 

@@ -17,18 +17,13 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import qkv
 from qkv import scores, weightings
 from qkv.engines import plan_cache, triton
-from qkv.engines.triton import (
-    backward_keys,
-    backward_queries,
-    forward,
-    kernel_call,
-    launch,
-    launch_replay,
-    norms,
-    score_tile,
-    thresholds,
-)
-from qkv.engines.triton import precompile as ahead
+from qkv.engines.triton import norms
+from qkv.engines.triton.backward import backward_keys, backward_queries
+from qkv.engines.triton.forward import forward
+from qkv.engines.triton.launching import kernel_call, launch, launch_replay
+from qkv.engines.triton.launching import precompile as ahead
+from qkv.engines.triton.sparse import thresholds
+from qkv.engines.triton.tile_functions import score_tile
 from qkv.frameworks import threads
 from tests.engines.triton.test_launch_replay import Kernel
 from tests.interrupt import cores, moments

@@ -8,7 +8,8 @@ from triton.language import constexpr
 
 import qkv
 from qkv import masks, weightings
-from qkv.engines.triton import launch, precompile, support_lists, threshold_search
+from qkv.engines.triton.launching import launch, precompile
+from qkv.engines.triton.sparse import support_lists, threshold_search
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NumPy, which the interpreter runs on, speaks of infinities that are meant.

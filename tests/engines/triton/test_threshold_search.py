@@ -7,9 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from qkv.engines.triton import launch, thresholds
-from qkv.engines.triton.kernel_call import Numbers
-from qkv.engines.triton.records import Arrays
+from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching.kernel_call import Numbers
+from qkv.engines.triton.sparse import thresholds
+from qkv.engines.triton.tile_functions.records import Arrays
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INFINITY = float("inf")

@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 import qkv
 from qkv import attention, masks, weightings
 from qkv.engines import triton
-from qkv.engines.triton import launch
+from qkv.engines.triton.launching import launch
 from qkv.engines.triton.weights import compute_weights, weights_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import launch, wide_gradients
+from qkv.engines.triton.backward import wide_gradients
+from qkv.engines.triton.launching import launch
 from tests.engines.triton.test_additive_features import DEVICE
 
 

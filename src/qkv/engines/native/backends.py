@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qkv.frameworks import load_framework
-from qkv.frameworks.torch_functions import without_saved_tensor_hooks
+from qkv.frameworks.torch import without_saved_tensor_hooks
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array
 

@@ -21,8 +21,7 @@ from qkv.engines.native.sdpa_kernel import (
     run_kernel,
 )
 from qkv.frameworks import threads, tree
-from qkv.frameworks.dtensor import is_dtensor
-from qkv.frameworks.torch import HALF_DTYPES, is_finite
+from qkv.frameworks.torch import HALF_DTYPES, is_dtensor, is_finite
 from qkv.masks import is_plain_causal
 from qkv.masks.band import Band
 from qkv.util.types import Array, Arrays, Gradients

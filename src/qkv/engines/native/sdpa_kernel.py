@@ -18,8 +18,7 @@ from qkv.engines.call import Call
 from qkv.engines.native.backends import run_sdpa
 from qkv.errors import EngineError
 from qkv.frameworks import load_framework
-from qkv.frameworks.torch import MIN_DROPOUT_FOR_16_BITS, draw_survivors
-from qkv.frameworks.torch_functions import distinct_views
+from qkv.frameworks.torch import MIN_DROPOUT_FOR_16_BITS, distinct_views, draw_survivors
 from qkv.scores import ScaledDot
 from qkv.util.types import Array, Block
 from qkv.weightings import Softmax

@@ -1,7 +1,7 @@
-"""The lowered form on CUDA, in Triton: s = (scale φ·ψ + bias) σ(gate), then any weighting.
+"""The engine `triton`: CUDA kernels for s = (scale φ·ψ + bias) σ(gate) and any weighting.
 
-This file turns a call into the arrays that the operators take; `attend_operator` is the operator
-that launches the kernels.
+This file says which calls the kernels support, and builds the functions that run them.
+`call_arrays` turns a call into arrays; `attend_operator` launches the kernels.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call, ThreeArrayRunner
 from qkv.engines.native import triton_missing_reason
-from qkv.engines.triton.axes import as_four_axes, batch_and_heads, count_key_heads
-from qkv.engines.triton.masks import MaskBounds, split_mask
-from qkv.engines.triton.score_form import (
+from qkv.engines.triton.call_arrays import (
     KERNEL_WEIGHTINGS,
+    MaskBounds,
+    as_four_axes,
+    batch_and_heads,
     build_kernel_arrays,
     compiled_cap,
+    count_key_heads,
     in_one_dtype,
     is_16bit_gaussian,
     is_shift_sensitive,
     kernel_lowering,
+    split_mask,
 )
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
@@ -34,6 +37,7 @@ from qkv.masks.band import Band
 from qkv.masks.base import ArrayMask
 from qkv.scores import Additive, Cosine, Dot, Gaussian, Multiplicative, ScaledDot
 from qkv.scores.distance import ExpandedGaussian
+from qkv.util.caches import create_table
 from qkv.util.types import Array
 from qkv.weightings import Hard, Softmax
 from qkv.weightings.entmax import Tsallis
@@ -42,15 +46,15 @@ NAME = "triton"
 
 MAX_VECTOR_WIDTH = 4096
 MAX_MASK_PAIRS = 2**28
-"""Pairs of a mask that is made an array: more would take more memory than what it saves."""
+"""The most pairs of a mask that is expanded to an array."""
 MAX_VALUE_WIDTH = 256
 TANH_FUNCTION_PAIRS = 8
-"""Pairs of functions that stand for tanh in 16 bits."""
+"""Pairs of functions that approximate tanh in 16 bits."""
 TANH_ERROR = 2.0**-7
-"""What they may be off by, about what rounding W₁q + W₂k to bfloat16 does to tanh; half as much
-again where nobody asks for a gradient."""
+"""Their largest error: about what rounding W₁q + W₂k to bfloat16 does to tanh. Without a gradient
+it is half as much again."""
 TANH_ERROR_FRACTION = {"bfloat16": 1.0, "float16": 0.125}
-"""Of that, how near fewer pairs must come to be taken."""
+"""The fraction of that error within which fewer pairs are enough, by data type."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -63,15 +67,15 @@ def unsupported_reason(call: Call) -> str | None:
     if missing:
         return missing
     if fw.dtype_name(call.query) == "float64":
-        return "the kernels sum in float32"
+        return "the kernels compute in float32, not in float64"
     if isinstance(call.weighting, Tsallis):
-        return "the kernels know an alpha from 1.05 to 2 that is not learned"
+        return "the kernels support entmax only for a fixed alpha from 1.05 to 2"
     if fw.in_functional_transform():  # type: ignore[attr-defined]
-        return "torch.func and forward mode ask for rules that the kernels have not"
+        return "the kernels have no rules for torch.func and forward-mode derivatives"
     if type(call.weighting) not in KERNEL_WEIGHTINGS:
-        return f"the kernels do not know {type(call.weighting).__name__}"
+        return f"the kernels do not support the weighting {type(call.weighting).__name__}"
     if getattr(call.weighting, "on_empty", "zero") != "zero":
-        return "the kernels give 0 to a row without weights"
+        return "the kernels support only on_empty='zero'"
     if getattr(call.weighting, "straight_through", False):
         return unsupported_reason(replace(call, weighting=Hard())) or unsupported_reason(
             replace(call, weighting=Softmax())
@@ -91,17 +95,19 @@ def unsupported_reason(call: Call) -> str | None:
         many = math.prod(temperature.shape) * math.prod(getattr(call.bias, "shape", (0,)))
         if many > MAX_MASK_PAIRS:
             return (
-                f"a float mask for each temperature is an array of more than {MAX_MASK_PAIRS} pairs"
+                f"a float mask per temperature has {many} pairs; the kernels read {MAX_MASK_PAIRS}"
             )
         return None
     if call.fw.static_shape(call.query)[-1] > MAX_VECTOR_WIDTH:
-        return f"vectors are wider than {MAX_VECTOR_WIDTH} numbers"
+        return f"vectors have more than {MAX_VECTOR_WIDTH} dimensions"
     return None
 
 
 def _is_plain_additive(call: Call) -> bool:
-    """Whether it is what the additive kernels know: softmax under bands and lengths alone. Others
-    have it as products of functions whose range must be looked at."""
+    """Return whether the additive kernels support the call: softmax, with bands and lengths only.
+
+    Other additive calls become products of functions, which depend on the range of the values.
+    """
     if not isinstance(call.score, Additive) or type(call.weighting) is not Softmax or call.dropout:
         return False
     temperature, bounds = call.weighting.temperature, split_mask(call)
@@ -110,7 +116,7 @@ def _is_plain_additive(call: Call) -> bool:
 
 
 def _mask_too_large_reason(call: Call, bounds: MaskBounds) -> str | None:
-    """Why the mask cannot be read as an array, where it must."""
+    """Return why the mask is too large to be expanded to an array; None: it is not."""
     whole = isinstance(call.score, Gaussian) and is_shift_sensitive(call)  # each query adds to it
     leads = [
         x.values.shape[:-2] if isinstance(x, ArrayMask) and not whole else call.lead
@@ -118,23 +124,23 @@ def _mask_too_large_reason(call: Call, bounds: MaskBounds) -> str | None:
     ]
     pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
     if pairs > MAX_MASK_PAIRS:
-        return f"the mask is one of {pairs} pairs: as an array the kernels read {MAX_MASK_PAIRS}"
+        return f"the mask has {pairs} pairs; the kernels read at most {MAX_MASK_PAIRS} as an array"
     return None
 
 
 def slower_reason(call: Call) -> str | None:
     if call.query.device.type != "cuda":
-        return "Triton's interpreter is for tests"
+        return "Triton's interpreter is slow, for tests only"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
     simple = simple and streaming.slower_reason(call) is None  # else `dense` would have it
     if plain and simple and not call.dropout and (call.rule is None or is_plain_causal(call.rule)):
-        return "as a plain dot product it runs in the framework's own kernel, which is faster"
+        return "the framework's own kernel is faster: the score is a plain dot product"
     return None
 
 
 def is_data_dependent(call: Call) -> bool:
-    """Whether the numbers decide if the score can be lowered: in 16 bits nothing is looked at."""
+    """Return whether array values decide if the score can be lowered; never in 16 bits."""
     if isinstance(call.score, Additive):
         return not _is_plain_additive(call)
     return call.score.needs_range and call.fw.dtype_name(call.query) == "float32"
@@ -143,11 +149,11 @@ def is_data_dependent(call: Call) -> bool:
 def describe(call: Call) -> str:
     if _is_plain_additive(call):
         if call.fw.dtype_name(call.query) == "float32":
-            return "tanh itself, tile by tile"
-        told = (
-            f"up to {TANH_FUNCTION_PAIRS} pairs of functions for each tanh, within {TANH_ERROR:.1g}"
+            return "exact tanh, tile by tile"
+        return (
+            f"tanh by up to {TANH_FUNCTION_PAIRS} pairs of functions, error at most "
+            f"{TANH_ERROR:.1g}; exact tanh beyond their range"
         )
-        return f"{told}; beyond, tanh itself"
     return "dot products tile by tile, no n × m matrix"
 
 
@@ -156,12 +162,11 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
 
 
 def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
-    """What runs calls of this kind; they may differ in lengths, batches and numbers.
+    """Return a function that runs calls like this one; lengths, batches and values may differ.
 
-    Where numbers decide (a score that `needs_range`, in float32), `unsupported_reason` must be
-    asked each time.
+    If values decide (`is_data_dependent`), check `unsupported_reason` for each call.
     """
-    from qkv.engines.triton import precompile
+    from qkv.engines.triton.launching import precompile
 
     if not is_interpreted() and not call.fw.is_traced(call.query):
         precompile.start_triton_setup()
@@ -170,18 +175,19 @@ def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None
     run = _build_plain_runner(call)
 
     def run_precompiled(call: Call) -> tuple[Array, Array | None, None]:
-        call = calls.ensure_seed(call)  # here, so that a dry run draws none
+        call = calls.ensure_seed(call)  # outside of the dry run, which must not draw a seed
         if call.fw.is_traced(call.query):
             return run(call)
-        with precompile.compile_together(partial(_dry_run, run, call)):  # compiled side by side
+        with precompile.compile_together(partial(_dry_run, run, call)):
             return run(call)
 
     return run_precompiled
 
 
 def _build_plain_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
-    """The same without a thought of what must be compiled, nor of a seed."""
-    from qkv.engines.triton import attend_operator, thresholds
+    """Return the same without compilation in advance and without drawing a seed."""
+    from qkv.engines.triton import attend_operator
+    from qkv.engines.triton.sparse import thresholds
 
     if _is_plain_additive(call):
         return _build_additive_runner(call)
@@ -199,7 +205,7 @@ def _build_plain_runner(call: Call) -> Callable[[Call], tuple[Array, Array | Non
 
 
 def _build_straight_through_runner(call: Call) -> Callable[[Call], tuple[Array, None, None]]:
-    """`hard`, with the gradient that softmax in its place has: Σ hard v + (Σ soft v − itself)."""
+    """Return a function for `hard` with softmax's gradient: Σ hard v + (Σ soft v − detached)."""
     kinds = Hard(), Softmax()
     hard, soft = (build_runner(replace(call, weighting=x)) for x in kinds)
 
@@ -216,7 +222,7 @@ def _build_straight_through_runner(call: Call) -> Callable[[Call], tuple[Array, 
 
 
 def _dry_run(run: Callable[[Call], Any], call: Call) -> None:
-    from qkv.engines.triton import precompile
+    from qkv.engines.triton.launching import precompile
 
     fw = call.fw
     precompile.run_forward_and_backward(
@@ -225,8 +231,8 @@ def _dry_run(run: Callable[[Call], Any], call: Call) -> None:
 
 
 def find_missing_kernels(call: Call) -> dict[Any, Callable[[], Any]]:
-    """What compiles each kernel that the call and its gradient need and that is not compiled."""
-    from qkv.engines.triton import precompile
+    """Return the compile jobs of the kernels that the call and its gradient need."""
+    from qkv.engines.triton.launching import precompile
 
     if is_interpreted() or call.fw.is_traced(call.query):
         return {}
@@ -235,8 +241,8 @@ def find_missing_kernels(call: Call) -> dict[Any, Callable[[], Any]]:
 
 
 def warm(call: Call) -> tuple[str, ...]:
-    """Compile these, side by side, with a bar; what they are."""
-    from qkv.engines.triton import launch, precompile
+    """Compile the missing kernels of a call, with a progress bar; return their names."""
+    from qkv.engines.triton.launching import launch, precompile
 
     jobs = find_missing_kernels(call)
     precompile.compile_jobs(jobs, launch.COMPILED_KERNELS, "compiling")
@@ -244,18 +250,23 @@ def warm(call: Call) -> tuple[str, ...]:
 
 
 def describe_pending_compilation(call: Call) -> str:
-    """Whether the next such call compiles first, and how long that takes where Triton's own cache
-    on disk has nothing."""
+    """Return whether the next such call compiles kernels, and about how long that takes.
+
+    The time assumes that Triton's cache on disk is empty.
+    """
     count = len(find_missing_kernels(call))
     if not count:
         return "ready"
-    seconds = math.ceil(1.5 + 0.2 * count)  # seen beside an H200
+    seconds = math.ceil(1.5 + 0.2 * count)  # measured on a host with an H200
     return f"compiles {count} kernels now, about {seconds} s"
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
-    """What makes the launches of calls without a gradient again, where φ and ψ are q and k."""
-    from qkv.engines.triton.torch_operator import PLAIN_TENSOR_TYPES
+    """Return a function that replays the launches of calls like this one; None: not possible.
+
+    It is possible without a gradient if φ and ψ are q and k themselves.
+    """
+    from qkv.engines.triton.launching.torch_operator import PLAIN_TENSOR_TYPES
 
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
     rule, leaves = call.rule, tree.array_leaves(call.fw, call)
@@ -275,7 +286,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
         return None
     score: Any = call.score
     if _is_plain_additive(call):
-        from qkv.engines.triton import additive_projection
+        from qkv.engines.triton.additive import additive_projection
 
         held = [getattr(score, name) for name in ("w_query", "w_key", "bias")]
         return (
@@ -295,12 +306,12 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
 
 def _build_replay(call: Call) -> Callable[..., Any]:
-    """The output of such calls by launches alone, of their arrays in the order of
-    `tree.array_leaves`."""
-    from qkv.engines.triton.launch_replay import ReplayedCall
+    """Return a function of a call's arrays, in the order of `tree.array_leaves`, that replays its
+    launches and returns the output."""
+    from qkv.engines.triton.launching.launch_replay import ReplayedCall
 
     fw, run, count = call.fw, _build_plain_runner(call), len(tree.array_leaves(call.fw, call))
-    hollow = tree.map_arrays(fw, fw.without_data, call)  # it must not keep the arrays
+    hollow = tree.map_arrays(fw, fw.without_data, call)  # does not keep the arrays alive
     return ReplayedCall(lambda *arrays: run(tree.replace_arrays(fw, hollow, arrays[:count]))[0])
 
 
@@ -309,7 +320,7 @@ def _build_additive_replay(call: Call) -> Callable[..., Array | None]:
 
     def replay_additive(query: Any, key: Any, value: Any, score: Any, *_: Any) -> Array | None:
         held = [score.w_query, score.w_key, score.v, *([] if score.bias is None else [score.bias])]
-        if any(x.get_device() != at for x in held):  # which no kind tells
+        if any(x.get_device() != at for x in held):  # the signature does not hold their device
             return None
         return again(query, key, value, *held, *tables)
 
@@ -317,8 +328,10 @@ def _build_additive_replay(call: Call) -> Callable[..., Array | None]:
 
 
 def _run_in_value_parts(value: Any, run: Callable[[Any], Any]) -> tuple[Array, Array]:
-    """The output and the log-sum-exp; values wider than a tile come in parts, each with the weights
-    found again."""
+    """Return the output and the log-sum-exp; values wider than a tile are pooled in parts.
+
+    Each part computes the weights again.
+    """
     if value.shape[-1] <= MAX_VALUE_WIDTH:
         return run(value)[:2]  # type: ignore[no-any-return]
     pooled = [run(x) for x in value.split(MAX_VALUE_WIDTH, -1)]
@@ -328,8 +341,10 @@ def _run_in_value_parts(value: Any, run: Callable[[Any], Any]) -> tuple[Array, A
 def _shape_results(
     call: Call, out: Array, lse: Array, offset: Array | None = None
 ) -> tuple[Array, Array | None, None]:
-    """The results with the call's own leading axes, and the log-sum-exp only if it is wanted, with
-    what each row (B, H, n, 1) has left out."""
+    """Return the results with the call's leading axes, and the log-sum-exp if it is requested.
+
+    `offset` (B, H, n, 1) is what the form left out of each row's scores.
+    """
     if len(call.lead) != 2:
         out = out.reshape(*call.lead, call.n, out.shape[-1])
     if not call.wants_lse:
@@ -339,8 +354,10 @@ def _shape_results(
 
 
 def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
-    """The output and α, of every head or their mean, for softmax of dot products; None for calls
-    of any other kind."""
+    """Return the output and α, per head or their mean, for softmax of dot products.
+
+    None: the call is of another kind.
+    """
     bounds = split_mask(call)
     dot = type(call.score) is Dot or (
         type(call.score) is ScaledDot
@@ -349,10 +366,10 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
     )
     if not dot or type(call.weighting) is not Softmax or len(call.lead) < 2:
         return None
-    told = MaskBounds(upper=bounds.upper, rules=bounds.rules)
+    supported_bounds = MaskBounds(upper=bounds.upper, rules=bounds.rules)
     if (
         is_array(call.weighting.temperature)
-        or bounds != told
+        or bounds != supported_bounds
         or call.dropout
         or unsupported_reason(call)
     ):
@@ -372,16 +389,16 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on any device."""
+    """Return whether Triton's interpreter runs the kernels in Python, on any device."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-_TABLE_CACHE: dict[Any, tuple[Array, ...]] = {}
+_TABLE_CACHE: dict[Any, tuple[Array, ...]] = create_table("triton.tanh_tables")
 
 
 def _get_tables(like: Any, learns: bool) -> tuple[Any, Any]:
-    """The table and the grid of `additive_features` for arrays like this."""
-    from qkv.engines.triton.additive_features import build_tables
+    """Return the table and the grid of `additive_features` for the device and dtype of `like`."""
+    from qkv.engines.triton.additive.additive_features import build_tables
 
     about = (like.device, TANH_ERROR_FRACTION.get(str(like.dtype).removeprefix("torch."), 1.0))
     if about not in _TABLE_CACHE:
@@ -391,9 +408,9 @@ def _get_tables(like: Any, learns: bool) -> tuple[Any, Any]:
 
 
 def _build_additive_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
-    """What runs calls of an additive score of this kind."""
-    from qkv.engines.triton import additive_projection
-    from qkv.engines.triton.additive import attend_additive
+    """Return a function that runs calls with an additive score like this one."""
+    from qkv.engines.triton.additive import additive_projection
+    from qkv.engines.triton.additive.additive import attend_additive
 
     def projection_inputs(call: Call) -> tuple[Any, ...]:
         query = as_four_axes(call, call.query, batch_and_heads(call)[1])

@@ -1,29 +1,35 @@
-"""out = Σⱼ α(s)ᵢⱼ vⱼ  with  s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)): the door.
+"""The operator for out = Σⱼ α(s)ᵢⱼ vⱼ with s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)).
 
-`attend` takes `Arrays` and `Numbers` by position. It calls the operators `qkv::attend_forward` and
-`qkv::attend_backward`; its results are the output, the log-sum-exp of each row of s, and what is
-kept of it.
+`attend` takes the fields of `Arrays` and `Numbers` by position. It calls the operators
+`qkv::attend_forward` and `qkv::attend_backward`. It returns the output, the log-sum-exp of each row
+of s, and `kept`: two numbers per row for the backward pass.
 
 query (B, H, n, w), key (B, Hₖ, m, w), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n), (2, B, H, n).
-Query head h looks at key head h // (H // Hₖ). key_bias (B, Hₖ, m), gate_query (B, H, n) and
-gate_key (B, Hₖ, m) are float32 and may be expanded.
+Query head h uses key head h // (H // Hₖ). key_bias (B, Hₖ, m), gate_query (B, H, n) and gate_key
+(B, Hₖ, m) are float32 and may be expanded.
 
-The pair i, j counts if lower ≤ j − i ≤ upper, j < lengths[batch], and
-layout[i // layout_size, j // layout_size]; None sets no bound. A `cap` bends dot products to
-cap · tanh(scale · q·k / cap), before `pairs` are added; one of −1 to c · tanh(scale · q·k),
-with c (B, H, n) each query's of `caps`, float32. `pairs` (B or 1, H or 1, n or 1, m or 1) is
-either uint8, 0 where a pair does not count, or floats that are added to the scores,
-multiplied by `times`; −∞ rules a pair out. Weights are dropped by a hash of `seed`, an int32.
-`whole` has what each row's score gradients add up to at 0 to the last digit, as one that
-multiplies whole rows needs.
+*Masks.* The pair i, j counts if all of these hold; None sets no bound:
 
-`entmax` takes its threshold t from row_a (B, H, n), as in α = max(0, (alpha − 1)s − t)^e with
-e = 1/(alpha − 1). `topk` takes the smallest chosen score from row_a and its position from
-row_b (int32): ties count up to there. Neither gets a gradient: it is in that of the scores.
+- lower ≤ j − i ≤ upper, and j < lengths[batch].
+- layout[i // layout_size, j // layout_size] is not 0.
+- `pairs` (B or 1, H or 1, n or 1, m or 1) allows it. As uint8, 0 excludes a pair. As floats, it is
+  multiplied by `times` and added to the scores; −∞ excludes a pair.
 
-A row with nothing to look at gives 0, its log-sum-exp −∞, and gradients 0. The second result
-is the total of the scores for `normalized`, the count for `average`, and else 0; gradients
-flow through it for `softmax` and `topk` alone.
+*Softcap.* `cap` > 0 replaces scale · q·k by cap · tanh(scale · q·k / cap), before `pairs` is added.
+`cap` = −1 replaces it by c · tanh(scale · q·k), with c from `caps` (B, H, n), float32.
+
+*Dropout.* A hash of `seed` (int32) and the position decides which weights are dropped.
+
+*Thresholds.* `entmax` reads t from row_a (B, H, n): α = max(0, (alpha − 1)s − t)^e with
+e = 1/(alpha − 1). `topk` reads the smallest chosen score from row_a and its position from row_b
+(int32): equal scores count up to that position. Their gradients are part of those of the scores.
+
+*Row sums.* With `whole`, the score gradients of each row add up to 0 exactly. A gradient that
+multiplies whole rows (a learned temperature) needs that.
+
+An empty row has output 0, log-sum-exp −∞ and gradients 0. The second result is the sum of scores
+for `normalized`, the count for `average`, and 0 for the other weightings without a log-sum-exp. It
+has a gradient only for `softmax` and `topk`.
 """
 
 from __future__ import annotations
@@ -33,11 +39,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import backward, forward
-from qkv.engines.triton.kernel_call import SCHEMA_ARGUMENTS
-from qkv.engines.triton.launch_replay import replay_launches
-from qkv.engines.triton.records import ARRAY_COUNT, Arrays
-from qkv.engines.triton.torch_operator import refuse_second_derivative, register_operator
+from qkv.engines.triton.backward import backward
+from qkv.engines.triton.forward import forward
+from qkv.engines.triton.launching.kernel_call import SCHEMA_ARGUMENTS
+from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.torch_operator import refuse_second_derivative, register_operator
+from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
 
 PAIRS_INDEX, CAPS_INDEX = map(Arrays._fields.index, ("pairs", "caps"))
 

@@ -1,4 +1,7 @@
-"""Rows that another kernel spoiled, multiplying what a causal mask rules out by 0, done over."""
+"""Recompute rows into which PyTorch's kernel let a NaN or ∞ that a causal mask excludes.
+
+PyTorch's kernel multiplies excluded values by 0, and 0 · NaN is NaN.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
-from qkv.engines.triton.backward_queries import accumulate_query_gradients
-from qkv.engines.triton.forward import empty_state, finish_rows, pool_tiles, store_rows
-from qkv.engines.triton.kernel_call import KernelCall, Numbers
-from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.launch_replay import replay_launches
-from qkv.engines.triton.program import load_query_tile, locate_keys
-from qkv.engines.triton.records import Arrays
-from qkv.engines.triton.score_tile import SavedRows, load_row_statistics, remaining_scale
-from qkv.engines.triton.tiles import (
+from qkv.engines.triton.backward.backward_queries import accumulate_query_gradients
+from qkv.engines.triton.forward.forward import empty_state, finish_rows, pool_tiles, store_rows
+from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching.kernel_call import KernelCall, Numbers
+from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.torch_operator import register_operator
+from qkv.engines.triton.tile_functions.program import load_query_tile, locate_keys
+from qkv.engines.triton.tile_functions.records import Arrays
+from qkv.engines.triton.tile_functions.score_tile import (
+    SavedRows,
+    load_row_statistics,
+    remaining_scale,
+)
+from qkv.engines.triton.tile_functions.tiles import (
     is_finite,
     jit_kernel,
     load_rows,
     visible_tiles,
     wait_for_previous_launch,
 )
-from qkv.engines.triton.torch_operator import register_operator
 from qkv.errors import ArgumentError
 
 BASE_CONSTEXPRS = dict.fromkeys(("SPLIT", "PACKED", "TMA", "FOLD", "CENTRED", "CENTRE"), False) | {
@@ -35,7 +42,7 @@ BASE_CONSTEXPRS = dict.fromkeys(("SPLIT", "PACKED", "TMA", "FOLD", "CENTRED", "C
 
 @triton.jit
 def _locate_head(out, parts, steps, z, F):
-    """This program's lane, its batch and head, their output, and whether its last row is finite."""
+    """Return this program's lane, batch, head and output, and whether its last row is finite."""
     lane = tl.program_id(0) // parts
     batch = tl.cast(lane // z.heads, tl.int64)
     head = tl.cast(lane % z.heads, tl.int64)
@@ -49,11 +56,11 @@ def _locate_head(out, parts, steps, z, F):
 
 @jit_kernel
 def repair_kernel(given, out, kept, scales, steps, z, parts, F: tl.constexpr):
-    """One head's output over again, if its last row is not finite: softmax over j − i ≤ upper.
+    """Recompute one head's output if its last row is not finite: softmax over j − i ≤ upper.
 
-    `parts` programs share a head's tiles of rows. There are few programs, so that to look and
-    return costs next to nothing; every tile is done with care, so that there is one loop to
-    compile. `kept` is as `pool_kernel` fills it, if it is given.
+    `parts` programs share a head's row tiles. There are few programs, so the check costs almost
+    nothing. Every tile is NaN-safe, so there is one loop to compile. `kept` may be None; it is
+    filled as by `pool_kernel`.
     """
     lane, batch, head, out, sound = _locate_head(out, parts, steps, z, F)
     if sound:
@@ -79,9 +86,9 @@ def repair_queries_kernel(
     given, out, along, kept, dquery, scales, steps, z, parts,
     a_b, a_h, a_n, a_d, d_b, d_h, d_n, F: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one head's queries over again, if its last row of output is not finite.
+    """Recompute the gradient of one head's queries if the last row of its output is not finite.
 
-    As `repair_kernel`, whose `out` and `kept` this takes; `along` may have any strides.
+    It takes `out` and `kept` of `repair_kernel`; `along` may have any strides.
     """
     lane, batch, head, out, sound = _locate_head(out, parts, steps, z, F)
     if sound:
@@ -117,9 +124,9 @@ def repair_queries_kernel(
 def _launch_repair(
     call: KernelCall, kernel: Any, arrays: tuple[Tensor | None, ...], wide: bool, *strides: int
 ) -> None:
-    """One launch, of a program for each head, or of several where processors are left over.
+    """Launch a repair kernel with one program per head, or several if processors are free.
 
-    The first of the arrays is the output; the strides are those of the others.
+    The first array is the output; `strides` are those of the others.
     """
     lanes, early = call.b * call.h, launch.has_tma(call.query.device)
 
@@ -143,7 +150,7 @@ def _fake_repair(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
 def repair_in_place(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None = None
 ) -> None:
-    """`repair_output` of arrays that are known to fit, where no transform looks on."""
+    """Repair the output in place, without checks and outside of transforms: see `repair_output`."""
     if out.numel() and key.shape[2]:
         call = KernelCall(*Arrays(query, key, value), *Numbers(scale, upper=0))
         _launch_repair(call, repair_kernel, (out, kept), call.w > launch.MAX_FORWARD_TILE_WIDTH)
@@ -151,20 +158,22 @@ def repair_in_place(
 
 @register_operator(_fake_repair, mutates=("out",))
 def repair_output(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Repair in place the output of a kernel that multiplies what a causal mask rules out by 0.
+    """Repair in place the output of a kernel that multiplies causally masked values by 0.
 
     out (B, H, n, d), arguments as in `attend_operator`, with softmax and j ≤ i. A value that is not
-    finite makes NaN of rows that must not see it. The last row sees every key: a head is spoiled
-    only if its last row is not finite; the other heads are not touched. Without synchronisation:
-    every program looks at its head's last row. That row sees the value by right and does not become
-    finite, so a program that comes late finds what an early one found.
+    finite turns rows that must not see it into NaN. The last row sees every key, so a head needs a
+    repair only if its last row is not finite. Other heads are not written.
 
-    Returns what `repair_query_gradient` needs of the rows of spoiled heads; the rest of it means
-    nothing.
+    Programs need no synchronization: each checks its head's last row. That row sees the value and
+    stays not finite after the repair, so late and early programs agree.
+
+    Return `kept` for `repair_query_gradient`; only the rows of repaired heads are filled.
     """
     n, m = query.shape[2], key.shape[2]
     if m > n:
-        raise ArgumentError(f"the last of {n} queries must see all keys: pass the first {n} of {m}")
+        raise ArgumentError(
+            f"{m} keys for {n} queries: the last query must see all keys, pass the first {n} keys"
+        )
     kept = _fake_repair(out, query)
     repair_in_place(out, query, key, value, scale, kept)
     return kept
@@ -175,11 +184,12 @@ def repair_query_gradient(
     dquery: Tensor, along: Tensor, out: Tensor, kept: Tensor,
     query: Tensor, key: Tensor, value: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Repair in place the gradient of the query that such a kernel gives.
+    """Repair in place the gradient of the query from such a kernel.
 
-    `along` is ∂L/∂out, `out` the healed output and `kept` what `repair_output` returned. Those of
-    key and value are as they should be: the last row sees every key, and its own gradient is not
-    finite. Nothing is copied: `along` and `out` may have any strides, but for the last of `out`, 1.
+    `along` is ∂L/∂out, `out` the repaired output and `kept` the result of `repair_output`. The
+    gradients of key and value need no repair: the last row sees every key, so they are not finite
+    anyway. Nothing is copied: `along` and `out` may have any strides, except that the last stride
+    of `out` is 1.
     """
     call = KernelCall(*Arrays(query, key, value), *Numbers(scale, upper=0))
     if out.numel() and call.m:

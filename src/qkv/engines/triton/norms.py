@@ -1,7 +1,7 @@
-"""x / ‖x‖ and factor · ‖x‖² of each row, as torch operators that pass over the memory once.
+"""x / ‖x‖ and factor · ‖x‖² of each row, as PyTorch operators that read the memory once.
 
-Rows are the last axis, of any width; any axes may lead, in any order in memory. Numbers are
-bfloat16, float16 or float32, and the arithmetic is float32. A program holds a few rows whole.
+Rows are the last axis, of any width; the other axes may have any order in memory. Elements are
+bfloat16, float16 or float32; the arithmetic is float32. A program holds a few whole rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, workspace
-from qkv.engines.triton.launch_replay import replay_launches
-from qkv.engines.triton.tiles import jit_kernel, lanes_and_rows
-from qkv.engines.triton.torch_operator import refuse_second_derivative, register_operator
+from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.torch_operator import refuse_second_derivative, register_operator
+from qkv.engines.triton.tile_functions.tiles import jit_kernel, lanes_and_rows
 
 NUMBERS_PER_PROGRAM = 4096
-"""Numbers that a program takes, unless one row is wider."""
+"""Elements per program, unless one row is wider."""
 
 
 @triton.jit
 def _locate_rows(rows, F):
-    """This program's rows, where their numbers are, and which of these exist."""
+    """Return this program's rows, the offsets of their elements, and which elements exist."""
     row = tl.program_id(0).to(tl.int64) * F.ROWS + tl.arange(0, F.ROWS)
     column = tl.arange(0, F.BLOCK)[None, :]
     inside = (row < rows)[:, None]
@@ -35,7 +35,7 @@ def _locate_rows(rows, F):
 
 @triton.jit
 def _scale_to_range(x):
-    """x times a power of 2 that keeps its square in range, 1/‖that‖ (1 for 0), and the power."""
+    """Return x times a power of 2 that keeps squares in range, 1/‖…‖ (1 for 0), and the power."""
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 1)
     power = tl.where(top > 1e15, 2.0**-90, 1.0)
@@ -60,15 +60,17 @@ def _normalize_backward_kernel(g, x, dx, rows, F: tl.constexpr):
     u = y * short[:, None]
     across = along - u * tl.sum(u * along, 1)[:, None]
     across = across * short[:, None] * power[:, None]
-    asked = tl.sum((along != 0).to(tl.int32), 1) > 0  # else 0, not 0 · NaN of a row behind a mask
+    asked = tl.sum((along != 0).to(tl.int32), 1) > 0  # else 0, not 0 · NaN of a masked row
     across = tl.where(asked[:, None], across, 0.0)
     tl.store(dx + at, across.to(dx.dtype.element_ty), mask=inside)
 
 
 @jit_kernel
 def _square_kernel(x, out, factor, x_b, x_h, x_m, heads, length, length_out, rows, F: tl.constexpr):
-    """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other; those of
-    one head end with room up to `length_out`."""
+    """Write factor · ‖x‖² of rows of x (B, H, m, W) with any strides.
+
+    The results are contiguous per head; heads are `length_out` elements apart.
+    """
     row, _, inside = _locate_rows(rows, F)
     lane, own = lanes_and_rows(tl.program_id(0).to(tl.int64) * F.ROWS, length, F.ROWS)
     at = (lane // heads).to(tl.int64) * x_b + (lane % heads).to(tl.int64) * x_h
@@ -89,8 +91,10 @@ def _square_backward_kernel(g, x, dx, factor, rows, F: tl.constexpr):
 
 
 def _as_dense(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x, whose rows follow each other in memory in any order of the axes, else a copy of it; and
-    room of the same strides, so that a transpose is not copied."""
+    """Return x, or a contiguous copy if it has gaps, and an empty array with the same strides.
+
+    A transposed x has no gaps and is not copied.
+    """
     out = torch.empty_like(x)
     if out.stride() != x.stride() or x.stride(-1) != 1:
         x = x.contiguous()
@@ -99,7 +103,7 @@ def _as_dense(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _match_layout(grad: Tensor, x: Tensor, width: int) -> Tensor:
-    """The gradient, of so many numbers a row, in the order in which the rows of x lie."""
+    """Return the gradient, of `width` elements per row, in the memory order of x's rows."""
     steps = [step // max(x.shape[-1], 1) * width for step in x.stride()[:-1]]
     if grad.stride() == (*steps, 1):
         return grad
@@ -110,8 +114,8 @@ def _launch_rows(
     kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], numbers: tuple[float, ...] = (),
     *whole: int, each: int = NUMBERS_PER_PROGRAM,
 ) -> None:  # fmt: skip
-    """Start a kernel on arrays of x's size, or of a number for each of its rows, whose programs
-    take so many numbers each."""
+    """Launch a kernel on arrays of x's size, or with one number per row; `each` program takes so
+    many elements."""
     if not x.numel():
         return
     w = x.shape[-1]
@@ -154,9 +158,10 @@ def _normalize_rows_backward(grad: Tensor, x: Tensor) -> Tensor:
 )
 @replay_launches
 def normalize_rows(x: Tensor) -> Tensor:
-    """x / ‖x‖ of each row, and 0 for 0: (…, width) in x's dtype.
+    """Return x / ‖x‖ of each row, 0 for a row of 0: (…, width) in x's dtype.
 
-    No square overflows or underflows. The gradient is (g − u (u·g)) / ‖x‖, and g for a row of 0.
+    No square overflows or underflows. With u = x / ‖x‖ the gradient is (g − u (u·g)) / ‖x‖; it is g
+    for a row of 0.
     """
     x, out = _as_dense(x)
     _launch_rows(_normalize_kernel, x, (x, out))
@@ -178,7 +183,7 @@ def _squared_norms_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
 )
 @replay_launches
 def squared_norms(x: Tensor, factor: float) -> Tensor:
-    """factor · ‖x‖² of each row: (…, width) → (…, 1), float32, with gradient 2 · factor · g · x."""
+    """Return factor · ‖x‖² of each row, (…, 1) float32, with gradient 2 · factor · g · x."""
     out = _fake_rows(x, factor)
     if not x.shape[-1]:
         return out.zero_()

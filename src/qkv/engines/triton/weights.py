@@ -1,7 +1,7 @@
-"""αᵢⱼ = exp(scale · qᵢ·kⱼ − lseᵢ), of every head or their mean, in one pass over the pairs.
+"""The weights αᵢⱼ = exp(scale · qᵢ·kⱼ − lseᵢ) per head, or their mean, in one pass over the pairs.
 
-The log-sum-exp comes from the kernel that made the output, so no row is searched again, and of the
-heads' n × m matrices none is written where only the mean is wanted.
+The log-sum-exp comes from the kernel that computed the output. For the mean, no n × m matrix of a
+single head is written.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import backward as gradients
-from qkv.engines.triton import launch
-from qkv.engines.triton.kernel_call import KernelCall, Numbers
-from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.launch_replay import replay_launches
-from qkv.engines.triton.program import (
+from qkv.engines.triton.backward import backward
+from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching.kernel_call import KernelCall, Numbers
+from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.tile_functions.program import (
     compute_product,
     compute_tile_scores,
     load_mask_tile,
     load_query_tile,
     locate_keys,
 )
-from qkv.engines.triton.records import Arrays
-from qkv.engines.triton.score_tile import SavedRows, load_row_statistics, tile_weights
-from qkv.engines.triton.tiles import jit_kernel
+from qkv.engines.triton.tile_functions.records import Arrays
+from qkv.engines.triton.tile_functions.score_tile import (
+    SavedRows,
+    load_row_statistics,
+    tile_weights,
+)
+from qkv.engines.triton.tile_functions.tiles import jit_kernel
 
 TILE = Tile(64, 64, 64, 4, 3)
 BASE_CONSTEXPRS = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False)
@@ -34,16 +38,17 @@ BASE_CONSTEXPRS = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), F
 
 @jit_kernel
 def weights_kernel(given, lse, out, scales, steps, z, F: tl.constexpr):
-    """A tile of the weights of each head of a batch, or of their mean."""
+    """Write a tile of the weights of each head of a batch, or of their mean."""
     batch = tl.program_id(2)
     t = tl.program_id(0)
     col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
     row = (tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS))[:, None]
     within = row < z.n
-    if F.CUT:  # else 16 bytes are written at once
+    if F.CUT:  # without it, 16 bytes are written at a time
         within = within & (col < z.m)
-    # 32 bits from one place: 64 for each number of an odd length leave room for two programs.
+    # 32-bit offsets from one 64-bit pointer: 64-bit offsets need so many registers that only two
+    # programs share a processor.
     first = tl.program_id(1) * F.ROWS * tl.cast(steps.o_n, tl.int64) + t * F.COLS
     out += tl.cast(batch, tl.int64) * steps.o_b + first
     near = tl.arange(0, F.ROWS)[:, None] * steps.o_n + tl.arange(0, F.COLS)[None, :]
@@ -73,11 +78,11 @@ def compute_weights(
     query: Tensor, key: Tensor, lse: Tensor, scale: float, upper: int | None, mean: bool,
     pairs: Tensor | None = None, times: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """query (B, H, n, d), key (B, Hₖ, m, d), lse (B, H, n) → (B, n, m), or of heads (B, H, n, m).
+    """Return the weights (B, H, n, m), or with `mean` their mean over heads (B, n, m).
 
-    With `upper` the pair i, j counts if j − i ≤ upper; `pairs` are those of `attend_operator`.
-    The gradient is the whole one: that of the log-sum-exp, which must be the one of these scores,
-    is part of it.
+    query (B, H, n, d), key (B, Hₖ, m, d), lse (B, H, n). With `upper`, the pair i, j counts if
+    j − i ≤ upper; `pairs` is that of `attend_operator`. `lse` must be the log-sum-exp of these
+    scores: the gradient includes the one through it.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     given = (query, key, lse.float().contiguous(), pairs, scale, upper, times, mean)
@@ -124,7 +129,7 @@ def _launch_weights(*given: Any) -> Tensor:
 @replay_launches
 def _launch_weights_backward(*given: Any) -> tuple[Tensor, Tensor]:
     *arguments, along = given
-    return gradients.weights_backward(_build_call(*arguments), along, given[2])
+    return backward.weights_backward(_build_call(*arguments), along, given[2])
 
 
 class _WeightsFunction(torch.autograd.Function):

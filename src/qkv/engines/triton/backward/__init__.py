@@ -1,0 +1,1 @@
+"""Kernels of the gradients, and the functions that launch them."""

@@ -1,0 +1,186 @@
+"""The kernel for the gradients of queries, query gate and caps, in tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qkv.engines.triton.tile_functions import tiles
+from qkv.engines.triton.tile_functions.program import (
+    begin_row_program,
+    compute_product,
+    compute_tile_scores,
+    is_skipped,
+    load_mask_tile,
+)
+from qkv.engines.triton.tile_functions.score_tile import (
+    SavedRows,
+    is_all_finite,
+    load_row_statistics,
+    product_gradients,
+    remaining_scale,
+    score_gradients,
+    tile_weights,
+)
+from qkv.engines.triton.tile_functions.tanh import add_unit_gradients, clear_unit_sums
+from qkv.engines.triton.tile_functions.tiles import LN2, PARTIAL_SUM_COLUMNS, jit_kernel
+
+
+@triton.jit
+def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.constexpr):
+    """Return the gradients of a tile of queries after tiles lo … hi of the keys.
+
+    `back` holds ∂L/∂out (ROWS, d), top, share and centre (ROWS, 1); with TANH also pointers to the
+    sums per unit, to which gradients are added.
+    """
+    dq, one, two, lent = state
+    do, top, share, middle, slopes, along = back
+    QUICK: tl.constexpr = F.QUICK and not MASKED
+    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
+    for t in tl.range(lo, hi):
+        start, j, here, live, extra = load_mask_tile(t, rows, keys, scales.times, z, F, MASKED)
+        x, k = compute_product(rows, keys, start, here, F)
+        gated, steep, bend = compute_tile_scores(
+            x, rows, keys, start, here, scales.scale, F.BASE, F
+        )
+        s = gated
+        peak = top
+        if QUICK:
+            peak = top - extra
+        elif F.PAIRS == 2:
+            s = s + extra
+        p, lean = tile_weights(
+            s, j, live, peak, share, rows.row_a, rows.row_b, scales.alpha, F, RULED
+        )
+        if F.ALONG:
+            dp = tl.load(do + start + here[None, :]).to(tl.float32) * scales.share
+        else:
+            v = tiles.load_row_tile(
+                keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA
+            )  # (COLS, d)
+            dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
+        if F.DROP:
+            dp = dp * tiles.dropout_factor(rows.drawn, j, z.dropped, scales.share)
+        if F.CENTRE == 1:
+            one += tiles.fold_columns(tl.where(lean == 0, 0.0, lean * dp))
+            two += tiles.fold_columns(lean)
+        elif F.CENTRE == 2:
+            ds = score_gradients(p, lean, dp, middle, share, F)
+            one += tiles.fold_columns(ds)
+            two += tiles.fold_columns(lean)
+            if RULED:
+                k = tl.where(tiles.is_finite(k), k, 0.0)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
+            lent = tl.dot(lean.to(k.dtype), k, lent, input_precision=F.PRECISION)
+        else:
+            ds = score_gradients(p, lean, dp, middle, share, F)
+            logit, own, ds = product_gradients(ds, live, gated, steep, bend, scales.scale, F, RULED)
+            if F.GATE:
+                one += tl.sum(logit, 1)[:, None]
+            if F.CAP < 0:
+                two += tl.sum(own, 1)[:, None]
+            if F.TANH:
+                add_unit_gradients(slopes, along, ds, rows.held, k, F, True)
+            elif not F.WIDE:
+                if RULED:
+                    k = tl.where(tiles.is_finite(k), k, 0.0)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
+    return dq, one, two, lent
+
+
+@jit_kernel
+def backward_queries_kernel(
+    given, at, counts, along, centre, kept, dquery, one_out, two_out, scales, steps, z, lines,
+    F: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of one tile of queries, of their gate (`one_out`) and caps (`two_out`).
+
+    - CENTRE = 1: compute only entmax's centre, Σ lean · ∂L/∂α / Σ lean; with SPLIT both sums.
+    - CENTRE = 2: `centre` is an approximation. At the end, subtract the difference from the exact
+      centre times Σ lean · ψ, and write the exact centre to `one_out`.
+    - WIDE: do not compute the gradient of the query.
+
+    `heads` is the number of query heads.
+    """
+    if is_skipped(given, at, z, F):
+        return
+    rows, keys, spot, edges, part = begin_row_program(given, at, counts, steps, z, F)
+    lo, inner_lo, inner_hi, hi = edges
+    lines = tl.cast(lines, tl.int64)
+    known = SavedRows(along, centre, kept, lines)
+    top, share, middle = load_row_statistics(known, spot.line, F)
+    middle = middle[:, None]
+    lane = spot.batch * z.heads + spot.head
+    if F.ALONG:
+        do = along + spot.batch * steps.a_b + spot.head * steps.a_h  # (ROWS, 1)
+        do += rows.i * tl.cast(steps.a_n, tl.int64)
+    else:
+        do = tiles.load_rows(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
+    slopes = do
+    ones = do
+    if F.TANH:
+        slopes = clear_unit_sums(dquery, lane, spot.first, z.n, F)
+        ones = clear_unit_sums(one_out, lane, spot.first, z.n, F)
+    back = (do, top[:, None], share[:, None], middle, slopes, ones)
+    HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
+    PARTS: tl.constexpr = (
+        PARTIAL_SUM_COLUMNS if F.CENTRE > 0 else 1
+    )  # of sums: those of a gate spill in parts
+    LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
+    state = (
+        tl.zeros((F.ROWS, HELD), dtype=tl.float32),
+        tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
+        tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
+        tl.zeros((F.ROWS, LENT), dtype=tl.float32),
+    )
+    if F.LOWER and not F.LAYOUT and not F.EDGES:
+        state = accumulate_query_gradients(
+            state, rows, keys, back, scales, z, lo, inner_lo, F, True
+        )
+    if not F.EDGES:
+        state = accumulate_query_gradients(
+            state, rows, keys, back, scales, z, inner_lo, inner_hi, F, False
+        )
+    if F.QUICK:
+        dq, one, two, lent = state
+        good = is_all_finite(dq) & is_all_finite(one) & is_all_finite(two)
+        dq = tl.where(good, dq, 0.0)
+        state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lent)
+        inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
+    if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
+        state = accumulate_query_gradients(
+            state, rows, keys, back, scales, z, inner_hi, hi, F, True
+        )
+    dq, one, two, lent = state
+    one, two = tl.sum(one, 1), tl.sum(two, 1)
+    line = spot.line
+    there = spot.batch * steps.o_b + spot.head * steps.o_h
+    there += spot.row * tl.cast(steps.o_n, tl.int64)
+    if F.SPLIT:
+        line += tl.cast(part, tl.int64) * lines
+        there += part * lines * F.W
+    if F.CENTRE == 1:
+        if F.SPLIT:
+            tl.store(two_out + line, two, mask=spot.inside)
+        else:
+            one = one / tl.where(two == 0, 1.0, two)
+        tl.store(one_out + line, one, mask=spot.inside)
+    else:
+        if F.CENTRE == 2:
+            rest = (one / tl.where(two == 0, 1.0, two))[:, None]
+            dq = dq - rest * lent
+            tl.store(one_out + line[:, None], middle + rest, mask=spot.inside[:, None])
+        if F.GATE:
+            if F.WEIGHTING == "softmax":
+                one = one * LN2
+            tl.store(one_out + line, one, mask=spot.inside)
+        if F.CAP < 0:
+            cap = tl.sum(rows.cap, 1) * F.BASE
+            two = two / tl.where(cap == 0, 1.0, cap)
+            tl.store(two_out + line, two, mask=spot.inside)
+        if not F.WIDE:
+            dq = dq * remaining_scale(scales.scale, F)
+            column = tl.arange(0, F.BLOCK_W)[None, :]
+            where = dquery + there[:, None] + column
+            inside = spot.inside[:, None] & (column < F.W)
+            tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Kernels of the weighted sum, and the functions that launch them."""

@@ -1,0 +1,1 @@
+"""How kernels are compiled, launched and replayed, and how PyTorch sees them."""

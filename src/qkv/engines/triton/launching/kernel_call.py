@@ -1,0 +1,351 @@
+"""`KernelCall`: arrays, numbers and compile-time constants that all kernels of a call share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast, get_type_hints
+
+import torch
+import triton
+from torch import Tensor
+
+from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.sparse import support_lists
+from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
+from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays, Scales, Sizes, Strides
+from qkv.util.caches import memoize
+
+LOG2E = 1.4426950408889634
+
+
+class Numbers(NamedTuple):
+    """The arguments after `Arrays`; see `attend_operator`.
+
+    `alpha` is also the k of top-k. `hashed` is the number of heads per batch in the hash of
+    dropout. A call with a `cap` has no bias.
+    """
+
+    scale: float
+    weighting: str = "softmax"
+    alpha: float = 0.0
+    lower: int | None = None
+    upper: int | None = None
+    layout_size: int = 0
+    whole: bool = False
+    times: float = 1.0
+    dropout: float = 0.0
+    hashed: int = 1
+    cap: float = 0.0
+
+    @property
+    def as_scales(self) -> Scales:
+        """Return the scales as kernels take them: scores of softmax are in base 2."""
+        base = LOG2E if self.weighting == "softmax" else 1.0
+        share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return Scales(float(self.scale) * base, float(self.alpha), self.times * base, share)
+
+
+_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool",
+    int: "SymInt", int | None: "SymInt?",
+}  # fmt: skip
+SCHEMA_ARGUMENTS = ", ".join(
+    f"{_TYPES[kind]} {name}"
+    for record in (Arrays, Numbers)
+    for name, kind in get_type_hints(record).items()
+)
+"""The fields of both records in the syntax of PyTorch's operator schemas."""
+
+
+class TileLoop(NamedTuple):
+    """One loop of a pass: its tile, the lists of tiles or keys, and its compile-time constants."""
+
+    tile: Tile
+    lists: Tensor | None
+    counts: Tensor | None
+    list_columns: int
+    constexprs: dict[str, Any]
+
+
+def round_query(given: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments with a float32 query rounded to the dtype of 16-bit keys.
+
+    The gradient of the query stays float32.
+    """
+    query, key = given[:2]
+    return given if query.dtype == key.dtype else (query.to(key.dtype), *given[1:])
+
+
+class KernelCall:
+    """Arrays, numbers and compile-time constants that all kernels of a call share."""
+
+    def __init__(self, *given: Any) -> None:
+        arrays, numbers = Arrays(*given[:ARRAY_COUNT]), Numbers(*given[ARRAY_COUNT:])
+        scale, self.weighting, alpha, lower, upper, layout_size, self.needs_exact_row_sums, *_ = (
+            numbers
+        )
+        self.query, self.key, self.value = (as_row_major(x) for x in arrays[:3])
+        self.key_bias, self.gate_key = (
+            x if x is None or x.stride(2) == 1 else x.contiguous()
+            for x in (arrays.key_bias, arrays.gate_key)
+        )
+        self.gate_query, row_a, row_b, lengths, layout, self.caps = (
+            None if x is None else x.contiguous()
+            for x in (arrays.gate_query, *arrays[6:10], arrays.caps)
+        )
+        self.lengths = None if lengths is None else lengths.to(torch.int32)
+        self.layout = None if layout is None else (layout != 0).view(torch.uint8)
+        self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
+        self.support_lists, self.support_bits = cast(Any, arrays[12:14])
+        self.inputs = Arrays(
+            self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
+            row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
+            caps=self.caps,
+        )  # fmt: skip
+        self.b, self.h, self.n, self.w = self.query.shape
+        _, self.hk, self.m, self.d = self.value.shape
+        self.group, reach = self.h // self.hk, self.n + self.m
+        self.band = tuple(x if x is None else max(min(x, reach), -reach) for x in (lower, upper))
+        self.scales = numbers.as_scales
+        self.base_sizes = Sizes(
+            self.n, self.m, self.h, self.group, self.n, self.band[0] or 0, self.band[1] or 0,
+            layout_size, 0 if layout is None else layout.shape[1],
+            min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed,
+        )  # fmt: skip
+        kind = 0 if self.pairs is None else 1 + self.pairs.is_floating_point()  # `F.PAIRS`
+        self.is_masked = any(x is not None for x in (lower, upper, lengths, layout, self.pairs))
+        there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
+        self.strides = (
+            *self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3],
+            *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
+            *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
+            *shared_strides(self.pairs),
+        )  # fmt: skip
+        self.gradient_strides: tuple[int, ...] = (0, 0, 0)
+        even, unit = self._row_alignment(), 16 // self.query.element_size()
+        self.can_use_descriptors = launch.has_tma(self.query.device) and even > 0
+        self.float_mask_bytes = 0 if numbers.cap else self._measure_float_mask(numbers.times)
+        known = [x is not None for x in there]
+        facts = _base_constexprs(
+            self.w, self.d, self.query.dtype, self.weighting, alpha, kind, *known
+        )
+        own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
+        self.constexprs = facts | own | {"CAP": numbers.cap}
+        self.is_plain_product = self.key_bias is None and self.gate_key is None and not numbers.cap
+        plain = self.is_plain_product and (kind < 2 or self.float_mask_bytes > 0)
+        self.folds_scale = self.weighting == "softmax" and plain and scale > 0
+
+    def _measure_float_mask(self, times: float) -> int:
+        """Return the bytes of a mask element if the fast path applies (`F.QUICK`), else 0.
+
+        It applies to softmax of 16-bit rows with a float mask that descriptors can read, and
+        without bias, gate, lengths or dropout.
+        """
+        others = (self.key_bias, self.gate_key, self.lengths, self.seed)
+        if self.weighting != "softmax" or any(x is not None for x in others):
+            return 0
+        fits = (
+            self.query.element_size() == 2 and max(self.w, self.d) <= launch.MAX_BACKWARD_TILE_WIDTH
+        )
+        fits = fits and self.n % 8 == 0 and 0 not in self.strides[:9] and 1e-3 < times < 1e3
+        if self.pairs is None or not (
+            fits and self.can_use_descriptors and is_tma_readable(self.pairs)
+        ):
+            return 0
+        return int(self.pairs.element_size())
+
+    def _row_alignment(self) -> int:
+        """Return the bitwise OR of all row strides: a power of two divides it if it divides all.
+
+        0: a row does not start at a multiple of 16 bytes, the unit of TMA.
+        """
+        unit = 16 // self.query.element_size()
+        steps = self.d
+        for step in self.strides[:9]:
+            steps |= step
+        at = self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()
+        return steps if steps % unit == 0 and at % 16 == 0 else 0
+
+    def build_strides(self, out: Tensor | None = None) -> Strides:
+        """Return the strides of the arrays and of a result; 0 for strides that are not needed."""
+        of_out = (0, 0, 0, 0) if out is None else out.stride()[-4:]
+        return Strides(*self.strides, *of_out, *self.gradient_strides)
+
+    def allocate_buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return workspace.allocate_buffer(self.query, shape, dtype)
+
+    def choose_tile(self, name: str, rows: int) -> Tile:
+        size, banded = (
+            self.query.element_size(),
+            self.constexprs["LOWER"] or self.constexprs["UPPER"],
+        )
+        return launch.TILE_OVERRIDES.get(name) or launch.choose_tile(
+            name, self.w, self.d, size, rows, self.is_plain_product, banded, self.pairs is not None,
+            self.gate_key is not None, self.float_mask_bytes,
+        )  # fmt: skip
+
+    def run_with_fitting_tile(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
+        """Run with this tile, or with the largest smaller one that the device supports."""
+        about = (name, tile, self.query.device, self.query.dtype, *self.constexprs.values())
+        tile = launch.SHRUNK_TILES.get(about, tile) if launch.SHRUNK_TILES else tile
+        with launch.use_device(self.query.device):
+            while True:
+                try:
+                    return run(tile)
+                except triton.runtime.errors.OutOfResources:
+                    tile = launch.SHRUNK_TILES[about] = launch.shrink_tile(tile)
+
+    def product_block_width(self, tile: Tile, wide: bool) -> int:
+        return tile.chunk if wide else launch.block_width(self.w, self.query.dtype)
+
+    def pass_constexprs(self, tile: Tile, wide: bool, splits: int) -> dict[str, Any]:
+        """Return the compile-time constants of a pass with this tile."""
+        return self.constexprs | {
+            "BLOCK_W": self.product_block_width(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "WIDE": wide,
+            "SPLIT": splits > 1,
+            "CUT": self.lengths is not None or self.m % tile.cols != 0 or self.constexprs["EDGES"],
+            "TMA": tile.uses_descriptors and self.can_use_descriptors,
+            "LAID": tile.uses_descriptors
+            and self.can_use_descriptors
+            and is_tma_readable(self.pairs),
+        }
+
+    def split_loop(self, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
+        return launch.split_loop(self.query.device, programs, rows, block, waves)
+
+    def launch_kernel(
+        self, kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
+        out: Tensor | None, sizes: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
+    ) -> None:  # fmt: skip
+        """Launch a kernel; the call's arrays, scales and strides come before these arguments.
+
+        The strides include those of `out`.
+        """
+        whole, given = (self.build_strides(out), *sizes), (self.inputs, *arrays)
+        launch.launch_kernel(kernel, programs, given, self.scales, whole, facts, tile)
+
+    def build_sizes(self, **own: int) -> Any:
+        """Return the sizes of a pass: lengths, band, layout and dropout of the call, and `own`."""
+        return self.base_sizes._replace(**own)
+
+    def tile_loops(self, tile: Tile, splits: int, by_key: bool = False) -> list[TileLoop]:
+        """Return the loops of a pass: one, or one over all keys and one over `support_lists`."""
+        size = tile.cols if by_key else tile.rows
+        plain = splits == 1 and self.layout is None and size in (ROWS_PER_LIST, 2 * ROWS_PER_LIST)
+        if (
+            self.support_lists is None
+            or not plain
+            or max(self.w, self.d) > launch.MAX_BACKWARD_TILE_WIDTH
+        ):
+            return [TileLoop(tile, *self.layout_lists(tile, by_key), {"MANY": 0})]
+        at, few = self.support_lists, Tile(ROWS_PER_LIST, ROWS_PER_LIST // 2, ROWS_PER_LIST, 4, 3)
+        if by_key:
+            few = few._replace(rows=few.cols, cols=few.rows)
+            at = support_lists.allocate_lists(self.query, self.n, self.support_bits.shape[2])
+            support_lists.fill_lists(self.support_bits, at, self.n, self.band)
+        many = size // ROWS_PER_LIST
+        return [
+            TileLoop(
+                some, at, None, at.shape[-1], {"LISTED": kind, "MANY": many, "EDGES": kind == 2}
+            )
+            for kind, some in ((1, tile), (2, few))
+        ]
+
+    def layout_lists(
+        self, tile: Tile, by_key: bool = False
+    ) -> tuple[Tensor | None, Tensor | None, int]:
+        """Return, per tile of queries (or keys), the tiles of the others: full, partial, empty."""
+        if self.layout is None:
+            return None, None, 0
+        kinds = _classify_tiles(self, tile)
+        kinds = kinds.T if by_key else kinds
+        at = torch.argsort(kinds, dim=1, descending=True, stable=True).to(torch.int32)
+        counts = torch.stack([(kinds == 2).sum(1), (kinds == 1).sum(1)], 1).to(torch.int32)
+        return at.contiguous(), counts.contiguous(), at.shape[1]
+
+
+def is_tma_readable(pairs: Tensor | None) -> bool:
+    """Return whether TMA can read the float mask: its rows start at multiples of 16 bytes."""
+    if pairs is None or not pairs.is_floating_point():
+        return False
+    b, h, n, m = shared_strides(pairs)
+    even = (b | h | n) * pairs.element_size() % 16 == 0 and pairs.data_ptr() % 16 == 0
+    return even and n > 0 and m == 1
+
+
+def shared_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a mask array; 0 for an axis of length 1."""
+    if x is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else x.stride(axis) for axis, size in enumerate(x.shape))
+
+
+@memoize("triton.base_constexprs")
+def _base_constexprs(
+    w: int, d: int, dtype: torch.dtype, weighting: str, alpha: float, pairs: int, *known: bool
+) -> dict[str, Any]:
+    """Return the compile-time constants of every kernel of a call.
+
+    On NVIDIA GPUs a float32 product is three products of the matrix units (tf32x3): as precise, in
+    a fraction of the time and code. The scores of top-k are summed term by term instead, because
+    loops of any shape must compute identical scores.
+    """
+    whole = dtype != torch.float32 or launch.is_interpreted() or torch.version.hip is not None
+    precision = "ieee" if whole else "tf32x3"
+    return {
+        "W": w,
+        "D": d,
+        "BLOCK_D": launch.block_width(d, dtype),
+        "WEIGHTING": weighting,
+        "POWER": {2.0: 1, 1.5: 2}.get(alpha, 0) if weighting == "entmax" else 0,
+        "APART": dtype == torch.float32,
+        "FAST": dtype != torch.float32 and not launch.is_interpreted(),
+        "PRECISION": precision,
+        "SCORES": "ieee" if weighting == "topk" else precision,
+        "PAIRS": pairs,
+        **dict.fromkeys(("TANH", "LISTED"), 0),
+        **dict(zip(("LOWER", "UPPER", "BIAS", "GATE", "LAYOUT", "DROP"), known, strict=True)),
+        **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID"), False),
+        "EXPONENTIAL": weighting in ("softmax", "topk"),
+        "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
+        "BASE": LOG2E if weighting == "softmax" else 1.0,
+    }
+
+
+def as_row_major(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _classify_tiles(call: KernelCall, tile: Tile) -> Tensor:
+    """Return (tiles of queries, tiles of keys): 2 if every pair counts, 1 if some, 0 if none.
+
+    A tile that exceeds the arrays, or that the band cuts, is at most partial (1).
+    """
+    layout, size = call.layout, call.base_sizes.size
+    assert layout is not None
+    lower, upper = call.band
+    sums = torch.nn.functional.pad(layout.to(torch.int32).cumsum(0).cumsum(1), (1, 0, 1, 0))
+    edges = []
+    for length, block in ((call.n, tile.rows), (call.m, tile.cols)):
+        first = torch.arange(0, length, block, device=layout.device)
+        last = torch.clamp(first + block, max=length) - 1
+        edges.append((first, last, first // size, last // size + 1))
+    (i0, i1, top, bottom), (j0, j1, left, right) = edges
+    strips = sums[bottom] - sums[top]
+    count = strips[:, right] - strips[:, left]
+    full = count == (bottom - top)[:, None] * (right - left)[None, :]
+    full &= (i0 + tile.rows <= call.n)[:, None] & (j0 + tile.cols <= call.m)[None, :]
+    some = count > 0
+    near = j0[None, :] - i1[:, None]  # the smallest and the largest j − i of the tile
+    far = j1[None, :] - i0[:, None]
+    if lower is not None:
+        some &= far >= lower
+        full &= near >= lower
+    if upper is not None:
+        some &= near <= upper
+        full &= far <= upper
+    return some.to(torch.int32) + (some & full).to(torch.int32)

@@ -1,0 +1,413 @@
+"""Launch a kernel: choose its tile, split its loop, and look up or compile its binary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from qkv.engines.triton.launching import precompile, workspace
+from qkv.engines.triton.tile_functions.records import (
+    IS_INTERPRETED,
+    SPECIALIZED_SIZES,
+    Constexprs,
+    Scales,
+    intern_constexprs,
+)
+from qkv.errors import EngineError
+from qkv.util.caches import create_table, insert_bounded, memoize
+
+MIN_BLOCK_COLUMNS = 64
+MAX_FORWARD_TILE_WIDTH = 256
+"""The widest φ that a forward tile holds at once; a wider one is read in chunks."""
+MAX_BACKWARD_TILE_WIDTH = 128
+"""The same for the backward pass, where the tile also holds the gradients."""
+MAX_PACKED_ROWS = 64
+"""The most query rows, over all heads that share the keys, that one tile stacks."""
+MIN_ROWS_PER_PART = 512
+"""Fewest rows in a part of a split loop: less does not pay for the kernel that joins the parts."""
+
+
+class Tile(NamedTuple):
+    """The shape of a kernel's tiles and its launch options.
+
+    - rows, cols: queries and keys of a tile.
+    - chunk: columns of φ read at a time.
+    - warps, stages: Triton's `num_warps` and `num_stages`.
+    - waves: programs per processor that a split loop aims at.
+    - uses_descriptors: copy rows by TMA descriptors, on devices that have them.
+    - registers: the most registers per thread; None: the compiler decides.
+    - early: start while the previous launch ends; the kernel calls
+      `tiles.wait_for_previous_launch`.
+    """
+
+    rows: int
+    cols: int
+    chunk: int
+    warps: int
+    stages: int
+    waves: int = 4
+    uses_descriptors: bool = False
+    registers: int | None = None
+    early: bool = False
+
+
+TILE_OVERRIDES: dict[str, Tile] = {}
+"""Tiles set by hand, for tests and benchmarks, by pass: "pool", "split", "to_keys", "to_queries",
+"to_pairs", "mend"."""
+
+# Registers are limited where the NaN-safe loop would use more, so that more programs run at once.
+_FLOAT_MASK_TILE = Tile(64, 64, 64, 4, 3, uses_descriptors=True)
+_TALL_FLOAT_MASK_TILE = _FLOAT_MASK_TILE._replace(rows=128, warps=8, registers=128)
+FLOAT_MASK_TILES = {
+    "pool": (_TALL_FLOAT_MASK_TILE, _TALL_FLOAT_MASK_TILE._replace(stages=2)),
+    "to_keys": (_FLOAT_MASK_TILE, _FLOAT_MASK_TILE._replace(stages=2, registers=168)),
+    "to_queries": (_TALL_FLOAT_MASK_TILE, _FLOAT_MASK_TILE),
+    "to_pairs": (_FLOAT_MASK_TILE._replace(stages=2, registers=168),) * 2,
+}
+"""Tiles of the fast path for float masks (`F.QUICK`), for mask elements of 2 and of 4 bytes and
+widths up to 64."""
+
+SHRUNK_TILES: dict[tuple[Any, ...], Tile] = create_table("triton.shrunk_tiles")
+"""The smaller tile that replaces one which does not fit into the device's shared memory."""
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""`torch.cuda.current_device` without its check that CUDA is initialized."""
+
+
+@memoize("triton.tiles")
+def choose_tile(
+    name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False,
+    gated: bool = False, quick: int = 0,
+) -> Tile:  # fmt: skip
+    """Return the tile of a pass for φ of width w, values of width d and elements of `size` bytes.
+
+    Each is the fastest of those measured on an H200 at widths 64, 128 and, read in chunks, 768.
+    `plain`: no bias and no gate. `ruled`: a mask array is read. `quick`: bytes of a mask element on
+    the fast path (`F.QUICK`), else 0.
+    """
+    wide = max(w, d)
+    if quick and wide <= 64 and name in FLOAT_MASK_TILES:
+        return FLOAT_MASK_TILES[name][quick == 4]
+    if name == "mend":
+        # Small: most programs return after one check, and a large tile takes longer to start.
+        if wide * size > 256:
+            return Tile(16, 16, 32, 4, 1)
+        return Tile(64 if size == 2 else 32, 32, 32, 4, 1)
+    if name == "split":
+        block = max(16, next_power_of_2(min(rows, MAX_PACKED_ROWS)))
+        if w > MAX_FORWARD_TILE_WIDTH or size == 4:
+            return Tile(block, 64, 32, 4, 2)
+        if wide > 128:
+            return Tile(block, 32, 64, 4, 3)
+        if block == 16:
+            return Tile(16, 256, 64, 8, 2, 1, True)
+        return Tile(block, 128, 64, 8, 3, 1, True) if wide > 64 else Tile(block, 64, 64, 4, 3)
+    if name == "to_pairs":
+        if size == 4:
+            return Tile(64, 64 if wide > MAX_BACKWARD_TILE_WIDTH else 32, 32, 4, 2)
+        return Tile(64, 64, 64, 4, 3)
+    if size == 4:
+        if name == "pool":
+            return Tile(64, 64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 32, 4, 2)
+        if wide > MAX_BACKWARD_TILE_WIDTH:
+            # With values of width 16, eight warps read out of bounds (Triton 3.6).
+            return Tile(64, 32, 32, 8 if d > 32 else 4, 1)
+        return Tile(64, 32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 32, 4, 1)
+    if name == "pool":
+        if w > MAX_FORWARD_TILE_WIDTH:
+            return Tile(128, 256 if d <= 64 else 128, 64, 8, 3, 1, uses_descriptors=d <= 128)
+        if d > 256:
+            return Tile(64, 32, 64, 8, 2)
+        if wide > 128:
+            return Tile(128, 64, 64, 8, 2)
+        if wide > 64:
+            return Tile(64, 64, 64, 4, 3, uses_descriptors=plain)
+        return Tile(128, 64, 64, 4, 3, uses_descriptors=ruled)
+    if w > MAX_BACKWARD_TILE_WIDTH or d > MAX_BACKWARD_TILE_WIDTH:
+        if d > 128:
+            return Tile(64, 64, 64, 8, 2)
+        return Tile(128, 64, 64, 4, 3, uses_descriptors=name == "to_keys")
+    if name == "to_queries":
+        return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
+    if ruled and wide <= 64:
+        return Tile(64, 64, 64, 4, 2, uses_descriptors=True)
+    if wide > 64:
+        if not plain or ruled:
+            return Tile(32, 64, 64, 4, 4, uses_descriptors=True)
+        tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
+        return tile._replace(uses_descriptors=True)
+    if banded or gated:  # with 128 queries a gate spills registers: five times slower
+        return Tile(64, 64, 64, 4, 3)
+    return Tile(128, 64, 64, 4, 2, uses_descriptors=True)
+
+
+def shrink_tile(tile: Tile) -> Tile:
+    """Return the next smaller tile, for a device with too little shared memory."""
+    if tile.stages > 2:
+        return tile._replace(stages=tile.stages - 1)
+    if tile.cols > 32 and tile.cols >= tile.rows:
+        return tile._replace(cols=tile.cols // 2)
+    if tile.rows > 32:
+        return tile._replace(rows=tile.rows // 2, warps=4)
+    if tile.stages > 1:
+        return tile._replace(stages=1)
+    raise EngineError(
+        "no tile fits into this device's shared memory: pass engine='streaming' instead"
+    )
+
+
+@memoize("triton.processor_counts")
+def count_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@memoize("triton.tma_devices")
+def has_tma(device: torch.device) -> bool:
+    """Return whether the device copies tiles by TMA descriptors (Hopper and later)."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] >= 9)
+
+
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def set_descriptor_memory(at: int | None) -> None:
+    """Place the descriptors of the next launches at this address; None: Triton allocates them.
+
+    One address serves all launches of a replay, because each ends before the next starts. Reset it
+    afterwards: launches of other libraries need their own memory.
+    """
+    triton.set_allocator(_allocate_scratch if at is None else lambda *_: at)
+
+
+def is_interpreted() -> bool:
+    return IS_INTERPRETED
+
+
+def next_power_of_2(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def block_width(width: int, dtype: torch.dtype) -> int:
+    """Return the columns of a tile that holds rows of this width.
+
+    On an H200 (Triton 3.6), values of width 1 in 16 bits were wrong in a tile of 16 columns and
+    right in one of 64.
+    """
+    return max(next_power_of_2(width), 16 if dtype == torch.float32 else MIN_BLOCK_COLUMNS)
+
+
+class Launch(NamedTuple):
+    """A launch that can be repeated for arrays of the same shapes, strides and dtypes.
+
+    `numbers` are the kernel's arguments after its arrays. The first `record_length` arrays are
+    passed as one tuple.
+    """
+
+    compiled: Any
+    grid: tuple[int, ...]
+    numbers: tuple[Any, ...]
+    uses_descriptors: bool
+    record_length: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The bytes of its descriptors."""
+        if not self.uses_descriptors:
+            return 0
+        about = self.compiled.metadata
+        return int(about.global_scratch_size * about.num_ctas * math.prod(self.grid))
+
+    @property
+    def launcher_arguments(self) -> tuple[Any, ...]:
+        """The arguments of Triton's launcher between the stream and the arrays."""
+        return self.compiled.function, self.compiled.packed_metadata, None, None, None
+
+    def enqueue(self, stream: int, arrays: Sequence[Any]) -> None:
+        """Launch with pointers. For a tensor, Triton would ask the driver for its device."""
+        if self.uses_descriptors:
+            set_descriptor_memory(None)  # a thread has its own
+        if has_launch_hook():
+            self.compiled[self.grid](*arrays, *self.numbers)
+            return
+        self.compiled.run(*self.grid, stream, *self.launcher_arguments, *arrays, *self.numbers)
+
+
+class KernelKey(NamedTuple):
+    """Everything that a kernel is compiled for; `str()` returns a readable name.
+
+    `misalignments` are the pointers modulo 16. `integer_classes` are Triton's classes of integers:
+    1, a multiple of 16 (2), any other (0).
+    """
+
+    name: str
+    kernel: int
+    tile: Tile
+    device: torch.device
+    constexprs: Constexprs
+    dtypes: tuple[torch.dtype | None, ...]
+    misalignments: tuple[int | None, ...]
+    integer_classes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        told = " ".join(str(x) for x in self.constexprs.values if type(x) is not bool)
+        dtype = str(self.dtypes[0]).removeprefix("torch.")
+        return f"{self.name.strip('_')} of {dtype}: {told}"
+
+
+COMPILED_KERNELS: dict[KernelKey, Any] = create_table("triton.compiled_kernels")
+"""Compiled kernels. Triton's own lookup takes longer."""
+MAX_INT32 = 2**31 - 1
+MAX_CACHED_ENTRIES = 4096
+"""The most entries of the tables of kernels and of launch lists."""
+
+
+def launch_kernel(
+    kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
+    floats: tuple[float, ...], whole: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
+) -> None:  # fmt: skip
+    """Launch a kernel with parameters in this order: arrays, floats, integers, `F`.
+
+    Records (`Arrays`, `Scales`, `Strides`, `Sizes`) may come first in their group; the kernel takes
+    each as one tuple.
+    """
+    programs = programs if isinstance(programs, tuple) else (programs,)
+    grid = (*programs, 1, 1)[:3]
+    how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    known = intern_constexprs(facts)
+    named: dict[str, Any] = {"F": known} | how
+    taken = len(arrays[0]) if isinstance(arrays[0], tuple) else 0
+    numbers = (floats, *whole) if isinstance(floats, Scales) else (*floats, *whole)
+    if is_interpreted():
+        kernel[grid](*arrays, *numbers, **named)
+        return
+    if tile.registers is not None:
+        named["maxnreg"] = tile.registers
+    if tile.early:
+        named["launch_pdl"] = True
+    flat = (*arrays[0], *arrays[1:]) if taken else arrays
+    at = [x if x is None else x.data_ptr() for x in flat]
+    odd = tuple([x if x is None else x % 16 for x in at])
+    device = flat[0].device
+    if any(x is not None and x.device != device for x in flat):  # the kernel would read host memory
+        devices = sorted({str(x.device) for x in flat if x is not None})
+        raise EngineError(f"the arrays of a kernel are on {' and '.join(devices)}: move all to one")
+    records = [x for x in whole if isinstance(x, tuple)]
+    sizes = whole[len(records) :]
+    told = [*chain(*records), *sizes]
+    if max(told) <= MAX_INT32:
+        # Triton compiles separately for 1, for multiples of 16, and for 64-bit integers.
+        count = len(sizes)
+        told = [x[i] for x in records for i in SPECIALIZED_SIZES.get(type(x), range(len(x)))]
+        told += [sizes[i] for i in _specialized_integers(kernel, -1 - count, count)]
+        told = [x if x == 1 else 2 * (x % 16 == 0) for x in told]
+    dtypes = tuple([x if x is None else x.dtype for x in flat])
+    about = KernelKey(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
+    compiled, listed = COMPILED_KERNELS.get(about), precompile.DRY_RUN_JOBS.get()
+    if compiled is None:
+        even: tuple[Any, ...] = dtypes
+        if taken:
+            even = (type(arrays[0])(*dtypes[:taken]), *dtypes[taken:])
+        given = arrays if any(odd) else even
+        untold = [_unspecialized_sizes(x) if type(x) in SPECIALIZED_SIZES else x for x in numbers]
+        job = partial(_compile_kernel, kernel, grid, (*given, *untold), named, device)
+        if listed is None:
+            precompile.compile_all_missing(COMPILED_KERNELS)
+            compiled = COMPILED_KERNELS.get(about) or job()
+            insert_bounded(COMPILED_KERNELS, about, compiled, MAX_CACHED_ENTRIES)
+        elif given is even:
+            listed[about] = job
+    if listed is not None:
+        return
+    # Triton's launcher skips compile-time arguments, but expects them in the list.
+    made = Launch(compiled, grid, (*numbers, known), tile.uses_descriptors, taken)
+    places = (tuple(at[:taken]), *at[taken:]) if taken else at
+    made.enqueue(current_stream(device.index), places)
+    notes = workspace.CURRENT_RECORDING.get()
+    if notes is not None:
+        notes.launches.append((made, at))
+        notes.kept_alive.extend(flat)
+
+
+def _compile_kernel(
+    kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any],
+    device: torch.device,
+) -> Any:  # fmt: skip
+    """Return the kernel compiled for these arrays or dtypes, with its launcher built."""
+    with use_device(device):
+        if isinstance(given[0], tuple):
+            mocks = map(triton.MockTensor.wrap_dtype, given[0])
+            given = (type(given[0])(*mocks), *given[1:])
+        made = kernel.warmup(*given, grid=grid, **named)
+        with suppress(
+            triton.runtime.errors.OutOfResources
+        ):  # a launch raises it again and takes a smaller tile
+            made.run  # noqa: B018
+        return made
+
+
+def _unspecialized_sizes(sizes: Any) -> Any:
+    """Return sizes for compilation that reveal only the specialized ones, and 32 or 64 bits."""
+    kind, other = type(sizes), [7 + 2**40 * (x > MAX_INT32) for x in sizes]
+    return kind(*[x if i in SPECIALIZED_SIZES[kind] else other[i] for i, x in enumerate(sizes)])
+
+
+@memoize("triton.specialized_integers")
+def _specialized_integers(kernel: Any, first: int, count: int) -> tuple[int, ...]:
+    """Return which of `count` integer parameters, from the first on, the kernel specializes."""
+    params = kernel.params[first:][:count]
+    return tuple(i for i, param in enumerate(params) if not param.do_not_specialize)
+
+
+def has_launch_hook() -> bool:
+    """Return whether a Triton profiler hooks into launches."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+def current_stream(index: int | None) -> int:
+    return _stream_getter()(index)  # type: ignore[no-any-return]
+
+
+@memoize("triton.stream_getter")
+def _stream_getter() -> Any:
+    return triton.runtime.driver.active.get_current_stream
+
+
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if is_current_device(device.index) else torch.cuda.device(device)
+
+
+def is_current_device(index: int | None) -> bool:
+    """Return whether this device is current; None, for a CPU, always is."""
+    return index is None or bool(index == _current_device())
+
+
+def split_loop(
+    device: torch.device, programs: int, rows: int, block: int, waves: int
+) -> tuple[int, int]:
+    """Return the number of parts that a loop over the rows is split into, and tiles per part.
+
+    With three quarters of the processors busy, a loop is not split if each program has a processor
+    or the parts would be few: the kernel that joins them costs more than it saves.
+    """
+    room, tiles, least = (
+        count_processors(device),
+        -(-rows // block),
+        max(MIN_ROWS_PER_PART // block, 1),
+    )
+    full = programs >= 3 * room // 4 and (waves == 1 or tiles < 4 * least)
+    if programs >= room or full or tiles < 2 * least:
+        return 1, tiles
+    span = max(-(-tiles * programs // (room * waves)), least)
+    return -(-tiles // span), span

@@ -1,0 +1,255 @@
+"""Record the launches of a function once and replay them for other arrays of the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce, wraps
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.engines.triton.launching import launch, precompile, workspace
+from qkv.engines.triton.launching.launch import Launch
+from qkv.engines.triton.launching.workspace import LaunchRecording
+from qkv.util import caches
+
+Pointers = tuple[int | None, ...]
+"""None and 0, then the pointers of the arguments, the results and the buffers, in this order."""
+
+
+class LaunchStep(NamedTuple):
+    """A launch, functions that select its arrays from `Pointers`, and Triton's launcher."""
+
+    launch: Launch
+    take_record: Callable[[Pointers], Any] | None
+    take_rest: Callable[[Pointers], Any]
+    run: Callable[..., None]
+    launcher_arguments: tuple[Any, ...]
+
+
+class LaunchList(NamedTuple):
+    """The recorded launches of one call.
+
+    - results: shape, strides and dtype of each result. Strides are None for a contiguous result
+      with the dtype of the first argument.
+    - matches_first_array: the only result has the shape and layout of the first argument.
+    - workspace_size: elements of the one workspace that holds all buffers.
+    - offsets, scratch_offset: where each buffer, and the descriptors, start in it (bytes).
+    - slices: for each slice, the index of the whole array in `Pointers` and the offset in bytes.
+    """
+
+    launches: tuple[LaunchStep, ...]
+    device_index: int | None
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype], ...]
+    is_single_result: bool
+    matches_first_array: bool
+    workspace_size: int
+    offsets: tuple[int, ...]
+    scratch_offset: int | None
+    slices: tuple[tuple[int, int], ...]
+
+    def replay(self, like: Tensor, given: tuple[int, ...], odd: int) -> Any:
+        """Return the results; None if a pointer is not aligned or the device is not current."""
+        if odd & 15 or not launch.is_current_device(self.device_index):
+            return None
+        # Sizes one by one, and no dtype: PyTorch parses a tuple or a dtype twice as slowly.
+        found = (
+            [torch.empty_like(like)]
+            if self.matches_first_array
+            else [
+                like.new_empty(*shape)
+                if stride is None
+                else like.new_empty_strided(shape, stride, dtype=dtype)
+                for shape, stride, dtype in self.results
+            ]
+        )
+        room = like.new_empty(self.workspace_size) if self.workspace_size else like
+        start, stream = room.data_ptr(), launch.current_stream(self.device_index)
+        of_results = map(Tensor.data_ptr, found)
+        at: Any = (None, 0, *given, *of_results, *[start + x for x in self.offsets])
+        at = (*at, *[at[i] + x for i, x in self.slices]) if self.slices else at
+        hooked = launch.has_launch_hook()
+        if self.scratch_offset is not None:
+            launch.set_descriptor_memory(start + self.scratch_offset)
+        try:
+            for made, record, rest, run, how in self.launches:
+                arrays = rest(at) if record is None else (record(at), *rest(at))
+                if hooked:
+                    made.enqueue(stream, arrays)
+                else:
+                    run(*made.grid, stream, *how, *arrays, *made.numbers)
+        finally:
+            if self.scratch_offset is not None:
+                launch.set_descriptor_memory(None)
+        return found[0] if self.is_single_result else tuple(found)
+
+
+class LaunchListCache(dict[Any, LaunchList]):
+    """Launch lists, keyed by everything except data pointers.
+
+    `unreplayable` holds the keys of calls that cannot be replayed.
+    """
+
+    def __init__(self) -> None:
+        self.unreplayable: set[Any] = set()
+
+    def run_and_record(self, about: Any, run: Callable[[], Any], given: Sequence[Tensor]) -> Any:
+        """Return the results of `run()` and cache its launches if they can be replayed.
+
+        They can if only launches wrote the buffers and the results.
+        """
+        if about in self.unreplayable:  # a recording would keep arrays alive in vain
+            return run()
+        before = [_write_count(x) for x in given]
+        with workspace.record_launches() as notes:
+            results = run()
+        alone = isinstance(results, Tensor)
+        found = (results,) if alone else results or ()
+        if [_write_count(x) for x in given] != before or _is_unreplayable(notes, given, found):
+            if len(self.unreplayable) >= launch.MAX_CACHED_ENTRIES:
+                self.unreplayable.clear()
+            self.unreplayable.add(about)
+            return results
+        steps = None if launch.TILE_OVERRIDES else _build_launch_list(notes, given, found, alone)
+        if steps is not None:
+            caches.insert_bounded(self, about, steps, launch.MAX_CACHED_ENTRIES)
+        return results
+
+
+def _write_count(x: Tensor) -> int:
+    """Return how often PyTorch wrote to x; 0 for inference tensors, which do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def _is_unreplayable(
+    notes: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor]
+) -> bool:
+    """Return whether a replay would miss something.
+
+    That is: PyTorch allocated or wrote an array that launches use, a result shares memory with a
+    reused buffer, or nothing was recorded (as under the interpreter).
+    """
+    used = notes.used_pointers
+    known = {None, 0, *[x.data_ptr() for x in (*given, *found, *notes.buffers)]}
+    known |= {x for x, base, _ in notes.slices if base in known}
+    results = {x.data_ptr() for x in found if x.numel()}
+    ours = (
+        used and used <= known and results <= used and not results & notes.reusable_buffers.keys()
+    )
+    return not ours or any(map(_write_count, (*notes.buffers, *found)))
+
+
+def _build_launch_list(
+    notes: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor], alone: bool
+) -> LaunchList | None:
+    """Return the launch list; None if pointers are unaligned, or slices overlap by chance."""
+    like, used, results = given[0], notes.used_pointers, {x.data_ptr() for x in found}
+    parts = [x for x in notes.slices if x[0] in used and x[2]]
+    wanted = used.union(base for _, base, _ in parts) - results
+    buffers = [x for x in notes.buffers if x.data_ptr() in wanted]
+    offsets, size = [], 0
+    for x in buffers:
+        offsets.append(size)
+        size += -(-x.untyped_storage().nbytes() // 128) * 128  # the next buffer starts aligned
+    at = (None, 0, *[x.data_ptr() for x in (*given, *found, *buffers)])
+    places = {x: i for i, x in reversed([*enumerate(at)])}
+    cuts = {x: (places[base], by) for x, base, by in parts}
+    if len(cuts) < len(parts) or cuts.keys() & places or any((x or 0) % 16 for x in used):
+        return None
+    places |= {x: i for i, x in enumerate(cuts, len(at))}
+    steps = []
+    for made, had in notes.launches:
+        taken = [places[x] for x in had]
+        record, rest = taken[: made.record_length], taken[made.record_length :]
+        takes = _make_getter(record) if record else None, _make_getter(rest)
+        steps.append(LaunchStep(made, *takes, made.compiled.run, made.launcher_arguments))
+    scratch = max(made.scratch_bytes for made, _ in notes.launches)
+    room = -(-(size + scratch) // like.element_size()), tuple(offsets), size if scratch else None
+    told = tuple((tuple(x.shape), _result_stride(x, like), x.dtype) for x in found)
+    alike = alone and told[0][:2] == (like.shape, None) and like.is_contiguous()
+    about = (like.device.index, told, alone, alike)
+    return LaunchList(tuple(steps), *about, *room, tuple(cuts.values()))
+
+
+def _make_getter(at: list[int]) -> Any:
+    """Return a function that selects these indices as a tuple."""
+    return itemgetter(*at) if len(at) > 1 else itemgetter(slice(at[0], at[0] + 1))
+
+
+def _result_stride(x: Tensor, like: Tensor) -> tuple[int, ...] | None:
+    return None if x.dtype == like.dtype and x.ndim and x.is_contiguous() else x.stride()
+
+
+class ReplayedCall:
+    """A function of arrays whose later calls only replay launches.
+
+    `run(*arrays)` returns one output with the dtype of the first array. It allocates with
+    `workspace.allocate_buffer`. Its launches may depend only on the sizes of the first two arrays,
+    on strides, and on which arguments are the same array. No width is 0.
+    """
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self.run = run
+        self.cache = LaunchListCache()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
+        # Launches know arrays by pointer, so the key says which arguments are the same array. This
+        # runs in every call: three arrays are written out, and contiguous ones need no strides.
+        given: tuple[int, ...]
+        q, k, v = given = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        odd, strides = q | k | v, None
+        if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
+            strides = query.stride(), key.stride(), value.stride()
+        about: tuple[Any, ...] = query.numel(), key.numel(), q == k, k == v, q == v, strides
+        if more:
+            given = (*given, *map(Tensor.data_ptr, more))
+            about = (*about, *map(Tensor.stride, more), *map(given.index, given))
+            odd = reduce(or_, given)
+        steps = self.cache.get(about)
+        found = None if steps is None else steps.replay(query, given, odd)
+        if found is None:
+            run = partial(self.run, query, key, value, *more)
+            with precompile.compile_together(run):
+                found = self.cache.run_and_record(about, run, (query, key, value, *more))
+        return found
+
+
+LAUNCH_LISTS = LaunchListCache()
+"""The launch lists of all functions that `replay_launches` decorates."""
+caches.register("triton.launch_lists", LAUNCH_LISTS)
+
+
+def replay_launches(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with its launches replayed in later calls.
+
+    Its first argument is an array, the others are arrays or numbers. It returns one or several new
+    arrays and allocates with `workspace.allocate_buffer`.
+    """
+
+    @wraps(function)
+    def replay_or_run(*given: Any) -> Any:
+        if (
+            workspace.CURRENT_RECORDING.get() is not None
+            or precompile.DRY_RUN_JOBS.get() is not None
+        ):
+            return function(*given)
+        arrays: list[Tensor] = []
+        about: list[Any] = [function]
+        for x in given:
+            if isinstance(x, Tensor):
+                arrays.append(x)
+                about.append((x.shape, x.stride(), x.dtype, x.get_device()))
+            else:
+                about.append(x)
+        at = tuple(map(Tensor.data_ptr, arrays))
+        # Launches know arrays by pointer, so the key says which arguments are the same array.
+        kind = (*about, *map(at.index, at))
+        steps = LAUNCH_LISTS.get(kind)
+        found = None if steps is None else steps.replay(arrays[0], at, reduce(or_, at))
+        if found is None:
+            return LAUNCH_LISTS.run_and_record(kind, lambda: function(*given), arrays)
+        return found
+
+    return replay_or_run

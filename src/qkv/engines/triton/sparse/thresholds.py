@@ -1,0 +1,143 @@
+"""Launch the kernels of `threshold_search` for a sparse weighting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching.kernel_call import (
+    SCHEMA_ARGUMENTS,
+    KernelCall,
+    Numbers,
+    round_query,
+)
+from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.torch_operator import register_operator
+from qkv.engines.triton.sparse import support_lists
+from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
+from qkv.engines.triton.sparse.threshold_search import LAST_POSITION, entmax_kernel, topk_kernel
+from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
+
+
+def _choose_tile(query: Tensor, kernel: Any, phase: int) -> Tile:
+    w = query.shape[-1]
+    if phase:
+        return Tile(ROWS_PER_LIST, ROWS_PER_LIST, 64, 4, 3, registers=128 if w <= 64 else 168)
+    if query.element_size() == 4:
+        return Tile(64, 64, 16, 4, 2)
+    if w > 128:
+        return Tile(128, 64, 64, 8, 2)
+    # With at most so many registers, four programs share a processor (three for wide entmax).
+    few = w <= 64 or kernel is topk_kernel
+    return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=128 if few else 168)
+
+
+def _launch_search(
+    kernel: Any, given: Arrays, numbers: Numbers, outs: tuple[Tensor | None, ...], *whole: int,
+    phase: int = 0,
+) -> None:  # fmt: skip
+    """Launch a search kernel with the largest tile that the device supports."""
+    call = KernelCall(*given, *numbers)
+    sizes = call.build_sizes(at_columns=0 if outs[-1] is None else outs[-1].shape[-1])
+    # A float32 product is one instruction per term in each loop, which compiles slowly at full
+    # width. In chunks, the order of the sum is the same.
+    wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or call.query.dtype == torch.float32
+    listed = phase if phase == 2 else 0
+    call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
+    call.constexprs |= {"SPLIT": False, "PACKED": False}
+
+    def run_tile(tile: Tile) -> None:
+        known = call.constexprs | {
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "TMA": tile.uses_descriptors and call.can_use_descriptors,
+            "BLOCK_W": tile.chunk if wide else max(16, launch.next_power_of_2(call.w)),
+        }
+        programs = call.b * call.h * -(-call.n // tile.rows)
+        call.launch_kernel(kernel, programs, outs, None, (sizes, *whole), known, tile)
+
+    call.run_with_fitting_tile(kernel.__name__, _choose_tile(call.query, kernel, phase), run_tile)
+
+
+def _allocate_outputs(
+    query: Tensor, key: Tensor, weighting: str, listed: bool
+) -> tuple[Tensor, ...]:
+    """Return empty results of `find_thresholds`, and the bits from which lists are made."""
+    rows, none = query.shape[:3], query.new_empty((0,), dtype=torch.int32)
+    row_a = workspace.allocate_buffer(query, rows)
+    row_b = none if weighting == "entmax" else workspace.allocate_buffer(query, rows, torch.int32)
+    if not listed:
+        return row_a, row_b, none.clone(), none.clone(), none
+    marks, across = support_lists.allocate_bits(query, key)
+    at = support_lists.allocate_lists(
+        query, key.shape[2], support_lists.count_tiles(query.shape[2])
+    )
+    return row_a, row_b, at, across, marks
+
+
+def _fake_thresholds(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    numbers = Numbers(*rest[ARRAY_COUNT - 2 : -1])
+    return _allocate_outputs(query, key, numbers.weighting, rest[-1])[:4]
+
+
+@register_operator(
+    _fake_thresholds,
+    schema=f"({SCHEMA_ARGUMENTS}, bool listed) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+@replay_launches
+def find_thresholds(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return row_a and row_b of `attend_operator`, and the lists and bits of `support_lists`.
+
+    The arguments are those of `attend_operator`, then whether to make lists; without them the last
+    two results are empty. No result has a gradient. query (B, H, n, w), key (B, Hₖ, m, w) →
+    (B, H, n).
+
+    *Entmax*, alpha in (1, 2]: row_a is the t with
+    Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1. It is 0 for an empty row, and NaN if a score
+    is NaN or +∞. row_b is empty.
+
+    *Top-k*, alpha = k: the k largest scores of a row are those with s > row_a, or s = row_a at a
+    key up to the position row_b (int32). If the k-th score has ties that do not count, row_a is
+    that score; otherwise it is between the k-th score and the next. A row with at most k scores
+    above −∞ has row_a = −∞ and row_b = 2³¹ − 1. A row with NaN or +∞ has row_a = NaN.
+    """
+    arrays, numbers = Arrays(*round_query(given[:ARRAY_COUNT])), Numbers(*given[ARRAY_COUNT:-1])
+    listed = given[-1]
+    query, key = arrays[:2]
+    row_a, row_b, lists, across, marks = _allocate_outputs(query, key, numbers.weighting, listed)
+    entmax = numbers.weighting == "entmax"
+    kernel, more = (entmax_kernel, ()) if entmax else (topk_kernel, (int(numbers.alpha),))
+    if not (row_a.numel() and key.shape[2]):
+        return (
+            row_a.fill_(0 if entmax else -torch.inf),
+            row_b.fill_(LAST_POSITION.value),
+            lists,
+            across,
+        )
+    outs: tuple[Tensor, ...] = (row_a,) if entmax else (row_a, row_b)
+    bits = (marks, across, lists) if listed else (None, None, None)
+    _launch_search(kernel, arrays, numbers, (*outs, *bits), *more, phase=int(listed))
+    if listed:
+        support_lists.fill_lists(marks, lists, key.shape[2])
+    if listed and entmax:
+        _launch_search(kernel, arrays, numbers, (row_a, None, None, lists), phase=2)
+    return row_a, row_b, lists, across
+
+
+def with_thresholds(arrays: Arrays, numbers: Numbers) -> Arrays:
+    """Return the arrays with the thresholds of a sparse weighting: row_a, row_b, lists, marks."""
+    if numbers.weighting not in ("entmax", "topk"):
+        return arrays
+    entmax, banded = numbers.weighting == "entmax", (numbers.lower, numbers.upper) != (None, None)
+    listed = support_lists.lists_pay_off(arrays.query, arrays.key, banded or not entmax)
+    # Values, layouts and dropout do not matter here, so kernels are not compiled for them.
+    given = arrays._replace(value=arrays.key, layout=None, seed=None)
+    row_a, row_b, lists, marks = find_thresholds(
+        *given, *numbers._replace(whole=False, dropout=0.0), listed
+    )
+    arrays = arrays._replace(row_a=row_a, row_b=None if entmax else row_b)
+    return arrays._replace(lists=lists, marks=marks) if listed else arrays

@@ -1,0 +1,281 @@
+"""Device functions on tiles: which tiles a row sees, which pairs count, how rows are loaded.
+
+Names: i and j are positions of queries and keys, shaped to broadcast to a tile. A *pair* is one
+batch and one head of keys, which `group` heads of queries share. Tiles of keys (of queries in
+`backward_keys`) are numbered from 0; `at` lists them for a block layout.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import triton
+import triton.language as tl
+
+from qkv.engines.triton.launching.precompile import NotifyingKernel
+
+# Import these by name: Triton's cache key covers functions, but not constants of a module.
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INFINITY = tl.constexpr(float("-inf"))
+INFINITY = tl.constexpr(float("inf"))
+LOWEST_FLOAT32 = tl.constexpr(-3e38)
+"""Nearly the lowest float32, so that adding a score does not make it −∞."""
+PARTIAL_SUM_COLUMNS = tl.constexpr(8)
+
+UNSPECIALIZED_NAMES = (
+    "n", "m", "rows", "rows_a", "rows_b", "length", "length_out", "lines", "lower", "upper",
+    "at_columns", "splits", "parts", "parts_lines", "count", "first_pair", "first_key", "keys_n",
+    "top_k", "tiles_a", "jobs_a", "others_count", "words", "rows_own", "keys_own", "lanes_own",
+    "batches_own", "heads_own",
+)  # fmt: skip
+"""Names of integer parameters that change between calls and are not part of `records.Sizes`."""
+
+jit_kernel = partial(
+    triton.jit if triton.knobs.runtime.interpret else NotifyingKernel,
+    do_not_specialize=UNSPECIALIZED_NAMES,
+)
+"""Decorator of kernels. A kernel is compiled once for all values of these parameters; Triton would
+compile again for 1 and for multiples of 16. Strides stay specialized: aligned rows are read 16
+bytes at a time."""
+
+
+@triton.jit
+def visible_tiles(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UPPER):
+    """Return which tiles the rows first … last see, with lower ≤ j − i ≤ upper and j < end.
+
+    Some pair counts in tiles lo … hi − 1, and every pair in tiles inner_lo … inner_hi − 1.
+    """
+    lo = 0
+    inner_lo = 0
+    hi = (end + BLOCK - 1) // BLOCK
+    inner_hi = end // BLOCK
+    if LOWER:
+        lo = tl.maximum(first + lower, 0) // BLOCK
+        inner_lo = (tl.maximum(last + lower, 0) + BLOCK - 1) // BLOCK
+    if UPPER:
+        hi = tl.minimum(hi, (tl.maximum(last + upper + 1, 0) + BLOCK - 1) // BLOCK)
+        inner_hi = tl.minimum(inner_hi, tl.maximum(first + upper + 1, 0) // BLOCK)
+    lo = tl.minimum(lo, hi)
+    inner_lo = tl.minimum(tl.maximum(inner_lo, lo), hi)
+    inner_hi = tl.minimum(tl.maximum(inner_hi, inner_lo), hi)
+    return lo, inner_lo, inner_hi, hi
+
+
+@triton.jit
+def listed_tiles(counts, tile, lengths):
+    """Return the same for the list of a layout: full tiles come first, unless lengths cut them."""
+    lo = 0
+    whole = tl.load(counts + tile * 2)
+    hi = whole + tl.load(counts + tile * 2 + 1)
+    if lengths is not None:
+        whole = 0
+    return lo, lo, whole, hi
+
+
+@triton.jit
+def wait_for_previous_launch(F):
+    """Wait until the previous launch has ended, if this one may have started early."""
+    if F.EARLY:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def lanes_and_rows(first, length, ROWS: tl.constexpr):
+    """Return lane and row within the lane for ROWS rows from `first` on; lanes have `length` rows.
+
+    One 64-bit division: a division per row would take longer than reading the row.
+    """
+    lane = first // length
+    near = (first - lane * length).to(tl.int32) + tl.arange(0, ROWS)
+    return lane.to(tl.int32) + near // length, near % length
+
+
+@triton.jit
+def clamp(x, lo, hi):
+    return tl.minimum(tl.maximum(x, lo), hi)
+
+
+@triton.jit
+def clip_to_part(edges, part, span):
+    """Return these tile bounds clipped to one part of a split loop."""
+    lo, inner_lo, inner_hi, hi = edges
+    start = part * span
+    stop = start + span
+    lo = clamp(lo, start, stop)
+    inner_lo = clamp(inner_lo, start, stop)
+    inner_hi = clamp(inner_hi, start, stop)
+    return lo, inner_lo, inner_hi, clamp(hi, start, stop)
+
+
+@triton.jit
+def load_length(lengths, batch, m):
+    """Return how many of a batch's m keys count."""
+    end = m
+    if lengths is not None:
+        end = tl.minimum(tl.load(lengths + batch), m)
+    return end
+
+
+@triton.jit
+def live_pairs(i, j, end, layout, z, F):
+    """Return which pairs of a tile count."""
+    live = (i < z.n) & (j < end)
+    if F.LOWER:
+        live = live & (j - i >= z.lower)
+    if F.UPPER:
+        live = live & (j - i <= z.upper)
+    if F.LAYOUT:
+        cell = layout + (i // z.size) * z.columns + j // z.size
+        live = live & (tl.load(cell, mask=live, other=0) != 0)
+    return live
+
+
+@triton.jit
+def apply_mask_array(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = False):
+    """Return what a tile of the mask array adds to the scores, and which pairs then count.
+
+    With QUICK, adding −∞ excludes a pair without a comparison, as long as its score is finite.
+    """
+    if F.PAIRS == 1:
+        added = read
+        counts = read != 0
+    else:
+        added = read.to(tl.float32)
+        counts = live
+        if not QUICK:
+            counts = added > NEG_INFINITY
+    if MASKED:
+        counts = counts & live
+    if F.PAIRS == 2:
+        if F.APART:  # log₂e times the lowest float would be −∞
+            added = tl.maximum(added, LOWEST_FLOAT32 / tl.maximum(times, 1.0))
+        added = added * times
+        if not QUICK:
+            added = tl.where(counts, added, 0.0)
+    return added, counts
+
+
+@triton.jit
+def mix_bits(x):
+    """Return the hash lowbias32 (Wellons) of uint32, as in `qkv.engines.dropout`."""
+    x = (x ^ (x >> 16)) * tl.cast(0x7FEB352D, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.cast(0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_hash(seed, lane, i, hashed):
+    """Return the dropout hash of rows i of a lane; `hashed` lanes make a batch."""
+    x = mix_bits(tl.load(seed).to(tl.uint32, bitcast=True))
+    x = mix_bits(x ^ tl.cast(lane // hashed, tl.uint32))
+    x = mix_bits(x ^ tl.cast(lane % hashed, tl.uint32))
+    return mix_bits(x ^ tl.cast(i, tl.uint32))
+
+
+@triton.jit
+def dropout_factor(of_row, j, dropped, share):
+    """Return 0 for dropped weights of a tile, `share` for the others."""
+    x = mix_bits(of_row ^ tl.cast(j, tl.uint32)) & tl.cast(0x7FFFFFFF, tl.uint32)
+    return tl.where(x >= tl.cast(dropped, tl.uint32), share, 0.0)
+
+
+@triton.jit
+def load_rows(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows at these offsets, (rows, BLOCK), with 0 beyond their width."""
+    column = tl.arange(0, BLOCK)[None, :]
+    if WIDTH == BLOCK:
+        x = tl.load(base + offset[:, None] + column)
+    elif WIDTH == 1:
+        x = tl.where(column == 0, tl.load(base + offset)[:, None], 0.0)
+    else:
+        x = tl.load(base + offset[:, None] + column, mask=column < WIDTH, other=0.0)
+    return x
+
+
+@triton.jit
+def load_some_columns(base, offset, width, BLOCK: tl.constexpr):
+    """Load the same with a width that is known only at run time."""
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(base + offset[:, None] + column, mask=column < width, other=0.0)
+
+
+@triton.jit
+def make_descriptor(
+    base, rows, step, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr
+):
+    """Return a matrix as `load_row_tile` reads it: a TMA descriptor, or the pointer itself."""
+    if TMA:
+        source = tl.make_tensor_descriptor(base, [rows, WIDTH], [step, 1], [ROWS, BLOCK])
+    else:
+        source = base
+    return source
+
+
+@triton.jit
+def load_row_tile(source, start, step, here, WIDTH, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Load the tile of rows from `start` on; beyond the last row it repeats that row, or has 0."""
+    if TMA:
+        x = source.load([start, 0])
+    else:
+        x = load_rows(source + start * step, here * step, WIDTH, BLOCK)
+    return x
+
+
+@triton.jit
+def load_width(width, F):
+    """Return the columns of φ and ψ, from device memory if only the device knows them."""
+    columns = F.W
+    if width is not None:
+        columns = tl.load(width)
+    return columns
+
+
+@triton.jit
+def add_wide_product(
+    x, left, left_at, right, right_at, width,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr = False,
+):  # fmt: skip
+    """Return x + left · rightᵀ for wide rows, one chunk of the width at a time.
+
+    left_at and right_at are offsets of the rows; with TMA, the first rows of descriptors.
+    """
+    for start in tl.range(0, width, CHUNK):
+        if TMA:
+            a = left.load([left_at, start])
+            b = right.load([right_at, start])
+        elif WIDTH % CHUNK == 0:
+            a = load_rows(left + start, left_at, CHUNK, CHUNK)
+            b = load_rows(right + start, right_at, CHUNK, CHUNK)
+        else:
+            a = load_some_columns(left + start, left_at, WIDTH - start, CHUNK)
+            b = load_some_columns(right + start, right_at, WIDTH - start, CHUNK)
+        x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def fold_columns(x):
+    """Return the sums of every eighth column, (rows, 8), which add up to the row sums.
+
+    One thread holds such columns, so a loop that accumulates them needs no exchange of data.
+    """
+    return tl.sum(
+        tl.reshape(x, (x.shape[0], x.shape[1] // PARTIAL_SUM_COLUMNS, PARTIAL_SUM_COLUMNS)), 1
+    )
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x.to(tl.float32)) < INFINITY
+
+
+@triton.jit
+def add_product_nan_safe(acc, p, v, counts, PRECISION: tl.constexpr):
+    """Return acc + p · v; NaN and ∞ in values that do not count have no effect."""
+    odd = (is_finite(v) == 0).to(v.dtype)
+    spoiled = tl.dot(counts.to(v.dtype), odd, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), tl.where(odd == 0, v, 0.0), acc, input_precision=PRECISION)
+    return tl.where(spoiled > 0, float("nan"), acc)
