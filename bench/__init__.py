@@ -1,10 +1,10 @@
-"""One script per question: qkv beside what a user would pick today, as ratios in one run.
+"""Benchmarks, one script per question: qkv and its alternatives, timed in the same run.
 
 `python -m bench` runs every CPU script in one process, `python -m bench.dot` one of them, and
-`python -m bench.gpu` those of a CUDA machine. `--small` shrinks the shapes to see that all runs,
-and writes nothing.
+`python -m bench.gpu` those for a CUDA machine. `--small` uses small shapes, to check that
+everything runs, and writes nothing.
 
-A script has `rows()`, which yields what `_side_by_side.compare` returns, and ends in
+A script has `rows()`, which yields results of `_side_by_side.compare`, and ends with
 `keep(name, rows())`, which writes `results/name.json`.
 """
 

@@ -1,4 +1,4 @@
-"""Every CPU script in one process, and at the end which goals were met.
+"""Run every CPU script in one process, and print at the end which goals were met.
 
 python -m bench [--small] [dot sparse …]
 """
@@ -35,7 +35,7 @@ SCRIPTS = (
 
 
 def script(name: str) -> Iterator[Row]:
-    """Its rows; an import that fails stops this script only."""
+    """Yield the rows of a script; a failed import stops only this script."""
     yield from importlib.import_module(f"bench.{name}").rows()
 
 

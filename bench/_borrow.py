@@ -1,7 +1,7 @@
-"""array_api_compat on a machine that does not have it and cannot fetch it.
+"""Provide array_api_compat on a machine that does not have it and cannot download it.
 
-SciPy and scikit-learn each carry a copy. It is loaded under the plain name, so that `qkv` finds it;
-its imports are relative, so the copy that its owner uses is left alone.
+SciPy and scikit-learn each vendor a copy. This module loads one under the plain name, so that `qkv`
+finds it. The copy's imports are relative, so SciPy's own use of it does not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seconds and MiB of one call, on the CPU and on a CUDA device."""
+"""Measure seconds and MiB of one call, on the CPU and on a CUDA device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PAUSE = 0.25
 
 
 class Cpu:
-    """The wall's clock."""
+    """Wall-clock time."""
 
     # A process keeps what it once had, so only a first call shows what it takes.
     sees_memory = False
 
     @property
     def cache(self) -> int:
-        """Bytes of the last cache before memory."""
+        """The bytes of the last-level cache."""
         sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
         return max((int(p.read_text().strip().rstrip("K")) * 1024 for p in sizes), default=2**25)
 
     def start(self, function: Callable[..., Any], given: tuple[Any, ...]) -> float:
-        """Run the function; what comes back is for `seconds`."""
+        """Run the function; the result is for `seconds`."""
         time.sleep(PAUSE)
         begin = time.perf_counter()
         function(*given)
@@ -36,7 +36,7 @@ class Cpu:
         return run
 
     def peak(self, function: Callable[..., Any], given: tuple[Any, ...] = ()) -> float:
-        """MiB of resident memory above the start while the function runs, sampled every 2 ms."""
+        """Return the peak of resident memory above the start in MiB, sampled every 2 ms."""
         done = threading.Event()
         begin = _resident()
         highest = [begin]
@@ -56,7 +56,7 @@ class Cpu:
 
 
 class Cuda:
-    """The device's own events. Calls are queued, so that a launch hides behind the work before."""
+    """CUDA events. Calls are queued, so launch time overlaps with earlier work."""
 
     sees_memory = True
 
@@ -82,7 +82,7 @@ class Cuda:
         return float(begin.elapsed_time(end)) / 1e3
 
     def peak(self, function: Callable[..., Any], given: tuple[Any, ...] = ()) -> float:
-        """MiB allocated above the start while the function runs, its output among them."""
+        """Return the peak of allocated memory above the start in MiB, including the output."""
         self.cuda.synchronize()
         self.cuda.reset_peak_memory_stats()
         begin = self.cuda.memory_allocated()

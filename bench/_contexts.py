@@ -1,7 +1,7 @@
-"""Circumstances for `bench.fuzz`: what a training script does around a call of `attend`.
+"""Contexts for `bench.fuzz`: what a training script does around a call of `attend`.
 
 A *context* runs the drawn call in another way that must give the same numbers. A *check* replaces
-the comparison by one of its own and returns a complaint or None.
+the comparison by its own and returns a complaint or None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_plainly(attend: Attend, given: Given) -> Any:
 
 
 def run_again(attend: Attend, given: Given) -> Any:
-    """The second call of a kind, which finds a cached plan."""
+    """Run the call twice; the second run uses a cached plan."""
     attend(given)
     return attend(given)
 
@@ -45,7 +45,7 @@ def run_checkpointed(attend: Attend, given: Given) -> Any:
 
 
 def run_in_autocast(attend: Attend, given: Given) -> Any:
-    """float32 arrays that autocast rounds to what they were before."""
+    """Pass float32 arrays that autocast rounds to the original ones."""
     dtype, device = given["query"].dtype, given["query"].device.type
     if dtype == torch.float32:
         return attend(given)
@@ -83,7 +83,7 @@ CONTEXTS: dict[str, Callable[[Attend, Given], Any]] = {
 
 
 def check_graph(attend: Attend, given: Given, other: Given) -> str | None:
-    """A captured forward and backward pass, replayed with other numbers, gives those of eager."""
+    """Check that a captured CUDA graph, replayed with other numbers, equals an eager run."""
     if not given["query"].is_cuda:
         return None
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
@@ -123,7 +123,7 @@ def check_graph(attend: Attend, given: Given, other: Given) -> str | None:
 
 
 def check_wrong_masks(attend: Callable[[Given, Any], Any], given: Given) -> str | None:
-    """Masks on another device or of a wrong shape are our errors, and the next call works."""
+    """Check that invalid masks raise qkv's errors, and that the next call works."""
     query, key = given["query"], given["key"]
     n, m = query.shape[-2], key.shape[-2]
     wrong: dict[str, Any] = {
@@ -155,7 +155,7 @@ LAYER_WEIGHTINGS = ("softmax", "entmax15", "sparsemax", "sigmoid")
 
 
 def check_layer(random: Random, device: str, dtype: torch.dtype) -> tuple[str, str | None]:
-    """A layer of heads in training: repeatable dropout, and the numbers of float64 without it."""
+    """Check a layer in training: reproducible dropout, and float64 results without it."""
     heads, score = random.choice((2, 4)), random.choice(LAYER_SCORES)
     weighting, length = random.choice(LAYER_WEIGHTINGS), random.randint(2, 200)
     causal, checkpointed = random.random() < 0.5, random.random() < 0.5

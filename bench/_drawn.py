@@ -1,4 +1,4 @@
-"""Random legal calls of `attend`, as arrays by name and the rest as a function of them."""
+"""Draw random valid calls of `attend`: named arrays, and the other arguments as a function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEEP = ("boxcar", "triangular", "epanechnikov", "normalized", "laplace")
 
 
 class Drawn(NamedTuple):
-    """Arrays by name, the other arguments as a function of such arrays, and how it reads."""
+    """A call: named arrays, a function from them to the other arguments, and a description."""
 
     arrays: dict[str, np.ndarray]
     how: Callable[[dict[str, Any]], dict[str, Any]]
@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
     told: str
 
     def call(self, given: dict[str, Any], **more: Any) -> Any:
-        """One array of the call: its output, or what comes beside it."""
+        """Return one array of the call: its output, or an additional result."""
         how = {**self.how(given), **more}
         query, key, value = (given[name] for name in ("query", "key", "value"))
         if self.returns == "weights alone":
@@ -132,7 +132,7 @@ def draw(random: Random) -> Drawn:
 
 
 def _ruled(rule: str, random: Random, make: Any, lead: Any, n: int, m: int) -> dict[str, Any]:
-    """The mask of a rule that holds no array of a framework."""
+    """Return the mask of a rule that holds no array of a framework."""
     if rule == "lengths" and lead:
         return {"mask": masks.lengths(make.integers(0, m + 1, lead[0]))}
     if rule == "documents" and n == m:
@@ -193,7 +193,7 @@ def _weighting(name: str, given: dict[str, Any]) -> Any:
 
 
 def rounded(drawn: Drawn) -> dict[str, np.ndarray]:
-    """What the call is given, in float64: numbers that its dtype has."""
+    """Return the inputs of the call in float64, rounded to its dtype."""
     kind = getattr(torch, drawn.dtype)
     return {
         name: x if x.dtype == bool else torch.tensor(x).to(kind).double().numpy()
@@ -202,8 +202,9 @@ def rounded(drawn: Drawn) -> dict[str, np.ndarray]:
 
 
 class Exact(NamedTuple):
-    """The equation in float64: the output, the gradients of Σ output · along, and how the first of
-    those changes along a way of the query."""
+    """The equation in float64: the output, the gradients of Σ output · along, and the derivative of
+    the first gradient along a direction of the query.
+    """
 
     output: np.ndarray
     slopes: list[np.ndarray]

@@ -1,4 +1,4 @@
-"""The textbook formulas in torch: the eager peer of a row, and in float64 its truth.
+"""Textbook formulas in torch: the eager alternative in a row, and its exact result in float64.
 
     formula(q, k, v, *parameters) = weigh(score(q, k, *parameters)) v
 
@@ -50,7 +50,7 @@ def softmax(s):
 
 
 def sparsemax(s):
-    """max(0, s − t), with t from the sorted row: the largest support whose sum stays below 1."""
+    """max(0, s − t), with the threshold t from the sorted row."""
     ordered = s.sort(-1, descending=True).values
     rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
     t = (ordered.cumsum(-1) - 1) / rank
@@ -59,7 +59,7 @@ def sparsemax(s):
 
 
 def entmax15(s):
-    """max(0, s/2 − t)², with t from the mean and the spread of each head of the sorted row."""
+    """max(0, s/2 − t)², with the threshold t from prefix means and variances of the sorted row."""
     s = (s - s.amax(-1, keepdim=True)) / 2
     ordered = s.sort(-1, descending=True).values
     rank = torch.arange(1, s.shape[-1] + 1, device=s.device, dtype=s.dtype)
@@ -71,7 +71,7 @@ def entmax15(s):
 
 
 def entmax15_by_halves(s, steps: int = 24):
-    """The same by bisection: no sort, but each step reads the row again."""
+    """Entmax 1.5 by bisection: no sort, but each step reads the row again."""
     s = (s - s.amax(-1, keepdim=True)) / 2
     low, width = s.new_full((*s.shape[:-1], 1), -1.0), 1.0
     for _ in range(steps):
@@ -84,7 +84,7 @@ def entmax15_by_halves(s, steps: int = 24):
 
 @dataclass(frozen=True)
 class Formula:
-    """wide: how many numbers the score holds per pair, so that float64 fits in memory."""
+    """A score and a weighting. wide: numbers per pair that the score holds in memory."""
 
     score: Callable[..., Any]
     weigh: Callable[..., Any] = softmax
@@ -99,7 +99,7 @@ class Formula:
         return self.weigh(s) @ v
 
     def exact(self, q, k, v, *parameters, cotangent=None, budget: int = 2**28) -> Sequence[Any]:
-        """The output in float64, or with a cotangent the gradients, a few queries at a time."""
+        """Return the output, or with a cotangent the gradients, in float64, block by block."""
         leaves = [x.double().requires_grad_(cotangent is not None) for x in (q, k, v, *parameters)]
         row = 8 * math.prod(q.shape[:-2]) * k.shape[-2] * self.wide
         step = max(1, budget // row)
@@ -114,7 +114,7 @@ class Formula:
 
 
 def there_and_back(function: Callable[..., Any]) -> Callable[..., Any]:
-    """function(*inputs) and its gradients for a given cotangent: both(*inputs, cotangent)."""
+    """Return a function of (*inputs, cotangent): the output and the gradients."""
 
     def both(*given):
         leaves = [x.detach().requires_grad_() for x in given[:-1]]
@@ -124,6 +124,6 @@ def there_and_back(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for the one shape of a row, whatever was compiled for the rows before."""
+    """Return torch.compile for the one shape of a row, after a reset of the compiler."""
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False)

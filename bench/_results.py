@@ -1,5 +1,6 @@
-"""What was measured, on what: printed, and kept in results/*.json, or results/aarch64/*.json where
-the processor is one of those."""
+"""Print results, and store them with the machine in results/*.json (results/aarch64/*.json on
+aarch64 processors).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the device and the versions of everything measured."""
+    """Return the processor, the device and the versions of everything measured."""
     found = {"cpu": _processor(), "cores": len(os.sched_getaffinity(0))}
     try:
         import torch
@@ -56,7 +57,7 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """The commit of src/, with a + if it was changed since; QKV_COMMIT where there is no Git."""
+    """Return the commit of src/, with a + if it was changed since; else QKV_COMMIT."""
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -75,7 +76,7 @@ def commit() -> str:
 
 
 def write(name: str, rows: list[dict[str, Any]], whole: bool) -> None:
-    """Put the rows into the file of this name, and into $OUT where that is set."""
+    """Write the rows into the file of this name, and into $OUT if that is set."""
     now, when = machine(), {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
     # Times of another kind of processor are no news of the same rows.
     own = platform.machine() != "x86_64" and "gpu" not in now
@@ -96,7 +97,7 @@ def write(name: str, rows: list[dict[str, Any]], whole: bool) -> None:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print a row: each side with its time, how many times as fast qkv is, and its error."""
+    """Print a row: the time of each side, the speedup of qkv, and its error."""
     print(row["work"])
     ours = row["sides"].get("qkv", {}).get("ms")
     for name, side in row["sides"].items():

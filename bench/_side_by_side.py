@@ -1,4 +1,4 @@
-"""One row of a table: the sides of one question, timed in turns, with their errors and goals."""
+"""Build one row of a table: several sides, timed in turns, with errors and goals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def size(full: int, small: int) -> int:
 
 
 def peer(module: str) -> Any:
-    """A module to measure against, or None where it is not installed."""
+    """Return a module to measure against, or None if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -34,7 +34,7 @@ def peer(module: str) -> Any:
 
 
 def mute(side: Side) -> Side:
-    """The side without its answer, where that is not the one asked for."""
+    """Return the side without its result, unless it is the one asked for."""
 
     def muted(*given: Any) -> None:
         side(*given)
@@ -43,7 +43,7 @@ def mute(side: Side) -> Side:
 
 
 def input_sets(make: Callable[[], tuple[Any, ...]], clock: Any = None) -> list[tuple[Any, ...]]:
-    """Three sets of inputs or more, together larger than the cache: no call finds its own there."""
+    """Return three or more sets of inputs that together exceed the cache."""
     cache = 0 if SMALL else (clock or Cpu()).cache
     sets: list[tuple[Any, ...]] = []
     total = 0
@@ -60,7 +60,7 @@ def times(
     clock: Any = None,
     limit: float = 60.0,
 ) -> dict[str, float]:
-    """The median seconds of each side, warm; they take turns, so that noise falls on all alike.
+    """Return the median seconds of each side, warm; they take turns, so noise affects all alike.
 
     After `limit` seconds three rounds are enough.
     """
@@ -91,12 +91,13 @@ def compare(
     repeats: int = 9,
     clock: Any = None,
 ) -> Row:
-    """A row of the table, printed as soon as it is known. The side in question is called "qkv".
+    """Return a row of the table, and print it. The side in question is called "qkv".
 
-    sides: each takes one of the sets; None is a peer that is not installed, and a side that returns
-    None has no error. exact: the outputs in float64 for a set. goals: how many times as fast as a
-    peer, or as the fastest of several. most: MiB above the start.
-    no_worse_than: the side whose error bounds ours. rate: the work of one call, and its unit.
+    sides: functions of one of the sets; None is a peer that is not installed, and a side that
+    returns None has no error. exact: the outputs in float64 for a set. goals: the wanted speedup
+    over a peer, or over the fastest of several. most: the limit in MiB above the start.
+    no_worse_than: the side whose error is the limit for qkv's. rate: the work of one call, and its
+    unit.
     """
     clock = clock or Cpu()
     found: dict[str, dict[str, Any]] = {name: {} for name in sides}
@@ -145,7 +146,7 @@ def compare(
 
 
 def speedup(row: Row, *names: str) -> float | None:
-    """How many times as fast qkv is as the fastest of these sides."""
+    """Return the speedup of qkv over the fastest of these sides."""
     sides = row["sides"]
     peers = [sides[name]["ms"] for name in names if "ms" in sides[name]]
     ours = sides.get("qkv", {}).get("ms")
@@ -162,7 +163,7 @@ def _judge(
 
 
 def relative_error(got: Any, want: Sequence[Any]) -> float:
-    """max over outputs of ‖got − want‖ / ‖want‖."""
+    """Return the maximum over outputs of ‖got − want‖ / ‖want‖."""
     import torch
 
     got = got if isinstance(got, tuple | list) else [got]
@@ -181,9 +182,9 @@ def _told(error: Exception) -> str:
 
 
 def keep(name: str, rows: Iterable[Row], whole: bool = True) -> list[Row]:
-    """Write the rows to results/name.json, each as soon as it is there.
+    """Write the rows to results/name.json, each as soon as it is measured.
 
-    whole: the rows are all there are; otherwise those of other work stay in the file.
+    whole: the rows replace the file; otherwise rows of other work stay in it.
     """
     done: list[Row] = []
     for row in _guarded(name, rows):
@@ -194,7 +195,7 @@ def keep(name: str, rows: Iterable[Row], whole: bool = True) -> list[Row]:
 
 
 def _guarded(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows until one cannot be made: the next script is to run all the same."""
+    """Yield rows until one fails, so that the next script still runs."""
     try:
         yield from rows
     except Exception as error:

@@ -1,6 +1,6 @@
-"""What JAX and TensorFlow do to a function of their arrays: a transform is such a function again.
+"""Transforms of JAX and TensorFlow: each maps a function of arrays to another such function.
 
-A framework's `found` differentiates such a function as it is `Asked`.
+A framework's `found` differentiates such a function as `Asked` describes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ Function = Callable[..., Any]
 
 
 class Asked(NamedTuple):
-    """What to differentiate: Σ output · along; if there are `ways`, the output along them; if there
-    is a `way`, the gradient of the first array along it."""
+    """What to differentiate: Σ output · along. With `ways`, also the output along these directions;
+    with `way`, also the gradient of the first array along it.
+    """
 
     along: np.ndarray
     ways: list[np.ndarray]
@@ -81,7 +82,7 @@ class Jax:
         return np.asarray(x).astype(float)
 
     def mapped(self, function: Function) -> Function:
-        """The function by vmap over three alike."""
+        """Apply the function by vmap over three equal copies."""
 
         def call(*given: Any) -> Any:
             stacked = [self.np.stack([x] * 3) for x in given]
@@ -90,7 +91,7 @@ class Jax:
         return call
 
     def mixed(self, function: Function) -> Function:
-        """Every other array is mapped over, by its last axis."""
+        """Map over every other array, along its last axis."""
 
         def call(*given: Any) -> Any:
             axes = [None if i % 2 else x.ndim for i, x in enumerate(given)]
@@ -103,7 +104,7 @@ class Jax:
         return call
 
     def scanned(self, function: Function) -> Function:
-        """The second of two steps whose queries differ."""
+        """Return the second of two scan steps with different queries."""
 
         def call(query: Any, *others: Any) -> Any:
             queries = self.np.stack([query * 2, query])
@@ -113,7 +114,7 @@ class Jax:
         return call
 
     def sharded(self, function: Function) -> Function:
-        """On two devices, each with all of it."""
+        """Run on two devices with replicated arrays."""
         mesh = self.jax.make_mesh((2,), ("x",))
         spec = self.jax.sharding.PartitionSpec()
 
@@ -124,7 +125,7 @@ class Jax:
         return call
 
     def found(self, transform: str, function: Function, given: list[Any], ask: Asked) -> Found:
-        """All at once, so that one program is compiled; but what is called plainly."""
+        """Compute everything in one compiled program, except for plain calls."""
         wide = "float64" if self.jax.config.jax_enable_x64 else "float32"
         along = self.np.asarray(ask.along, wide)
 
@@ -174,8 +175,9 @@ class TensorFlow:
         return True
 
     def bends(self, transform: str) -> bool:
-        """Whether TensorFlow itself has second derivatives, and those forwards, of `tf.cond` and
-        `tf.while_loop` there."""
+        """Return whether TensorFlow itself has second derivatives, and forward ones, of `tf.cond`
+        and `tf.while_loop`.
+        """
         return transform in ("plain", "tf.function")
 
     def array(self, x: np.ndarray, dtype: str) -> Any:
@@ -185,8 +187,9 @@ class TensorFlow:
         return np.asarray(x.numpy()).astype(float)
 
     def unknown(self, function: Any, axis: int | None) -> Function:
-        """In a graph that does not know an axis of queries, keys, values and masks; or none but
-        their last, and no axis of what is learned."""
+        """Run in a graph with one unknown axis of queries, keys, values and masks; or with only
+        their last axis known, and no axis of the parameters.
+        """
         tf = self.tf
 
         def shape(name: str, x: Any) -> list[int | None]:
@@ -210,7 +213,7 @@ class TensorFlow:
         return call
 
     def looped(self, function: Function) -> Function:
-        """A loop and a branch on numbers, which AutoGraph rewrites, around the call."""
+        """Put a loop and a branch on array values, which AutoGraph rewrites, around the call."""
         tf = self.tf
 
         def call(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How fast is v·tanh(W₁q + W₂k), beside PyTorch eager and compiled? n2048 h64, f32, CPU."""
+"""Time v·tanh(W₁q + W₂k) against PyTorch eager and compiled. n2048 h64, f32, CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOALS = {"torch.compile": 4.0}
 
 
 def make():
-    """q, k, value, W₁, W₂, v and a cotangent."""
+    """Return q, k, value, W₁, W₂, v and a cotangent."""
     weights = (torch.randn(H, D) / D**0.5, torch.randn(H, D) / D**0.5, torch.randn(H))
     return (*torch.randn(3, N, D), *weights, torch.randn(N, D))
 

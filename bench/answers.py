@@ -1,13 +1,13 @@
-"""How good are the answers for text? Five kinds of query among 2,500 short technical texts.
+"""How good are the answers for text keys? Five kinds of query among 2,500 short technical texts.
 
-A text is the first sentence of a docstring of numpy, scipy, scikit-learn, pandas or networkx. It is
-asked for by its three rarest words, by the paragraph that follows it, by half its words, with four
-slips of the hand, and by the name of what it describes. Recall counts ties by chance; the
-calibration error is the mean of |share right − mean weight| over ten bins of the heaviest weight.
-"letters and meaning" is what the default for text was without words and without fitting. The last
-line has four slips in each of many more texts.
+A text is the first sentence of a docstring of numpy, scipy, scikit-learn, pandas or networkx. The
+queries are its three rarest words, the paragraph that follows it, half of its words, the text with
+four typos, and the name of the function. Recall counts ties by chance. The calibration error is the
+mean of |share right − mean weight| over ten bins of the largest weight. "letters and meaning" is
+the default text encoder without words and without fitting. The last line has four typos in each of
+many more texts.
 
-    python -m bench.answers [--minilm] [--write]     # bm25s is the peer, where it is installed
+    python -m bench.answers [--minilm] [--write]     # compares with bm25s if it is installed
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEXTS, ASKED, AT_ONCE = 2500, 400, 25
 
 
 def docstrings(packages: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """The names of functions and classes, and the paragraphs of what is said of them."""
+    """Yield names of functions and classes, and the paragraphs of their docstrings."""
     for package in packages:
         found = find_spec(package)
         folder = Path(found.submodule_search_locations[0]) if found else Path("nowhere")
@@ -60,7 +60,7 @@ def sentences(text: str) -> list[str]:
 
 
 def texts() -> list[tuple[str, str, str]]:
-    """The text, the name and the paragraph after it, of 2,500 that have all three."""
+    """Return 2,500 texts, each with the name and the following paragraph."""
     found = {}
     for name, (first, *others) in docstrings(TECHNICAL):
         after = " ".join(sentences(others[0])[:2]) if others else ""

@@ -1,7 +1,7 @@
-"""What does a proof cost? Weights to within 0.01 from 8-bit codes, against the exact scan, on CPU.
+"""What does an error bound cost? Weights within 0.01 from 8-bit codes, against the exact scan, CPU.
 
-The vectors are wordllama's, of phrases; repeated with noise where they are too few. The load of the
-machine is among what is kept: a ratio is of sides that took turns.
+The vectors are wordllama's, of phrases, repeated with noise if there are too few. The load of the
+machine is stored too. Ratios compare sides that took turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 0.01
 
 
 def embeddings(rng, count):
-    """Vectors (count, D) of phrases, of the words of our own documents."""
+    """Return vectors (count, D) of phrases from the words of this project's documents."""
     root = Path(__file__).resolve().parent.parent
     text = " ".join(
         file.read_text() for file in sorted(root.glob("*.md")) + sorted(root.glob("docs/*.md"))
@@ -132,7 +132,7 @@ def speeds(rng, keys, near):
 
 
 def errors(rng):
-    """The true error of many queries, and their bounds."""
+    """Return the true errors of many queries, and their bounds."""
     keys = embeddings(rng, CHECKED)
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows, above, worst, ratio = over(keys, near), 0, 0.0, 0.0
@@ -162,7 +162,7 @@ def errors(rng):
 
 
 def disk(rng, keys):
-    """Bytes of segments, which hold the vectors; a catalogue with the records lies beside."""
+    """Return the bytes of the segments, which hold the vectors, without the catalog."""
     sizes = {}
     for precision in ("float32", "int8"):
         with tempfile.TemporaryDirectory(prefix="qkv-bench-") as folder:

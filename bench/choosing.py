@@ -1,9 +1,9 @@
-"""Which score, which weighting? Both tried on three real tables, and written into docs/choosing.md.
+"""Which score, which weighting? Compare them on three real tables, for docs/choosing.md.
 
-Diabetes (442 patients, ten measurements, what became of them after a year), wine (178 wines, 13
-measurements, three growers) and digits (1,797 of 8 × 8 pixels), as scikit-learn carries them. Five
-folds; columns in standard deviations; the width, or the temperature, is the one of ten with which
-the rows of the training folds are best answered by each other, own row left out.
+The tables are scikit-learn's diabetes (442 patients, ten measurements, progress after a year), wine
+(178 wines, 13 measurements, three growers) and digits (1,797 images of 8 × 8 pixels). There are
+five folds, and columns are in standard deviations. The width or temperature is the best of ten by
+leave-one-out on the training folds.
 
     python -m bench.choosing
 """
@@ -87,7 +87,7 @@ def tables() -> list[Table]:
 
 
 def split(table: Table, fold: Any) -> tuple[np.ndarray, ...]:
-    """Keys, values, queries and what they should give; columns in standard deviations, over √d."""
+    """Return keys, values, queries and targets; columns are in standard deviations, over √d."""
     known, held = fold
     mean, spread = table.x[known].mean(0), table.x[known].std(0)
     unit = np.where(spread > 0, spread, 1.0) * np.sqrt(table.x.shape[1])
@@ -96,7 +96,7 @@ def split(table: Table, fold: Any) -> tuple[np.ndarray, ...]:
 
 
 def answered(table: Table, way: Way) -> np.ndarray:
-    """What every row gets from the folds that it is not in."""
+    """Return the answer for every row from the folds that do not contain it."""
     out = np.zeros_like(table.y, dtype=float)
     for fold in table.folds():
         key, value, query, _ = split(table, fold)
@@ -112,7 +112,7 @@ def answered(table: Table, way: Way) -> np.ndarray:
 
 
 def neighbours(table: Table) -> np.ndarray:
-    """The same of k nearest neighbours, k chosen alike."""
+    """Return the same for k nearest neighbours, with k chosen in the same way."""
     out = np.zeros_like(table.y, dtype=float)
     kind = KNeighborsClassifier if table.classes else KNeighborsRegressor
     for fold in table.folds():

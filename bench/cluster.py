@@ -1,16 +1,15 @@
-"""What do shards gain, what does a question cost on its way, and how long is one missed?
+"""How much do shards gain, what does a cluster add to a query, and how long is a failure?
 
 python -m bench.cluster [--small]
 
-200,000 × 256 rows on disk with values of 16 numbers; on Ray, one core and one thread for each
-actor. Batches of 64 queries are attended to by 1, 2, 3 and 4 shards in turns. One query is asked of
-a cluster and of the database in this process, on one thread too. Then queries are asked without a
-pause while an actor is killed. Times are the least of many.
+200,000 × 256 rows on disk with values of 16 numbers, on Ray, with one core and one thread for each
+actor. Batches of 64 queries run on 1, 2, 3 and 4 shards in turns. One query is asked of a cluster
+and of the database in this process, also on one thread. Then queries run without a pause while an
+actor is killed. Times are the minimum of many.
 
-`load` says how many processes wanted the machine's cores. Where they are more than there are cores,
-no two shards run side by side, and the goals are of the time that processes worked: that of the
-busiest shard for a batch, and of all for one query. The model of docs/scaling.md is told beside
-what 1 to 4 shards worked: the scan of one, shared out.
+`load` is the number of processes that want a core. If it exceeds the cores, shards do not run in
+parallel, and the goals use CPU time: that of the busiest shard for a batch, of all processes for
+one query. The model of docs/scaling.md is printed beside the CPU time of 1 to 4 shards.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def made(folder: Path) -> Path:
 
 
 def least(sides: dict, turns: int, clock=time.perf_counter) -> dict:
-    """The least seconds of each, in turns."""
+    """Return the minimum seconds of each side; they take turns."""
     found = {name: [] for name in sides}
     for side in sides.values():
         side()
@@ -60,7 +59,7 @@ def least(sides: dict, turns: int, clock=time.perf_counter) -> dict:
 
 
 def busiest(cluster, turns: int, side) -> float:
-    """The least seconds that the busiest shard worked for it."""
+    """Return the minimum CPU seconds of the busiest shard."""
     found = []
     for _ in range(turns):
         before = cluster.busy_seconds()

@@ -1,7 +1,7 @@
-"""How long does the first call of a compiled block take, with nothing cached, and its way back?
+"""How long does the first call of a compiled block take, forward and backward, with cold caches?
 
-Each side is a process of its own. `CPU s` is what it and its compilers worked: where others use the
-cores too, compare that. `kernels` is how many were compiled.
+Each side runs in its own process. `CPU s` is the CPU time of the process and its compilers: compare
+this if other processes use the cores. `kernels` is the number of compiled kernels.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Is a promise kept? Sets of rows that hold the right one, on questions that were held out.
+"""Do prediction sets have their coverage? Sets of rows, measured on held-out queries.
 
-Books are asked for with one to four slips of the hand, the reverse dictionary (WordNet, encoder
-learned as in examples/reverse_dictionary.py) by definitions that nobody has seen. Half of the
-questions calibrate, the other half are asked. Questions from another field are first sentences of
-docstrings of numpy, scipy, scikit-learn, pandas and networkx; of every other field a database of
-all English words cannot know, which is measured too.
+Books are queried with one to four typos, and the reverse dictionary (WordNet, with an encoder
+trained as in examples/reverse_dictionary.py) by unseen definitions. Half of the queries calibrate,
+the other half test. Queries from another field are first sentences of docstrings of numpy, scipy,
+scikit-learn, pandas and networkx. A database of all English words cannot recognize another field;
+this is measured too.
 
     python -m bench.conformal [--wordnet FOLDER] [--cache FOLDER] [--write]
 """
@@ -73,7 +73,7 @@ def books() -> tuple[qkv.Database, Pairs, Pairs]:
 
 
 def dictionary(folder: Path, cache: Path) -> tuple[qkv.Database, Pairs, Pairs]:
-    """The words by definitions: learned from four fifths, calibrated and asked on what is left."""
+    """Return the words by definition: train on four fifths, calibrate and test on the rest."""
     cache.mkdir(parents=True, exist_ok=True)
     synsets = reverse_dictionary.read(folder)
     order = np.random.default_rng(reverse_dictionary.SEED).permutation(len(synsets))
@@ -97,7 +97,7 @@ def dictionary(folder: Path, cache: Path) -> tuple[qkv.Database, Pairs, Pairs]:
 def measured(
     name: str, D: qkv.Database, some: Pairs, others: Pairs, foreign: list[str], silent: set[float]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each promise; those of `silent` must see that a question is foreign."""
+    """Return a row for each coverage; databases in `silent` must abstain on foreign queries."""
     place = {key: i for i, key in enumerate(D)}
     for coverage in COVERAGES:
         promise = D.calibrate(some, coverage)
@@ -133,8 +133,10 @@ def measured(
 def asked(
     D: qkv.Database, promise: Calibration, pairs: Pairs, place: dict[str, int]
 ) -> Iterator[tuple[qkv.Answer, int, bool, np.ndarray]]:
-    """Each answer, the right row, whether any fits, and all weights; a set of thousands of rows is
-    not built but for the first, which must be what the weights say."""
+    """Yield each answer, the right row, whether any row fits, and all weights.
+
+    A set of thousands of rows is built only for the first query, to check it against the weights.
+    """
     for start in range(0, len(pairs), AT_ONCE):
         batch = pairs[start : start + AT_ONCE]
         answers = D.ask([query for query, _ in batch], top=1)

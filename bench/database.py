@@ -1,4 +1,4 @@
-"""What does the database cost? Import, open, look-ups (exact, soft, filtered), and memory, CPU."""
+"""What does the database cost? Import, open, exact, soft and filtered queries, memory, CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measured(work, ms, goal, found, met, **more):
 
 
 def child(code, *args):
-    """What a fresh process prints as JSON."""
+    """Return what a new process prints as JSON."""
     run = [sys.executable, "-c", code, *map(str, args)]
     return json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
 
@@ -105,7 +105,7 @@ def imported(folder):
 
 
 def shell(folder):
-    """Commands, each in a process of its own, in the least of several."""
+    """Time commands, each in its own process; the minimum of several."""
     stored, small = folder / "texts.qkv", folder / "small.csv"
     lines = (folder / "texts.csv").read_text().splitlines(keepends=True)[:301]
     small.write_text("".join(lines))
@@ -124,7 +124,7 @@ def shell(folder):
 
 
 def fill(path, times):
-    """A store of so many times M rows, and the seconds that adding them took."""
+    """Create a store of a multiple of M rows; return the seconds for adding them."""
     rng, seconds = np.random.default_rng(0), 0.0
     with qkv.open(path) as database:
         for _ in range(times):
@@ -179,7 +179,7 @@ def soft(path):
 
 
 def otherwise(path):
-    """Another score, other weightings: beside the ask without them."""
+    """Time another score and other weightings, against the default."""
     rng = np.random.default_rng(1)
     queries = [(rng.normal(size=D).astype("float32"),) for _ in range(3)]
     kinds = (
@@ -206,7 +206,7 @@ def otherwise(path):
 
 
 def learned(path):
-    """Σ αᵢ vᵢ and the gradient of the query, beside torch on arrays in memory."""
+    """Time Σ αᵢ vᵢ and the gradient of the query, against torch on arrays in memory."""
     with qkv.open(path, create=False) as database:
         parts = [part.tensors for part in database._view.snapshot.iterate_segments()]
         key, value = (
@@ -233,7 +233,7 @@ def learned(path):
 
 
 def filtered(path):
-    """Conditions that keep few rows, some and most; each is another one, so that none is known."""
+    """Time conditions that keep few, some and most rows; each is new, so none is cached."""
     rng, fresh = np.random.default_rng(1), itertools.count()
     queries = [(rng.normal(size=D).astype("float32"),) for _ in range(3)]
     with qkv.open(path, create=False) as database:

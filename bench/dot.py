@@ -1,4 +1,4 @@
-"""Is plain dot-product attention as fast as the framework's own? H8 n2048 d64, f32, CPU."""
+"""Is dot-product attention as fast as the framework's own? H8 n2048 d64, f32, CPU."""
 
 from __future__ import annotations
 

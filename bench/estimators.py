@@ -1,8 +1,8 @@
-"""How good, and how fast, are attention's estimators? Bundled and made-up data, 5 folds, CPU.
+"""How accurate and fast are the scikit-learn estimators? Bundled and synthetic data, 5 folds, CPU.
 
-The peers are tuned by a grid search inside of each fold; ours learns its bandwidths. Times are of
-fitting and predicting, in processor seconds, tuning included; `predict` is timed by the clock, and
-statsmodels' loop on a hundredth of the queries, of which each takes as long as the next.
+The alternatives are tuned by a grid search inside each fold; qkv learns its bandwidths. Times are
+CPU seconds of tuning, fitting and predicting. `predict` is wall-clock time. The loop of statsmodels
+runs on a hundredth of the queries, which all take equally long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WITHIN = 5.5
 
 
 def tuned(model, classes=False):
-    """k nearest neighbours, with scaling, k, weights and norm by cross-validation."""
+    """Return k nearest neighbours with scaling, k, weights and norm by cross-validation."""
     from sklearn.model_selection import GridSearchCV
     from sklearn.pipeline import Pipeline
     from sklearn.preprocessing import StandardScaler
@@ -42,11 +42,11 @@ def tuned(model, classes=False):
 
 
 def gaussian_process(X, y, query):
-    """What it says of the queries, and the seconds that its whole fit would take.
+    """Return the predictions of a Gaussian process, and the seconds that a full fit would take.
 
-    With a length scale for each column, and noise. They are learned from a part of the rows, then
-    all rows are fitted with them: a step of learning on all takes so long that one is timed, and
-    counted as often as steps were needed on the part.
+    It has a length scale for each column, and noise. They are learned from a part of the rows, then
+    all rows are fitted with them. A step on all rows is slow: one is timed, and multiplied by the
+    number of steps on the part.
     """
     from scipy.optimize import minimize
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -77,14 +77,14 @@ def gaussian_process(X, y, query):
 
 
 def waves(rows):
-    """sin(2x₁) x₂ + cos x₃, of four columns, with noise of 0.3."""
+    """Return sin(2x₁) x₂ + cos x₃ of four columns, with noise of 0.3."""
     rng = np.random.default_rng(0)
     x = rng.uniform(-2, 2, (rows, 4))
     return x, np.sin(2 * x[:, 0]) * x[:, 1] + np.cos(x[:, 2]) + rng.normal(0, 0.3, rows)
 
 
 def folded(make, X, y, folds, measures):
-    """Each measure of (true, predicted) over all folds together, and the seconds of one fold."""
+    """Return each measure of (true, predicted) over all folds, and the seconds of one fold."""
     found, seconds = [], 0.0
     for known, held_out in folds:
         begin = time.process_time()
@@ -103,7 +103,7 @@ def folded(make, X, y, folds, measures):
 
 
 def judged(work, sides, goals) -> Row:
-    """A row of these sides; goals: in words, what was found, and whether that is enough."""
+    """Return a row of these sides. goals: text, measured value, and whether it is met."""
     told = [{"goal": goal, "found": found, "met": bool(met)} for goal, found, met in goals]
     row = {"work": work, "sides": sides, "goals": told}
     show(row)
@@ -201,7 +201,7 @@ def classification():
 
 
 def speed():
-    """Prediction alone: what is fitted is kept between the calls, trees too."""
+    """Time prediction only; fitted models and trees are reused between calls."""
     from sklearn.neighbors import RadiusNeighborsRegressor
 
     from qkv.sklearn import AttentionRegressor

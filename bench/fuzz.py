@@ -1,20 +1,26 @@
-"""Random legal calls of the CUDA kernels against the equation in float64.
+"""Compare random valid calls of the CUDA kernels with the equation in float64.
 
 python -m bench.fuzz --cuda SECONDS SEED [LOG]
 
 Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and offsets are drawn,
-and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
-more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
-further than FLOOR, where it is not finite or raises, where the engine asked for refuses it, or
-where more than LEAST pairs ran on `dense`.
-One such call may be chance, of which eager code has its share: DRAWS more of the same shapes, with
-other numbers, are taken together with it. How often that was done is told at the end.
-A third of the calls run in another circumstance (`bench._contexts`): a second call of a kind,
+and every array is surrounded by NaN. A call is reported in these cases:
+
+- its output or a gradient is more than twice as far from float64 as eager code in the same dtype,
+  and further than FLOOR;
+- it is not finite, or raises;
+- the requested engine refuses it;
+- more than LEAST pairs ran on `dense`.
+
+One such call may be chance, also for eager code. So DRAWS more calls of the same shapes with other
+numbers are judged together with it; the number of these repetitions is printed at the end.
+
+A third of the calls run in another context (`bench._contexts`): a second call of a kind,
 checkpointing, autocast, float32 parameters, two streams, a CUDA graph, wrong masks, a layer in
-training. Two of five drop weights, by a seed, a generator or a fresh draw; the reference drops the
-same ones.
-Processes draw side by side. LOG has every call before it runs and what came of it after; of a
-process that ends, the call it was at is complained of.
+training. Two of five have dropout, with a seed, a generator or a fresh draw; the reference drops
+the same weights.
+
+Several processes run in parallel. LOG has every call before it runs and its result after. If a
+process ends, its current call is reported.
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ single error says nothing of the usual one."""
 
 
 def _gaussian(w: int, wide: Any = 1.0) -> scores.Gaussian:
-    """A Gaussian whose bandwidth grows with distances: beyond 32 of them float32 has no form."""
+    """Return a Gaussian whose bandwidth grows with the width: distances stay within float32."""
     return scores.Gaussian(wide * max(w / 64, 1.0) ** 0.5)
 
 
@@ -94,7 +100,7 @@ WEIGHTINGS = (
 
 
 class Drawn(NamedTuple):
-    """A call: arrays by name, a function that makes the rest of them, and how it reads."""
+    """A call: named arrays, a function that makes the other arguments, and a description."""
 
     arrays: dict[str, Tensor]
     how: Any
@@ -104,7 +110,7 @@ class Drawn(NamedTuple):
 
 
 def amid_nan(x: Tensor, random: Random) -> Tensor:
-    """The same numbers in the middle of NaN: rows apart, heads beside each other or not."""
+    """Return the same numbers surrounded by NaN, with strided rows, and heads packed or not."""
     before, after = random.choice((0, 1, 8)), random.choice((0, 3, 8))
     turned = x.ndim == 4 and random.random() < 0.5
     x = x.transpose(1, 2) if turned else x
@@ -115,8 +121,9 @@ def amid_nan(x: Tensor, random: Random) -> Tensor:
 
 
 def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) -> Drawn:
-    """One call, its kind by `random`, its lengths by `size` and its numbers by `turn`; what is
-    refused is among them."""
+    """Draw one call: its kind by `random`, its lengths by `size`, its numbers by `turn`. Some calls
+    are invalid.
+    """
     make = torch.Generator(device=device).manual_seed(size.randrange(2**31) + turn)
     dtype = random.choice((torch.float32,) if small else tuple(FLOOR))
 
@@ -193,7 +200,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
 
 
 def seeded_options(drawn: Drawn, given: dict[str, Tensor], engine: Any) -> dict[str, Any]:
-    """The call's options with its seed as drawn; the reference gets the number that will be used.
+    """Return the call's options with its seed; the reference gets the number that will be used.
 
     A fresh seed comes from the generator of the query's device, a generator's from itself.
     """
@@ -213,7 +220,7 @@ def seeded_options(drawn: Drawn, given: dict[str, Tensor], engine: Any) -> dict[
 
 
 def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, Tensor]:
-    """The output and every gradient, of arrays in this dtype or as they lie."""
+    """Return the output and every gradient, of arrays cast to this dtype or unchanged."""
     given = {
         name: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
         for name, x in drawn.arrays.items()
@@ -249,8 +256,11 @@ def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, T
 
 
 def eagerly(drawn: Drawn) -> dict[str, Tensor]:
-    """The results of the equation with scores and weights in the arrays' own dtype, as eager code
-    has them; weights are found in float32, as by torch's softmax. `dense` widens all before."""
+    """Return the results of the equation with scores and weights in the arrays' dtype, like eager
+    code.
+
+    Weights are computed in float32, like torch's softmax. `dense` would upcast everything first.
+    """
     kind = type(weightings.resolve(drawn.how(drawn.arrays)["weighting"]))
     wide, dtype = kind.weights, drawn.arrays["query"].dtype
 
@@ -264,7 +274,7 @@ def eagerly(drawn: Drawn) -> dict[str, Tensor]:
 
 
 def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, ...]]:
-    """‖got − want‖ / ‖want‖ of the output and of each gradient: the engine's, and eager code's."""
+    """Return ‖got − want‖ / ‖want‖ of the output and each gradient, for engine and eager code."""
     got, want = results(drawn, None, engine), results(drawn, torch.float64, "dense")
     eager = eagerly(drawn)
     found: dict[str, tuple[float, ...]] = {}
@@ -280,8 +290,9 @@ def complaint(
     engine: Any = None,
     doubt: Callable[[str], object] = lambda told: None,
 ) -> str | None:
-    """What is wrong with a call, of which `again` draws others; None if nothing is. `doubt` hears
-    what was wrong with the first of them."""
+    """Return what is wrong with a call, or None. `again` draws further calls of the kind; `doubt`
+    gets the complaint about the first one.
+    """
     drawn = again(0)
     found = errors(drawn, engine)
     first = _worst(drawn, found)
@@ -321,7 +332,7 @@ def run(
     engine: Any = None,
     note: Callable[[str], object] = lambda line: None,
 ) -> Iterator[tuple[str, str | None]]:
-    """Calls without end: the engine that ran, and the complaint. `note` hears of each before."""
+    """Yield the engine and the complaint of endless calls. `note` gets each call first."""
     kind, count = random.random(), 0
     while True:
         count += 1
@@ -373,7 +384,7 @@ def run(
 
 
 def put_in_context(drawn: Drawn, number: float) -> Drawn:
-    """The call with a context and a kind of seed, drawn by this number."""
+    """Return the call with a context and a kind of seed, drawn by this number."""
     random = Random(f"context {number}")
     context = random.choice(tuple(CONTEXTS)) if random.random() < 0.4 else "plain"
     kinds = SEEDS if context in ("plain", "autocast") else ("number", "fresh")
@@ -396,15 +407,17 @@ def run_check(check: str, drawn: Drawn, other: Drawn, engine: Any) -> str | None
 
 
 def work(seed: str, pipe: Connection) -> None:
-    """One process of the run, without end. It sends a line before each call, and a pair, the engine
-    and the complaint, after."""
+    """Run one process, without end. It sends a line before each call, and the pair (engine,
+    complaint) after it.
+    """
     for found in run(Random(seed), "cuda", False, note=pipe.send):
         pipe.send(found)
 
 
 def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | None] | None]]:
-    """Each call of all processes, twice: before with None, and with what came of it after. Those
-    that run when time is up are not waited for: one may compile for as long again."""
+    """Yield each call of all processes twice: before with None, and after with its result. Calls
+    that still run when time is up are not awaited, because one may compile for as long again.
+    """
     start, ends = get_context("spawn"), time.monotonic() + seconds
     workers: dict[Any, Any] = {}
     for each in range(WORKERS):

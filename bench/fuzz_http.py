@@ -1,12 +1,12 @@
-"""Hostile requests to a server: no input makes an error of the server, or works for long.
+"""Send hostile requests to a server: no input may cause a server error or a long computation.
 
 python -m bench.fuzz_http [REQUESTS] [SEED]
 
-Every route of the server gets requests that fit its schema, in which some values are then replaced:
-ragged lists, huge integers, NaN, deep nesting, nulls, halves of surrogate pairs, long text, dates,
-NUL, line breaks, in bodies, paths and parameters alike. The app runs in this process. A request is
-reported if its status is 500 or above, but 501 (a missing extra) and 503 (a limit), or if it takes
-more than MAX_CPU_SECONDS of CPU time, threads included.
+Every route gets valid requests in which some values are then replaced: ragged lists, huge integers,
+NaN, deep nesting, nulls, lone surrogates, long text, dates, NUL, line breaks, in bodies, paths and
+parameters. The app runs in this process. A request is reported if its status is 500 or above,
+except 501 (a missing extra) and 503 (a limit), or if it takes more than MAX_CPU_SECONDS of CPU time
+over all threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALLOWED = (501, 503)
 
 
 def nested(depth: int, inner: Any = 1, name: str | None = None) -> Any:
-    """Lists, or objects, within each other."""
+    """Return lists or objects nested in each other."""
     for _ in range(depth):
         inner = [inner] if name is None else {name: inner}
     return inner
@@ -203,7 +203,7 @@ FILES = [
 
 
 def build_served(folder: Path) -> DatabaseRegistry:
-    """Databases of every kind of keys; one on disk, which may be written."""
+    """Create databases with every kind of key; one on disk, which may be written."""
     books = {
         "title": ["Emma", "Ulysses", "Dubliners", "Persuasion", "Leaves of Grass"],
         "genre": ["novel", "novel", "stories", "novel", None],
@@ -228,7 +228,7 @@ def build_served(folder: Path) -> DatabaseRegistry:
 
 
 class Request(NamedTuple):
-    """What is sent."""
+    """One HTTP request."""
 
     method: str
     path: str
@@ -237,7 +237,7 @@ class Request(NamedTuple):
 
 
 def generate_valid(schema: Any, rng: Random, name: str = "") -> Any:
-    """A value that fits a schema, or nearly so where the schema allows anything."""
+    """Return a value that fits a schema, or nearly if the schema allows anything."""
     known = {"score": list(scores.NAMES), "weighting": list(weightings.NAMES)}.get(name)
     if known and rng.random() < 0.6:
         return rng.choice(known)
@@ -281,7 +281,7 @@ def generate_valid(schema: Any, rng: Random, name: str = "") -> Any:
 
 
 def mutate(x: Any, rng: Random) -> Any:
-    """The same value with one part of it replaced, dropped or repeated."""
+    """Return the value with one part replaced, dropped or repeated."""
     if isinstance(x, dict) and x and rng.random() < 0.85:
         name = rng.choice(list(x))
         if rng.random() < 0.1:
@@ -334,7 +334,7 @@ def draw_page_call(rng: Random, databases: list[str], models: bool) -> tuple[str
 
 
 def draw_request(route: Route, databases: list[str], rng: Random, models: bool = True) -> Request:
-    """A request to one route, hostile in one to three places or nowhere."""
+    """Draw a request to one route, with up to three hostile values."""
     mutations = rng.choice([0, 1, 1, 1, 2, 3])
     path, body = route.path, b""
     headers = {"accept": rng.choice(["*/*", "*/*", encoding.CELLS_MEDIA_TYPE])}
@@ -381,7 +381,7 @@ def encode_part(text: str) -> str:
 
 
 class Recorder(logging.Handler):
-    """The tracebacks that a server logs."""
+    """Records the tracebacks that a server logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,8 +401,9 @@ class Recorder(logging.Handler):
 def fuzz(
     count: int, seed: int, statuses: Counter[int] | None = None, models: bool = True
 ) -> Iterator[str]:
-    """What is wrong with the answers to so many requests; without `models`, no language model is
-    loaded."""
+    """Return what is wrong with the responses to this many requests; without `models`, no language
+    model is loaded.
+    """
     rng, access = Random(seed), Access(write=True)
     log, recorder = logging.getLogger("qkv"), Recorder()
     log.addHandler(recorder)

@@ -1,8 +1,8 @@
 """How fast is Gaussian regression? 200,000 rows × 2,000 queries in three dimensions, CPU.
 
-Every side starts from the plain arrays, so trees and boxes are in its time. KeOps has two ways: the
-softmax, which is safe far from all keys, and plain exponentials, which are not. scikit-learn reads
-the keys within 5.5 σ, outside which lies about a millionth of the weight.
+Every side starts from plain arrays, so building trees and boxes is included. KeOps has two
+variants: softmax, which is safe far from all keys, and plain exponentials, which are not.
+scikit-learn reads the keys within 5.5 σ; about a millionth of the weight is outside.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Is each score as fast as the fastest attention, on a CUDA device in bf16? And is it right?
+"""Is each score as fast as the fastest attention on a CUDA device in bf16, and is it right?
 
 python -m bench.gpu [dot projected additive gated entmax lookup ceilings]
 
-It runs from a plain checkout: nothing need be installed but torch, NumPy and SciPy. With --small it
-runs on the CPU too, to see that all rows do.
+It runs from a plain checkout and needs only torch, NumPy and SciPy. With --small it also runs on
+the CPU, to check all rows.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def randn(*shape: int):
 
 
 def exact(formula: Formula, back: bool = False):
-    """The truth for a set whose last array is the cotangent."""
+    """Return the exact result for a set whose last array is the cotangent."""
     return lambda *x: formula.exact(*x[:-1], cotangent=x[-1] if back else None, budget=BUDGET)
 
 
 def one_way(function):
-    """function without the cotangent that ends each set."""
+    """Return the function without the cotangent at the end of each set."""
     return lambda *x: function(*x[:-1])
 
 
@@ -50,7 +50,7 @@ def told(back: bool) -> str:
 
 
 def measure(work: str, sides, make, **rest) -> Row:
-    """make: a function that makes a set of inputs, or the sets."""
+    """Measure a row. make: a function that returns a set of inputs, or the sets."""
     sets = make if isinstance(make, list) else input_sets(make, CLOCK)
     row = compare(work, sides, sets, clock=CLOCK, repeats=30, **rest)
     if CUDA:
@@ -86,7 +86,7 @@ def dot() -> Iterator[Row]:
 
 
 def projected() -> Iterator[Row]:
-    """Scores that are a dot product once the inputs are projected, which is done for the peer."""
+    """Measure scores that are a dot product of projected inputs; the peer gets projected ones."""
     d = 128
     bandwidth = (2 * d) ** 0.25  # so that the scores of normal inputs spread by about 1
     yield from after_projection(
@@ -110,7 +110,7 @@ def projected() -> Iterator[Row]:
 
 
 def after_projection(name, score, formula, project=None, scale=None, parameters=tuple):
-    """Without a projection of the same width the peer has q·k to compute, and another answer."""
+    """Measure without the projection: the peer computes q·k, which is another result."""
     d = 128
 
     def make():

@@ -1,9 +1,9 @@
-"""What does the host take to ask for one call? (1, 8, 128, 64) bf16, beside torch's SDPA.
+"""What does the host need to launch one call? (1, 8, 128, 64) bf16, against torch's SDPA.
 
 python -m bench.host [--cuda]
 
-`ms` is that of a call while the device has nothing else to do, the median; `queued` that of one of
-CALLS in a row. On the CPU the same calls, whose work is then in it.
+`ms` is the median of a call while the device is idle; `queued` is that of one of CALLS in a row. On
+the CPU the same calls include their computation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rows(device="cpu"):
 
 
 def seconds(function, given, settle, calls):
-    """Of asking for so many calls, from an empty queue; the device may still be at work after."""
+    """Return the seconds to launch calls from an empty queue; the device may still run."""
     settle()
     begin = time.perf_counter()
     for _ in range(calls):

@@ -1,11 +1,11 @@
-"""How long does a first call on CUDA compile, how quick is entmax where few weights are not 0, and
-softmax under a mask of floats?
+"""How long does a first call on CUDA compile, how fast is entmax with few nonzero weights, and
+softmax with a float mask?
 
 python -m bench.kernels [first lengths sparse floats]
 
-A first call is a process of its own with nothing compiled, forward and backward; the lengths are
-drawn from 60 to 1,500, as batches of text have them. With --small it runs on the CPU under Triton's
-interpreter, to see that all rows do.
+A first call is a new process with nothing compiled, forward and backward. Lengths are drawn from 60
+to 1,500, as in batches of text. With --small it runs on the CPU under Triton's interpreter, to
+check all rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LENGTHS = ("gaussian", "entmax15", "top-k", "additive")
 
 
 def asked(kind: str, d: int, dtype: torch.dtype):
-    """The arguments that make a call one of this kind."""
+    """Return the arguments for a call of this kind."""
 
     def learned(*shape):
         return (torch.randn(*shape, device=DEVICE, dtype=dtype) / 8).requires_grad_()
@@ -58,7 +58,7 @@ def asked(kind: str, d: int, dtype: torch.dtype):
 
 
 def seconds(kind: str, lengths: list[int], d: int, dtype: torch.dtype) -> float:
-    """Of one call after the other, there and back."""
+    """Return the seconds of successive calls, forward and backward."""
     settle = torch.cuda.synchronize if CUDA else lambda: None
     x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
     (x @ x).sum().backward()  # what torch itself does at first is not ours
@@ -72,7 +72,7 @@ def seconds(kind: str, lengths: list[int], d: int, dtype: torch.dtype) -> float:
 
 
 def alone(kind: str, lengths: list[int], d: int, dtype: str) -> float:
-    """The seconds in a process that has compiled nothing."""
+    """Return the seconds in a process that has compiled nothing."""
     code = (
         "import torch; from bench.kernels import seconds;"
         f"print(seconds({kind!r}, {lengths}, {d}, torch.{dtype}))"
@@ -111,7 +111,7 @@ def lengths() -> Iterator[Row]:
 
 
 def sparse() -> Iterator[Row]:
-    """Sharp: queries six times as long, so that .05 % of the weights are not 0."""
+    """Measure sharp weights: queries six times as long, so 0.05 % of the weights are not 0."""
     adasplash = peer("adasplash")
     sides = {
         "qkv": lambda *x: qkv.attend(*x, weighting="entmax15", mask=masks.causal),
@@ -138,7 +138,7 @@ def sparse() -> Iterator[Row]:
 
 
 def floats() -> Iterator[Row]:
-    """A mask of floats that all heads share, and with its gradient."""
+    """Measure a float mask shared by all heads, also with its gradient."""
     n, d = size(4096, 32), 64
     fused = compiled(flex_attention)
 

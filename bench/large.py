@@ -1,9 +1,9 @@
-"""Does a store that is larger than memory answer within a gigabyte? 40 GB of vectors, on CPU.
+"""Does a store larger than memory answer within a gigabyte? 40 GB of vectors, CPU.
 
-The files of the store have holes, so that they take little of the disk: each segment begins with
-rows that are there, and all others are 0, as their codes are. A process of its own asks. What is
-measured of it is the most that was resident at any time (VmHWM: what it has made and the pages of
-files that it has mapped), and the most of each, looked at every few milliseconds.
+The files of the store are sparse, so they use little disk: each segment begins with real rows, and
+all others are 0, like their codes. A separate process asks. It is measured by its peak resident
+memory (VmHWM: allocated memory and mapped pages), and by the peak of each part, sampled every few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST = 1000
 
 
 def make(path: Path) -> None:
-    """A store of few rows, then segments that begin as its own does."""
+    """Create a store of few rows, then segments that begin like its own."""
     rng = np.random.default_rng(0)
     with qkv.open(path) as database:
         database.add(rng.standard_normal((THERE, D), np.float32), np.arange(THERE, dtype=float))
@@ -74,7 +74,7 @@ def make(path: Path) -> None:
 
 
 def _holed(path: Path, ids: np.ndarray, source, layout) -> int:
-    """A segment of these ids whose first rows are those of another one; its bytes."""
+    """Write a segment with these ids and the first rows of another; return its bytes."""
     tensors = {IDS_TENSOR: ids, **{name: source.tensors[name] for name in layout.tensor_names}}
     columns = [(name, x.dtype, (len(ids), *x.shape[1:]), []) for name, x in tensors.items()]
     with open(path, "wb") as file:
@@ -88,7 +88,7 @@ def _holed(path: Path, ids: np.ndarray, source, layout) -> int:
 
 
 def _resident() -> dict[str, float]:
-    """Megabytes, by the name that Linux has for them."""
+    """Return megabytes by Linux's name for them."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {
         line[0][:-1]: int(line[1]) / 1e3
@@ -98,7 +98,7 @@ def _resident() -> dict[str, float]:
 
 
 def ask(path: Path) -> None:
-    """Ask once, and print what it took."""
+    """Ask once, and print time and memory."""
     most, done = {"RssAnon": 0.0, "RssFile": 0.0}, threading.Event()
 
     def look() -> None:

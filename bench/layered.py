@@ -1,10 +1,11 @@
-"""Random layers of Keras and ours with the same weights: outputs, one step of training, files.
+"""Compare random Keras layers with qkv's: outputs, one training step, saved files.
 
 KERAS_BACKEND=tensorflow|jax|torch python -m bench.layered SECONDS SEED
 
-The layer, its sizes, the masks, their kinds and dtypes, more axes than one, the policy and the
-batch are drawn. Ours must give what Keras's own gives, before and after one step of training by
-`fit`, and be the same when read from a file. No row sees nothing: there they differ on purpose.
+The layer, its sizes, the masks with their kinds and dtypes, several attention axes, the dtype
+policy and the batch are drawn. qkv's layer must give the output of Keras's, before and after one
+step of `fit`, and after saving and loading. Every query sees a key: without one, the two differ on
+purpose.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LIMIT = {"float32": 2e-4, "mixed_float16": 2e-2, "mixed_bfloat16": 1e-1}
 
 
 class Drawn(NamedTuple):
-    """A pair of layers as a function of the policy; what they are given, and how it reads."""
+    """A pair of layers as a function of the policy, their inputs, and a description."""
 
     make: Any
     listed: bool
@@ -80,7 +81,7 @@ def draw(random: Random) -> Drawn:
 
 
 def _masked(random: Random, make: Any, kind: str, over: int, query: Any, value: Any) -> Any:
-    """Masks under which every query sees the first key."""
+    """Return masks under which every query sees the first key."""
     listed, how = kind in ("additive", "attention"), {}
     if kind != "axes" and random.random() < 0.3:  # Keras takes axis 1 for the sequence, always
         how["use_causal_mask"] = True
@@ -142,7 +143,7 @@ def complaint(drawn: Drawn, random: Random) -> str | None:
 
 
 def trained(drawn: Drawn, mine: Any, theirs: Any, limit: float) -> str | None:
-    """One step by `fit` of a model whose batch is unknown, and the file of ours."""
+    """Run one step of `fit` for a model with unknown batch size, and save and load qkv's layer."""
     plain = {name: x for name, x in drawn.how.items() if name == "use_causal_mask"}
     drawn = drawn._replace(how=plain)
     models = []

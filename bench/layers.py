@@ -1,6 +1,6 @@
-"""Is `MultiHeadAttention` as fast as torch's own? d512 h8 n1024, f32, CPU. What do weights take?
+"""Is `MultiHeadAttention` as fast as torch's? d512 h8 n1024, f32, CPU. What do weights cost?
 
-With --cuda, the same in bf16 on a CUDA device, and at n2048 additive heads beside dot heads.
+With --cuda, the same in bf16 on a CUDA device, and at n2048 additive heads against dot heads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward(layer, x, g, **rest):
 
 
 def both(layer, x, g, **rest):
-    """The gradients of the input and of every parameter."""
+    """Return the gradients of the input and of every parameter."""
     x = x.detach().requires_grad_()
     out, alpha = layer(x, x, x, **rest)
     loss = (out * g).sum() + (0 if alpha is None else (alpha * alpha).sum())
@@ -46,7 +46,7 @@ RUNS = {"forward": forward, "forward + backward": both}
 
 
 def wide(run, layer, x, g, **rest):
-    """The same in float64, by torch's layer."""
+    """Return the same in float64, by torch's layer."""
     found = run(copy.deepcopy(layer).double().train(), x.double(), g.double(), **rest)
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
@@ -81,7 +81,7 @@ def rows():
 
 
 def half(row):
-    """The row with its goal where memory was seen: half of torch's."""
+    """Return the row with a goal for memory, if it was measured: half of torch's."""
     if "extra MiB" not in row["sides"]["qkv"]:
         return row
     ours, theirs = (row["sides"][name]["extra MiB"] for name in KINDS)
@@ -92,7 +92,7 @@ def half(row):
 
 
 def allocated(run, *given):
-    """MiB of tensors above the start, at the most. What stays resident is up to malloc."""
+    """Return the peak MiB of tensors above the start; resident memory depends on malloc."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run(*given)
     steps = (e.nbytes() for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
@@ -133,7 +133,7 @@ def cuda_rows():
 
 
 def as_graphs(work, run, given, layers, goals):
-    """The device's own time: all launches replayed at once."""
+    """Return the device time: all launches replayed as one CUDA graph."""
 
     def captured(layer):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""How near to the speed of memory is a look-up? 1 and 16 queries in 1M rows of 128, f32, CPU."""
+"""How close to memory bandwidth is a look-up? 1 and 16 queries in 1M rows of 128, f32, CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory does additive attention take? n = m = 8,192, h = 64, f32, forward + backward."""
+"""How much memory does additive attention need? n = m = 8,192, h = 64, f32, with gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKED = 256
 
 
 def rows():
-    """One call and a cold one: what a second finds is already part of the process."""
+    """Measure one cold call: later calls reuse memory of the process."""
     torch.manual_seed(0)
     weights = (torch.randn(H, D) / D**0.5, torch.randn(H, D) / D**0.5, torch.randn(H))
     given = (*torch.randn(3, N, D), *weights, torch.randn(N, D))

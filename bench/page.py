@@ -1,6 +1,6 @@
-"""How long does the page take to open all heads of a model, and to draw a large matrix again?
+"""How long does the page need to show all heads of a model, and to redraw a large matrix?
 
-In Chromium, from one HTML file on disk: 12 × 12 heads of 512 × 512 weights until those in sight are
+In Chromium, from one HTML file: 12 × 12 heads of 512 × 512 weights until the visible ones are
 drawn, and one head of 2,048 × 2,048 panned and zoomed.
 """
 
@@ -49,7 +49,7 @@ DRAWN = """() => {
 
 
 def weights(layers: int, count: int, n: int) -> np.ndarray:
-    """Heads that look near and far, as those of a model do."""
+    """Return heads that attend near and far, like those of a model."""
     rng = np.random.default_rng(14)
     apart = abs(np.arange(n)[:, None] - np.arange(n)).astype(np.float32)
     reach = rng.uniform(4, n, (layers, count, 1, 1)).astype(np.float32)

@@ -1,15 +1,15 @@
-"""What does `qkv serve` add to a question, and does it stand up to load?
+"""How much time does `qkv serve` add to a query, and does it withstand load?
 
 python -m bench.serve [--small] [--minutes 10]
 
-100,000 × 256 rows on disk, whose keys are vectors, or texts that become such; one server process,
-32 connections in another that each send a query, wait for its answer and send the next. Both share
-the cores; the load speaks HTTP by bare sockets, and looks at each answer's status and value alone.
-In between the same queries are asked in this process, 32 at a time. `ms` is the time of one query:
-of all that were answered, and of a batch by 32. Then rows are added over HTTP until the server is
-killed, and looked for in the store.
+100,000 × 256 rows on disk, with vectors or encoded texts as keys. One server process; 32
+connections in another process each send a query, wait for the answer and send the next. Both share
+the cores. The load uses plain sockets and checks only status and value. In between, this process
+asks the same queries, 32 at a time. `ms` is the time per query: over all answered ones, or of a
+batch divided by 32. Then rows are added over HTTP until the server is killed, and looked up in the
+store.
 
---minutes asks vectors for so long and looks at the server's memory alone.
+--minutes only asks vectors for that long and measures the server's memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BOOKS = SRC.parent / "examples" / "data" / "books.csv"
 
 @contextlib.contextmanager
 def serving(store):
-    """The process of a server of this store, and its address, from when it answers."""
+    """Start a server for this store; yield process and address once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +85,7 @@ def request(query):
 
 
 class Connection(asyncio.Protocol):
-    """Sends its next query when the answer to the last is there."""
+    """Sends its next query when the last one is answered."""
 
     def __init__(self, requests, expected, at, until, seen):
         self.requests, self.expected, self.at = requests, expected, at
@@ -141,25 +141,26 @@ async def load(port, path, seconds):
 
 
 def memory(process):
-    """MiB that are the process's own, without the pages of files."""
+    """Return the MiB of private memory, without mapped files."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
 def vectors(count, rng):
-    """Keys or queries: numbers, of which JSON needs six digits."""
+    """Return keys or queries: numbers with six digits in JSON."""
     return rng.standard_normal((count, D)).round(6)
 
 
 def texts(count, rng):
-    """Keys or queries: four words out of a few thousand."""
+    """Return keys or queries: four words out of a few thousand."""
     words = sorted(set(re.findall("[a-z]{3,}", BOOKS.read_text(encoding="utf-8").lower())))
     return [" ".join(some) for some in np.array(words)[rng.integers(len(words), size=(count, 4))]]
 
 
 def measured(folder, seconds, keys):
-    """How long queries took here, how long over HTTP each and together, the errors, and the
-    server's memory from round to round."""
+    """Return the times of queries in this process and over HTTP, single and together, the errors,
+    and the server's memory after each round.
+    """
     rng = np.random.default_rng(0)
     how = {} if keys is vectors else {"encoder": "words"}
     columns = {"key": keys(M, rng), "value": rng.standard_normal(M)}
@@ -235,7 +236,7 @@ def goal(name, found, holds):
 
 
 def killed(folder, rounds=2 if SMALL else 10):
-    """Rows that were acknowledged and are gone after kill −9 in mid-load."""
+    """Return the acknowledged rows that are missing after kill −9 under load."""
     store = folder / "kept.qkv"
     with qkv.open(store) as database:
         database.add("first", 0)

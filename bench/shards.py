@@ -1,9 +1,9 @@
-"""Attention to keys that 1, 2 and 4 processes hold: time and bytes of a step, there and back.
+"""Attention over keys held by 1, 2 and 4 processes: time and bytes of a step, forward and backward.
 
-Beside it, what is done without it: every process gathers all keys and values, attends, and the
-gradients of those are summed. gloo on one machine, one thread for each process; with more processes
-than cores, times say nothing of more machines, and bytes do. torch's context_parallel cannot stand
-beside it here: it has no rule for the CPU's kernel.
+The alternative is to gather: every process gets all keys and values, attends, and the gradients are
+summed. gloo on one machine, one thread for each process. With more processes than cores, the times
+do not predict several machines, but the bytes do. torch's context_parallel cannot be compared here:
+it has no rule for the CPU kernel.
 
 python -m bench.shards [--small]
 """
@@ -38,7 +38,7 @@ WORK = {
 
 
 class Counted:
-    """Bytes that this process sends, by the least that each collective needs."""
+    """Counts the bytes that this process sends, by the minimum of each collective."""
 
     def __init__(self, world: int) -> None:
         self.bytes = 0.0
@@ -61,7 +61,7 @@ class Counted:
 
 
 class Gathered(torch.autograd.Function):
-    """Keys of all processes; their gradients are summed."""
+    """Gathers the keys of all processes; their gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def step(attend: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tensor, ..
 
 
 def late(begin: float) -> bool:
-    """Whether one of the processes has been at it for too long: all stop together."""
+    """Return whether a process has exceeded its time: then all stop together."""
     spent = torch.tensor(time.perf_counter() - begin)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     return spent.item() > LIMIT

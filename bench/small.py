@@ -1,9 +1,8 @@
-"""What does a small call cost beside the plain formula or the framework's own? CPU, f32.
+"""What does a small call cost against the plain formula or the framework's own? CPU, f32.
 
 python -m bench.small [numpy torch scores heads generate padding training jax database]
 
-A ratio is that of the least times: sides take turns in short bursts, so what is left is noise that
-only adds.
+A ratio compares minimum times. Sides take turns in short bursts, because noise only adds time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ROUNDS = 2 if SMALL else 9
 
 
 def take_turns(sides, given=()):
-    """Milliseconds of one call of each side, the median and the least."""
+    """Return milliseconds of one call of each side: median and minimum."""
 
     def burst(side, count):
         begin = time.perf_counter()
@@ -53,7 +52,7 @@ def take_turns(sides, given=()):
 
 
 def beside(work, most, sides, given=()):
-    """The row: qkv takes at most `most` times what the first of the other sides takes."""
+    """Return the row; the goal is at most `most` times the time of the first other side."""
     row = {"work": work, "sides": take_turns(sides, given), "goals": []}
     other = next(name for name in sides if name != "qkv")
     ratio = row["sides"]["qkv"]["least"] / row["sides"][other]["least"]
@@ -67,7 +66,7 @@ def judged(row, goal, found, met):
 
 
 def both_ways(work, most, ours, theirs, name, given):
-    """Forward, and with the gradients of all of `given`."""
+    """Run forward, and with the gradients of all of `given`."""
     *inputs, _ = given
     yield beside(f"{work}, forward", most, {"qkv": ours, name: theirs}, inputs)
     back = {"qkv": there_and_back(ours), name: there_and_back(theirs)}
@@ -111,14 +110,14 @@ def score_rows():
 
 
 def pair(ours, theirs, training, *sizes, **options):
-    """Our layer and torch's, with the same parameters."""
+    """Return qkv's layer and torch's, with the same parameters."""
     layers = {"qkv": ours(*sizes, **options), "torch": theirs(*sizes, batch_first=True, **options)}
     layers["qkv"].load_state_dict(layers["torch"].state_dict())
     return {name: layer.train(training) for name, layer in layers.items()}
 
 
 def layer_sides(layers, call, back):
-    """Each layer's call without gradients, or with those of the input and of every parameter."""
+    """Return calls of both layers, without gradients or with those of input and parameters."""
 
     def forward(layer, x):
         with torch.no_grad():

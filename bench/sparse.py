@@ -1,4 +1,4 @@
-"""Attention by sparsemax and entmax 1.5, beside the entmax package: n2048 d64, f32, CPU."""
+"""Time sparsemax and entmax 1.5 attention against the entmax package: n2048 d64, f32, CPU."""
 
 from __future__ import annotations
 

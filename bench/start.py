@@ -1,4 +1,4 @@
-"""How long does `import qkv` take, warm, beside NumPy's own import?"""
+"""How long does a warm `import qkv` take, against NumPy's import?"""
 
 from __future__ import annotations
 

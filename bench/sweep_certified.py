@@ -30,7 +30,7 @@ ROUNDED = 2e-5
 
 
 class Case(NamedTuple):
-    """One question: rows (m, d), values (m,), a filter, a query (d,), and how it is asked."""
+    """One query: rows (m, d), values (m,), a filter, a query (d,), and its options."""
 
     seed: int
     shape: str
@@ -56,7 +56,7 @@ SHAPES = ("plain", "duplicates", "one row", "edge", "far", "near ties", "of all 
 
 
 def draw_case(seed: int) -> Case:
-    """The case of a seed."""
+    """Draw the case of a seed."""
     rng = np.random.default_rng(seed)
     width = int(rng.choice(WIDTHS))
     shape = str(rng.choice(SHAPES))
@@ -136,7 +136,7 @@ def draw_case(seed: int) -> Case:
 
 
 def compute_oracle(case: Case) -> np.ndarray:
-    """The weights (m,) by the formula in float64."""
+    """Return the weights (m,) by the formula in float64."""
     live = np.ones(len(case.keys), bool)
     if case.where is not None:
         live = case.group == int(case.where[-1])
@@ -149,13 +149,14 @@ def compute_oracle(case: Case) -> np.ndarray:
 
 
 def distance(one: np.ndarray, two: np.ndarray) -> float:
-    """½ Σ |difference|; of weights that do not sum to one in units of the larger sum."""
+    """Return ½ Σ |difference|; weights that do not sum to 1 are divided by the larger sum."""
     return float(0.5 * np.abs(np.asarray(one, float) - two).sum() / max(1.0, np.abs(two).sum()))
 
 
 def check(case: Case) -> str:
-    """What is wrong with the answers to a case; empty where nothing is. "refused" of keys in 8 bits
-    that cannot prove the tolerance."""
+    """Return what is wrong with the answers to a case, or an empty text. "refused" means that 8-bit
+    keys cannot prove the tolerance.
+    """
     columns = {"key": list(case.keys), "v": case.values, "g": case.group.tolist()}
     made = qkv.Database.from_columns(columns, key="key", value="v", precision=case.precision)
     how = {"score": case.score, "weighting": case.weighting, "where": case.where}
@@ -190,7 +191,7 @@ def check(case: Case) -> str:
 
 
 def run(first: int, count: int) -> tuple[Counter[str], list[str]]:
-    """How many cases of each kind passed, and what is wrong with the others."""
+    """Return how many cases of each kind passed, and the failures."""
     passed: Counter[str] = Counter()
     failed = []
     for seed in range(first, first + count):

@@ -1,10 +1,10 @@
-"""Random legal calls of JAX or TensorFlow under their transforms, against the equation in float64.
+"""Compare random valid calls under JAX or TensorFlow transforms with the equation in float64.
 
 python -m bench.transformed jax|tensorflow SECONDS SEED [TRANSFORM]
 
-Scores, weightings, masks, dtypes, lengths, grouped heads, dropout, what is returned, the engine and
-the transform are drawn. A call is complained of where its output, a gradient, a derivative forwards
-or a second one is further from float64 than LIMIT, or where it raises anything that is not ours.
+Scores, weightings, masks, dtypes, lengths, grouped heads, dropout, results, the engine and the
+transform are drawn. A call is reported if its output, a gradient, a forward derivative or a second
+derivative is further from float64 than LIMIT, or if it raises anything but an error of qkv.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT = {"float64": 1e-7, "float32": 5e-4, "bfloat16": 6e-2, "float16": 8e-3}
 
 
 def attended(drawn: Drawn, names: list[str], rest: dict[str, Any]) -> Function:
-    """The call as a function of the arrays of these names."""
+    """Return the call as a function of the arrays with these names."""
 
     def function(*arrays: Any) -> Any:
         return drawn.call({**rest, **dict(zip(names, arrays, strict=True))})
@@ -86,7 +86,7 @@ def complaint(fw: Any, drawn: Drawn, transform: str, random: Random) -> str | No
 
 
 def run(fw: Any, random: Random, only: str | None = None) -> Iterator[tuple[str, str | None]]:
-    """Calls without end: the transform, and the complaint."""
+    """Yield calls without end: the transform, and the complaint."""
     while True:
         drawn, transform = draw(random), only or random.choice([*fw.transforms])
         if not fw.serves(transform, drawn.dtype):

@@ -1,4 +1,4 @@
-"""How much does a sliding window save? Window 256 of n = 16,384, d64, f32, CPU."""
+"""How much time does a sliding window save? Window 256 of n = 16,384, d64, f32, CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW = masks.causal & masks.window(LEFT)
 
 
 def banded(q, k, v):
-    """softmax(QKᵀ/√d) V in float64, each block of queries against the keys it may look at."""
+    """Return softmax(QKᵀ/√d) V in float64, in blocks of queries with their visible keys."""
     q, k, v = (x.double() for x in (q, k, v))
     parts = []
     for start in range(0, N, LEFT):

@@ -1,8 +1,8 @@
-"""Does `valuate` find wrong labels? Digits of scikit-learn, some of them labelled at random.
+"""Does `value_of_rows` find wrong labels? Digits of scikit-learn with some random labels.
 
-Of 1,000 rows every twentieth says another digit than it is. Half of the other 797, which are
-labelled right, tell what the rows are worth; the other half is asked before and after the 50 worst
-are taken out.
+Every twentieth of 1,000 rows has a wrong label. Half of the other 797 digits, with right labels,
+give the value of each row. The other half is queried before and after the 50 worst rows are
+removed.
 
     python -m bench.worth [--write]
 """

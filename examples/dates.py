@@ -1,15 +1,15 @@
-"""Dates as people write them, translated to ISO: "March 3, 2021" → "2021-03-03".
+"""Translate dates as people write them to ISO: "March 3, 2021" → "2021-03-03".
 
     python examples/dates.py [--steps 600] [--out DIR]
 
-Two models learn it letter by letter from dates that are made here, in some twenty forms: the first
-paper's (a GRU reads both ways, and a decoder with additive attention asks its states what to read
-next) and the Transformer, which translates with a cache of keys and values. Both are then asked
-for 2,000 dates that neither has seen in any form. Expect more than 99 % of them right to the
-letter, after a minute or two of one core for each model.
+Two models learn the task letter by letter, from generated dates in some twenty forms. One is the
+model of Bahdanau et al.: a bidirectional GRU encoder, and a decoder with additive attention. The
+other is the Transformer, which decodes with a cache of keys and values. Both are tested on 2,000
+days that were not in the training set in any form. Expect more than 99 % exact matches, after a
+minute or two on one core for each model.
 
-DIR, build/examples/dates if not given, gets the curves (curves.png) and what each model looks at
-for every letter that it writes (alignment.png). Needs pip install "qkv[torch,plot]".
+The script writes the learning curves (curves.png) and the attention weights for every output letter
+(alignment.png) to DIR, by default build/examples/dates. Needs pip install "qkv[torch,plot]".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH = 128
 STEPS = 600
 SHOWN = date(2021, 3, 3), "{weekday}, {d}{th} of {month} {y}"
 
-# A hundred years, so that two digits name one year: '21 is 2021 and '87 is 1987.
+# A hundred years, so that two digits mean one year: '21 is 2021 and '87 is 1987.
 FIRST, LAST = date(1950, 1, 1), date(2049, 12, 31)
 MONTHS = [
     *("January", "February", "March", "April", "May", "June", "July"),
@@ -68,7 +68,7 @@ FORMS = [
     "{y}/{mm}/{dd}",
     "{y}.{m}.{d}",
 ]
-# Only where the day cannot be taken for the month.
+# Only if the day cannot be mistaken for the month.
 NUMBERS = ["{mm}/{dd}/{yy}", "{dd}/{mm}/{yy}", "{m}/{d}/{y}", "{d}.{m}.{y}"]
 
 
@@ -95,12 +95,12 @@ def write(day: date, form: str) -> str:
 
 
 def forms(day: date) -> list[str]:
-    """The forms in which this day has one reading."""
+    """Return the forms in which this day can be read in only one way."""
     return FORMS + NUMBERS if day.day > 12 or day.day == day.month else FORMS
 
 
 def pair(day: date, chance: random.Random) -> tuple[str, str]:
-    """A date as somebody wrote it, and what it means."""
+    """Return a date as text in a random form, and its ISO form."""
     return write(day, chance.choice(forms(day))), day.isoformat()
 
 
@@ -111,14 +111,14 @@ class Split(NamedTuple):
 
 
 def split() -> Split:
-    """All days, shared out: no day is in two parts."""
+    """Split all days into training, validation and test days."""
     days = [FIRST + timedelta(i) for i in range((LAST - FIRST).days + 1)]
     random.Random(SEED).shuffle(days)
     held = WATCHED + TESTED
     return Split(days[held:], days[:WATCHED], days[WATCHED:held])
 
 
-# Letters are numbers from 1 on; 0 is padding, and before the first letter of an answer.
+# Letters are numbers from 1; 0 is padding, and the start symbol of an answer.
 LETTERS = sorted(
     {letter for form in FORMS + NUMBERS for letter in form}
     | set("".join([*MONTHS, *WEEKDAYS, "0123456789", "stndrdth"]))
@@ -128,7 +128,7 @@ LENGTH = len("2021-03-03")
 
 
 def read(texts: Sequence[str], letters: Sequence[str] = LETTERS) -> Tensor:
-    """Texts as numbers (B, m), padded to the longest."""
+    """Return texts as numbers (B, m), padded to the longest."""
     place = {letter: i for i, letter in enumerate(letters, 1)}
     out = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
     for row, text in zip(out, texts, strict=True):
@@ -141,12 +141,12 @@ def spell(numbers: Tensor) -> list[str]:
 
 
 def shifted(target: Tensor) -> Tensor:
-    """What the decoder has written before each letter of the target."""
+    """Return the decoder's input: the target shifted right by one letter."""
     return torch.cat((torch.zeros_like(target[:, :1]), target[:, :-1]), 1)
 
 
 class Bahdanau(torch.nn.Module):
-    """hⱼ = [GRU→; GRU←](x), then each letter asks the h by its state."""
+    """hⱼ = [GRU→; GRU←](x); for each letter, the decoder's state attends to the h."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Bahdanau(torch.nn.Module):
         self.decoder = nn.BahdanauDecoder(len(SIGNS) + 1, 16, width, 2 * width)
 
     def encode(self, source: Tensor) -> Tensor:
-        # Packed: the way back begins at a text's own end, whatever stands beside it in the batch.
+        # Packed: the backward GRU starts at the end of each text, not at the padding.
         lengths = (source > 0).sum(1)
         packed = pack_padded_sequence(
             self.embedding(source), lengths, batch_first=True, enforce_sorted=False
@@ -174,12 +174,12 @@ class Bahdanau(torch.nn.Module):
         return torch.cat(found[1:], 1)
 
     def alignment(self, source: Tensor, target: Tensor) -> Tensor:
-        """α (B, n, m)"""
+        """Return α (B, n, m)."""
         return self.decoder(shifted(target), self.encode(source), source == 0)[2]
 
 
 class Transformer(torch.nn.Module):
-    """The encoder–decoder, with learned positions."""
+    """The encoder-decoder with learned position embeddings."""
 
     def __init__(self, width: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Transformer(torch.nn.Module):
         return torch.cat(found[1:], 1)
 
     def alignment(self, source: Tensor, target: Tensor) -> Tensor:
-        """α (B, n, m) of the last block's look at the memory, the mean of its heads."""
+        """Return α (B, n, m) of the last block's cross-attention, averaged over heads."""
         with nn.capture(self.model.decoder.layers[-1]) as seen:
             self(source, target)
         return seen["multihead_attn"].mean(1)
@@ -244,7 +244,7 @@ def learn(
     rate: float = 4e-3,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Learned:
-    """Adam on fresh forms of the days to learn; the watched days make the curve alone."""
+    """Train with Adam on fresh forms of the training days; validation days give the curve."""
     torch.manual_seed(SEED)
     chance = random.Random(SEED)
     model = build()
@@ -288,7 +288,7 @@ def chunks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def right(model: Model, pairs: Sequence[tuple[str, str]]) -> float:
-    """The share of texts whose answer is right to the letter."""
+    """Return the share of texts with an exactly right answer."""
     found = answers(model, [text for text, _ in pairs])
     hits = [given == wanted for given, (_, wanted) in zip(found, pairs, strict=True)]
     return sum(hits) / len(hits)
@@ -307,7 +307,7 @@ def draw_curves(learned: dict[str, Learned]) -> Any:
         for (model, found), colour in zip(learned.items(), ("#cb181d", "#2171b5"), strict=False):
             values = [getattr(point, what) for point in found.curve]
             if what == "right":
-                # None wrong is drawn as half a date: a logarithm has no zero.
+                # The axis is logarithmic: 0 errors are drawn as half a date.
                 values = [max(1 - value, 0.5 / WATCHED) for value in values]
             steps = [point.step for point in found.curve]
             panel.plot(steps, values, label=model, color=colour, linewidth=1.5)
@@ -348,7 +348,7 @@ def draw_alignment(learned: dict[str, Learned]) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """The whole picture or none of it."""
+    """Write the figure to a file, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -360,7 +360,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def run(steps: int, out: Path) -> dict[str, float]:
-    """Learn, ask, tell and draw; the exact match of each model on the tested days."""
+    """Train, test, print and plot; return the exact match of each model on the test days."""
     from rich.console import Console
     from rich.progress import Progress
 

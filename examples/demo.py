@@ -1,9 +1,9 @@
-"""Five stories of a database that is asked by attention: Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ.
+"""Five short demonstrations of a database with attention: Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ.
 
-    python examples/demo.py                 the stories; demo/ gets their pictures and books.qkv
-    python examples/demo.py --out DIR       DIR gets them instead
+    python examples/demo.py                 run all; writes pictures and books.qkv to demo/
+    python examples/demo.py --out DIR       writes to DIR instead
 
-The picture of the README is made by
+This command makes a picture of the README:
 
     python examples/demo.py --only scores --out docs/pictures
 """
@@ -34,7 +34,7 @@ from qkv.util.formatting import format_bar
 
 BOOKS_CSV = Path(__file__).parent / "data" / "books.csv"
 
-# 1. A shelf of books: type a title and find the author, or say what happens and find the title.
+# 1. Books: type a title and find the author, or describe the plot and find the title.
 
 
 def books(out: Path) -> None:
@@ -89,7 +89,7 @@ def books(out: Path) -> None:
     draw(pictures.books(asked), out / "books.png")
 
 
-# 2. Six names: the look-up that everybody knows, then one that forgives.
+# 2. Six names: an exact look-up, then one that tolerates typos.
 
 FIRST_NAMES = {
     "Zhang": "Aston",
@@ -120,7 +120,7 @@ def names(out: Path) -> None:
     draw(pictures.names(exact, D.ask(asked), list(D)), out / "names.png")
 
 
-# 3. Students and majors: only keys can be asked, so to find people by major, swap the two.
+# 3. Students and majors: only keys can be queried, so swap keys and values to find majors.
 
 STUDENTS = {
     "John Doe": "psychology",
@@ -149,11 +149,11 @@ def majors(out: Path) -> None:
     show(f'{people.ask("animals of the sea", top=3) = }')
 
 
-# 4. GPA → salary: numbers are pooled, and the near rows speak louder.
+# 4. GPA → salary: numbers are pooled, and near rows have more weight.
 
 
 def salaries() -> dict[float, float]:
-    """Fourteen invented engineers: grade point averages, starting salaries in thousands."""
+    """Return fourteen invented engineers: grade point averages, and salaries in thousands."""
     rng = np.random.default_rng(420)
     gpa = np.sort(rng.uniform(2.4, 4.0, 14)).round(2)
     pay = 62 + 14 * (gpa - 2.4) ** 1.5 + rng.normal(0, 4, gpa.size)
@@ -195,7 +195,7 @@ def salary(out: Path) -> None:
     draw(pictures.salary(D, query=3.5, width=0.15), out / "salary.png")
 
 
-# 5. A sentence that asks itself: here keys, queries and values are arrays, and no table is kept.
+# 5. Self-attention of a sentence: here keys, queries and values are arrays, not a table.
 
 SENTENCE = "When he saw his owner , the dog was happy , so he wagged his tail"
 
@@ -263,7 +263,7 @@ STORIES: dict[str, Callable[[Path], None]] = {
 }
 
 
-# Telling, drawing, and keeping what was made
+# Printing, drawing and storing
 
 
 def heading(text: str) -> None:
@@ -275,11 +275,11 @@ def say(text: str) -> None:
 
 
 def show(told: str) -> None:
-    """Print a call and, below it, what it gave; Python writes both for f"{call = }"."""
+    """Print a call and its result; Python writes both for f"{call = }"."""
     call, gave = told.split(" = ", 1)
     print(f"  {call}")
     for line in gave.splitlines():
-        # Rows of an answer stay whole; only a paragraph is that long.
+        # Do not wrap the rows of an answer; only a paragraph is this long.
         lines = textwrap.wrap(line, 92) if len(line) > 120 else [line]
         print(textwrap.indent("\n".join(lines), "    "))
 
@@ -289,7 +289,7 @@ def draw(figure: Any, path: Path) -> None:
 
 
 def publish(draft: Path, out: Path) -> None:
-    """Move everything from the draft to its place; what stood there goes away with the draft."""
+    """Move everything from the draft folder to its place, and delete what was there before."""
     for made in sorted(draft.iterdir()):
         place = out / made.name
         if place.is_dir():
@@ -299,7 +299,7 @@ def publish(draft: Path, out: Path) -> None:
 
 
 def aside(store: Path, draft: Path) -> Path:
-    """Where an older store goes. One that somebody has written to since is kept."""
+    """Return where to move an older store; a store that was changed since is kept."""
     try:
         with qkv.open(store, create=False) as old:
             changed = old.version > 1

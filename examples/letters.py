@@ -1,18 +1,19 @@
-"""A language model of letters with three kinds of heads: dot, additive and entmax.
+"""Train a language model of letters with three kinds of heads: dot, additive and entmax.
 
     python examples/letters.py [--steps 800] [--out DIR]
 
-The text is the 300 books of examples/data/books.csv, a line for each: "The Iliad: In the tenth
-year of the siege of Troy, …". A tenth of the lines is held out, and another one makes the curves.
-The three models are one decoder of two blocks with two heads each, and differ in a word: how a head
-scores (dot product or additive) and how scores become weights (softmax or 1.5-entmax). They take
-the same steps over the same letters. For each, the table says the bits that it needs for a letter
-of the held-out lines, and at how many letters a head looks in effect, the mean of e^entropy of its
-weights. Then each writes a book of its own. Expect 2.9 bits of all three, and about 3 letters for
-dot, 9 for additive and 1 for entmax heads, after some four minutes of one core in all.
+The text is the 300 books of examples/data/books.csv, one line each: "The Iliad: In the tenth year
+of the siege of Troy, …". A tenth of the lines is for validation and another tenth for the test.
 
-DIR, build/examples/letters if not given, gets the curves (curves.png) and every head's weights on a
-held-out line (heads.png). Needs pip install "qkv[torch,plot]".
+The three models are decoders of two blocks with two heads. They differ only in the score (dot
+product or additive) and the weighting (softmax or 1.5-entmax), and train on the same letters. The
+table shows the bits per letter of the test lines, and the effective number of letters that a head
+attends to (the mean of e^entropy of its weights). Then each model writes a book. Expect 2.9 bits
+for all three, and about 3 letters for dot, 9 for additive and 1 for entmax heads, after about four
+minutes on one core.
+
+The script writes the learning curves (curves.png) and the weights of every head on a test line
+(heads.png) to DIR, by default build/examples/letters. Needs pip install "qkv[torch,plot]".
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Text(NamedTuple):
 
 
 def text() -> Text:
-    """The books in a fixed random order: to learn from, to watch (a tenth), held out."""
+    """Return the books in a fixed random order: training, validation (a tenth) and test text."""
     with BOOKS.open(encoding="utf-8", newline="") as file:
         lines = [f"{row['title']}: {row['summary']}\n" for row in csv.DictReader(file)]
     random.Random(SEED).shuffle(lines)
@@ -81,7 +82,7 @@ class Model(torch.nn.Module):
     def __init__(self, letters: int, kind: str) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(letters, WIDTH)
-        # Block by block, so that each has an additive score of its own.
+        # One block at a time, so that each has its own additive score.
         self.blocks = torch.nn.ModuleList(
             nn.TransformerBlock(
                 WIDTH,
@@ -105,13 +106,13 @@ class Model(torch.nn.Module):
         return self.head(self.norm(x))
 
     def weights(self, x: Tensor) -> Tensor:
-        """α (B, layers, heads, n, n)"""
+        """Return α (B, layers, heads, n, n)."""
         with nn.capture(self) as seen:
             self(x)
         return torch.stack(list(seen.values()), 1)
 
     def write(self, start: Tensor, count: int, temperature: float = 0.7) -> Tensor:
-        """The letters start (n,) and `count` more, drawn one by one; keys and values are kept."""
+        """Return the letters `start` (n,) and `count` sampled ones, decoded with a cache."""
         caches = [(nn.Cache(), nn.Cache()) for _ in self.blocks]
         draw = torch.Generator().manual_seed(SEED)
         out, new = start, start
@@ -140,7 +141,7 @@ def learn(
     rate: float = 1e-2,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Learned:
-    """Adam on random stretches of the text; the same ones for every kind."""
+    """Train with Adam on random stretches of the text, the same ones for every model."""
     torch.manual_seed(SEED)
     model = Model(len(text.letters), kind)
     draw = torch.Generator().manual_seed(SEED)
@@ -164,7 +165,7 @@ def learn(
 
 
 def bits(model: Model, letters: Tensor) -> float:
-    """Bits per letter, on stretches side by side: a letter is told from those before it there."""
+    """Return the bits per letter; each letter is predicted from those before it in its stretch."""
     some = letters.unfold(0, LENGTH + 1, LENGTH)
     with torch.no_grad():
         loss = cross_entropy(model(some[:, :-1]).flatten(0, 1), some[:, 1:].flatten())
@@ -172,7 +173,7 @@ def bits(model: Model, letters: Tensor) -> float:
 
 
 def attended(model: Model, held: Tensor) -> float:
-    """The letters that a head looks at in effect: e^entropy, the mean over places and heads."""
+    """Return the effective number of attended letters: the mean of e^entropy."""
     with torch.no_grad():
         alpha = model.weights(held.unfold(0, LENGTH, LENGTH))
     return torch.special.entr(alpha).sum(-1).exp().mean().item()
@@ -221,7 +222,7 @@ def draw_heads(learned: dict[str, Learned], text: Text) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """The whole picture or none of it."""
+    """Write the figure to a file, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -233,7 +234,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def run(steps: int, out: Path) -> dict[str, float]:
-    """Learn, measure, tell and draw; the bits per held-out letter of each kind."""
+    """Train, test, print and plot; return the bits per test letter of each model."""
     from rich.console import Console
     from rich.progress import Progress
 

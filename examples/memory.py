@@ -1,20 +1,20 @@
-"""A language model of letters whose memory is a file: it grows, and the model is not trained again.
+"""A language model of letters whose memory is a database on disk: it grows without training.
 
     python examples/memory.py [--out DIR]
 
-The text is the 300 books of examples/data/books.csv, a line for each. A small network learns from
-thirty lines to tell the next letter from the ten before it, and is then left as it is. What it
-thinks of the next letter is mixed with what a memory knows (a kNN-LM, after Khandelwal et al.,
-2020): the keys are the network's hidden states, the values the letters that came next, and
+The text is the 300 books of examples/data/books.csv, one line each. A small network learns from
+thirty lines to predict the next letter from the ten before it, and then stays fixed. Its prediction
+is mixed with that of a memory (a kNN-LM, Khandelwal et al., 2020). The keys of the memory are the
+network's hidden states, and its values are the letters that followed:
 
     p(letter) = λ Σᵢ α(q, kᵢ) vᵢ + (1 − λ) p_network(letter)
 
-The table says how many letters the memory holds and the perplexity of held-out lines. Expect it to
-fall with each line of the table, from 15 to below 10. Then the memory is told a secret, which
-it can recite, and forgets it, after which it knows what it knew before, to the last bit.
+The table shows the number of letters in the memory and the perplexity of test lines. Expect it to
+fall from 15 to below 10. Then a secret is added to the memory, recited and removed; afterwards the
+predictions are exactly those from before.
 
-DIR, build/examples/memory if not given, gets the memory: books.qkv. Some ten seconds of one core.
-Needs pip install "qkv[torch]".
+The script writes the memory, books.qkv, to DIR, by default build/examples/memory. It takes about
+ten seconds on one core. Needs pip install "qkv[torch]".
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Text(NamedTuple):
 
 
 def text() -> Text:
-    """The books in a fixed random order: thirty lines to learn from, others for the memory in parts
-    that double, and letters to be asked for."""
+    """Return the text in a fixed random order: thirty lines for training, lines for the memory in
+    parts that double, and test letters.
+    """
     with BOOKS.open(encoding="utf-8", newline="") as file:
         lines = [f"{row['title']}: {row['summary']}\n" for row in csv.DictReader(file)]
     random.Random(SEED).shuffle(lines)
@@ -70,12 +71,12 @@ def read(text: str, letters: str) -> Tensor:
 
 
 def windows(x: Tensor) -> Tensor:
-    """The letters before each of x (n,): (n, SEEN)."""
+    """Return the letters before each of x (n,), as (n, SEEN)."""
     return pad(x, (SEEN, 0)).unfold(0, SEEN, 1)[:-1]
 
 
 class Network(torch.nn.Module):
-    """Logits of the next letter from the last ones, and the state they are read from."""
+    """Logits of the next letter, and the hidden state that they are computed from."""
 
     def __init__(self, letters: int) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Network(torch.nn.Module):
         self.head = torch.nn.Linear(HIDDEN, letters)
 
     def state(self, x: Tensor) -> Tensor:
-        """Of the letters before each of x (n,): (n, HIDDEN), of length one."""
+        """Return the hidden states before each of x (n,), as unit vectors (n, HIDDEN)."""
         return normalize(self.inner(self.embedding(windows(x)).flatten(1)), dim=-1)
 
     def forward(self, state: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def learn(given: Text) -> Network:
 
 
 class Model:
-    """The network, and a memory that it looks at."""
+    """The network and its memory."""
 
     def __init__(self, network: Network, letters: str, path: Path) -> None:
         self.network, self.letters = network, letters
@@ -117,12 +118,12 @@ class Model:
 
     @torch.inference_mode()
     def add(self, x: Tensor) -> None:
-        """Keep which letter came after which state."""
+        """Store which letter followed which state."""
         self.database.add(self.network.state(x), one_hot(x, len(self.letters)).float())
 
     @torch.inference_mode()
     def tell(self, x: Tensor) -> Tensor:
-        """The same of states that are new to it: those, the keys."""
+        """Store the letters after states that are not in the memory yet; return these states."""
         keys = self.network.state(x)
         new = torch.tensor([key not in self.database for key in keys.numpy()])
         self.database.add(keys[new], one_hot(x[new], len(self.letters)).float())
@@ -130,7 +131,7 @@ class Model:
 
     @torch.inference_mode()
     def chances(self, x: Tensor) -> Tensor:
-        """p of every letter at each place of x: (n, letters)."""
+        """Return p of every letter at each position of x, (n, letters)."""
         state = self.network.state(x)
         own = self.network(state).softmax(-1)
         return SHARE * self.memory(state) + (1 - SHARE) * own if len(self.database) else own
@@ -141,7 +142,7 @@ class Model:
 
 
 def run(out: Path) -> list[float]:
-    """The perplexities of the held-out lines, as the memory grows."""
+    """Return the perplexities of the test lines as the memory grows."""
     given = text()
     network = learn(given)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The pictures of `demo.py`: answers in, matplotlib figures out."""
+"""The pictures of `demo.py`: functions from answers to matplotlib figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INK, GREY, PALE, RED = "#333333", "#777777", "#bbbbbb", "#cb181d"
 
 
 def books(rows: Mapping[str, Sequence[tuple[str, qkv.Answer]]]) -> Any:
-    """A row of panels for each kind of key, a panel for each answer: its heaviest books as bars."""
+    """Plot one row per kind of key and one panel per answer, with its heaviest books as bars."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -41,7 +41,7 @@ def books(rows: Mapping[str, Sequence[tuple[str, qkv.Answer]]]) -> Any:
 
 
 def _bar(panel: Any, at: int, name: str, weight: float, colour: str) -> None:
-    """A weight as a bar; its name stands inside where there is room, else after it."""
+    """Draw a weight as a bar; its name is inside if it fits, else after it."""
     if not name:
         return
     panel.barh(at, weight, color=colour, height=0.74)
@@ -59,7 +59,7 @@ def _bar(panel: Any, at: int, name: str, weight: float, colour: str) -> None:
 
 
 def names(exact: Sequence[qkv.Answer], soft: Sequence[qkv.Answer], keys: Sequence[str]) -> Any:
-    """The weights of two kinds of match: a query in each row, a key in each column."""
+    """Plot the weights of two kinds of match: one row per query, one column per key."""
     figure = qkv.plot.heatmaps(
         [[answer.weights for answer in answers] for answers in (exact, soft)],
         xlabel="keys",
@@ -77,7 +77,7 @@ def names(exact: Sequence[qkv.Answer], soft: Sequence[qkv.Answer], keys: Sequenc
 
 
 def salary(D: qkv.Database, query: float, width: float) -> Any:
-    """Left: the rows that answer one query. Right: the answers to all queries, five ways."""
+    """Plot the rows that answer one query (left), and the answers to all queries (right)."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -113,7 +113,7 @@ def salary(D: qkv.Database, query: float, width: float) -> Any:
     )
     left.set_title(f"q = {query}: who is listened to", fontsize=10, color=INK)
     left.set_ylabel("starting salary, thousands", fontsize=9, color=INK)
-    # Inside: beside the panel it would stand where the next one has its axis.
+    # Inside the panel: outside it would overlap the axis of the next one.
     inside = left.inset_axes((0.74, 0.1, 0.22, 0.035))
     colours = figure.colorbar(dots, cax=inside, orientation="horizontal")
     inside.set_title("weight", fontsize=8, color=INK, pad=3)
@@ -140,7 +140,7 @@ def salary(D: qkv.Database, query: float, width: float) -> Any:
 
 
 def sentence(words: Sequence[str], query: np.ndarray, key: np.ndarray) -> Any:
-    """The weights of every word, by softmax and by entmax."""
+    """Plot the weights of every word, by softmax and by entmax."""
     return qkv.plot.heatmaps(
         [qkv.weights(query, key), qkv.weights(query, key, weighting=weightings.Entmax(1.5))],
         xlabel="keys",
@@ -154,9 +154,9 @@ def sentence(words: Sequence[str], query: np.ndarray, key: np.ndarray) -> Any:
 
 
 def grid() -> Any:
-    """The picture of the README: the same queries and keys under four scores, weighed five ways.
+    """Plot the picture of the README: four scores and five weightings on the same vectors.
 
-    Queries go along a random curve at an even pace; keys go along it too, now fast, now slow.
+    Queries move along a random curve at constant speed; keys move along it at varying speed.
     """
     rng = np.random.default_rng(2)
     width, hidden = 4, 8
@@ -164,7 +164,7 @@ def grid() -> Any:
     t = np.linspace(0, 1, 64)
     query, key = at(t), at(t + 0.1 * np.sin(2 * np.pi * t))
 
-    # tanh(x + 1) − tanh(x − 1) is a hill at x = 0, so this network likes pairs that lie close.
+    # tanh(x + 1) − tanh(x − 1) is a bump at x = 0, so this network prefers close pairs.
     w = np.tile(rng.normal(size=(hidden, width)), (2, 1))
     side = np.repeat([1.0, -1.0], hidden)
     rows: list[tuple[str, str, qkv.scores.Score]] = [
@@ -200,7 +200,7 @@ def grid() -> Any:
 
 
 def closed_curve(rng: np.random.Generator, width: int) -> Callable[[np.ndarray], np.ndarray]:
-    """A smooth random curve in `width` dimensions that returns to its start at t = 1."""
+    """Return a smooth random curve in `width` dimensions that is closed at t = 1."""
     waves = np.arange(1, 5)
     parts = rng.normal(size=(2, waves.size, width)) / waves[:, None] ** 0.4
     size = np.sqrt((parts**2).sum() / 2 / width)
@@ -214,7 +214,7 @@ def closed_curve(rng: np.random.Generator, width: int) -> Callable[[np.ndarray],
 
 
 def reds() -> Any:
-    """The map "Reds", but 0 is white and small weights are told apart."""
+    """The colour map "Reds" with white for 0 and more contrast for small weights."""
     import matplotlib
     from matplotlib.colors import ListedColormap
 

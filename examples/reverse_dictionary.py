@@ -1,9 +1,9 @@
-"""The reverse dictionary: ask for a definition, find the word.
+"""A reverse dictionary: ask with a definition, find the word.
 
-A synset of WordNet is a row: its key is its lemmas ("kick in, kick down") and a query is its
-definition without the quoted examples. 80 % of the synsets are learned from, 10 % say when to stop,
-and 2,000 of the last 10 %, whose definitions nobody has seen, are asked among all of them. A hit at
-k: fewer than k synsets of other lemmas score as much as the right lemmas do.
+A row is a synset of WordNet. Its key is its lemmas ("kick in, kick down"), and the query is its
+definition without the quoted examples. 80 % of the synsets are for training and 10 % for early
+stopping. The test asks 2,000 definitions of the last 10 % among all synsets. A query is a hit at k
+if fewer than k synsets with other lemmas score as high as the right one.
 
     apt-get install wordnet-base
     pip install "qkv[text,torch]" bm25s            # and "qkv[sentences]" for --minilm
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(folder: Path) -> list[Synset]:
-    """Every synset of data.noun, data.verb, data.adj and data.adv: wndb(5)."""
+    """Return every synset of data.noun, data.verb, data.adj and data.adv: wndb(5)."""
     found = []
     for part in ("noun", "verb", "adj", "adv"):
         path = folder / f"data.{part}"
@@ -126,7 +126,7 @@ def read(folder: Path) -> list[Synset]:
             data, _, gloss = line.partition(" | ")
             fields = data.split(" ")
             words = fields[4 : 4 + 2 * int(fields[3], 16) : 2]
-            # An adjective may say where it stands: "galore(ip)".
+            # An adjective may have a marker of its position: "galore(ip)".
             lemmas = [re.sub(r"\((a|p|ip)\)$", "", word).replace("_", " ") for word in words]
             found.append(Synset(", ".join(lemmas), definition(gloss)))
     return found
@@ -143,7 +143,7 @@ def definition(gloss: str) -> str:
 
 
 class Exam:
-    """Unseen definitions, asked of one method after another among all synsets."""
+    """Test definitions, asked of one method after another among all synsets."""
 
     def __init__(self, keys: list[str], test: Sequence[Synset], path: Path | None) -> None:
         self.keys, self.test, self.path = keys, test, path
@@ -156,7 +156,7 @@ class Exam:
         self.rows: list[dict[str, Any]] = []
 
     def scores(self, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of the definitions and of the distinct keys: scores are their dot products."""
+        """Return vectors of the definitions and of the distinct keys; a score is a dot product."""
         queries = [synset.definition for synset in self.test]
         return encoder.encode_head(queries, query=True), encoder.encode_head(self.distinct)
 
@@ -196,7 +196,7 @@ class Exam:
         )
 
     def ranks(self, found: Any, at: int) -> np.ndarray:
-        """How many synsets of other lemmas score as much as the right one, or more."""
+        """Return how many synsets with other lemmas score at least as high as the right one."""
         right = self.right[at : at + 100]
         if isinstance(found, tuple):
             s = found[0][at : at + 100] @ found[1].T
@@ -235,7 +235,7 @@ class Exam:
 
 
 def bm25(keys: list[str], queries: list[str]) -> Callable[[int], np.ndarray]:
-    """The scores of all keys for a query, by bm25s with its defaults."""
+    """Return the scores of all keys for a query, by bm25s with its defaults."""
     try:
         import bm25s
     except ImportError:
@@ -247,7 +247,7 @@ def bm25(keys: list[str], queries: list[str]) -> Callable[[int], np.ndarray]:
 
 
 class Cached:
-    """An encoder's vectors of many texts, kept in a folder block by block as they are made."""
+    """An encoder whose vectors are cached in a folder, in blocks."""
 
     BLOCK = 8192
 

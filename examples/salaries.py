@@ -1,25 +1,25 @@
-"""Nadaraya–Watson regression: a query is answered by the mean of the values whose keys are near.
+"""Nadaraya–Watson regression: the answer is the mean of the values whose keys are near the query.
 
     pip install "qkv[torch,plot]" scikit-learn
     python examples/salaries.py             # under a minute on one core
     python examples/salaries.py --small     # fewer rows and steps: seconds
 
-f(q) = Σᵢ α(q, kᵢ) vᵢ, with α the softmax of −‖(q − k)/σ‖²/2. `qkv.attend(…, score="gaussian")` is
-that with σ = 1, where columns are measured in their standard deviations. `qkv.nn.KernelRegression`
-starts there and learns σ, one for all columns or one for each, by predicting each row it knows from
-the others.
+f(q) = Σᵢ α(q, kᵢ) vᵢ, where α is the softmax of −‖(q − k)/σ‖²/2. `qkv.attend(…, score="gaussian")`
+computes it with σ = 1, for columns in units of their standard deviations.
+`qkv.nn.KernelRegression` starts there and learns σ, one for all columns or one for each, by
+predicting each training row from the others.
 
-Three tables, each with a quarter of its rows held out:
+There are three tables. A quarter of the rows of each is held out for the test:
 
 - salaries: invented engineers, GPA → starting salary in thousands; firms pay more above 3.3.
 - diabetes: 442 real patients, ten measurements → progress after a year (`load_diabetes`).
-- homes: invented, in the manner of the California housing data: latitude, longitude and income →
-  price in thousands, dearer by the sea and around the Bay, and cut off at 500.
+- homes: invented, similar to the California housing data: latitude, longitude and income → price
+  in thousands, higher by the sea and around the Bay, and capped at 500.
 
-Expect the learned kernel to do better than k nearest neighbours, whose k is chosen by
-cross-validation, on salaries and homes. On diabetes it is ahead of them on most splits, and on most
-splits behind the straight line: with so few patients the split decides between methods this close.
-build/examples/salaries gets a picture of each table and training.png.
+Expect the learned kernel to be better than k nearest neighbours (k by cross-validation) on salaries
+and homes. On diabetes it is better than they are on most splits, and worse than linear regression
+on most: with so few patients, the split decides between methods that are this close. The script
+writes a picture of each table and training.png to build/examples/salaries.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ INK, GREY, PALE, RED, BLUE = "#333333", "#777777", "#bbbbbb", "#cb181d", "#4a6fa
 
 @dataclass
 class Table:
-    """Rows to learn from and rows held out; keys and values in standard deviations of the first."""
+    """Training and test rows; keys and values are in standard deviations of the training rows."""
 
     name: str
     unit: str
@@ -79,7 +79,7 @@ class Table:
         return torch.tensor((y - self.mean) / self.scale, dtype=torch.float32)
 
     def back(self, value: torch.Tensor) -> np.ndarray:
-        """Predicted values in their own unit."""
+        """Return predicted values in their original unit."""
         return self.scale * value.detach().double().numpy() + self.mean
 
     def learner(self, features: bool) -> KernelRegression:
@@ -87,13 +87,13 @@ class Table:
         return KernelRegression(key, value, features=features)
 
     def attended(self, query: np.ndarray, score: Any) -> np.ndarray:
-        """What `qkv.attend` answers: the equation, and nothing learned."""
+        """Return the predictions of `qkv.attend`, without training."""
         key, value = self.keys(self.x[self.known]), self.values(self.y[self.known])
         return self.back(qkv.attend(self.keys(query), key, value[:, None], score=score)[:, 0])
 
 
 def pay(gpa: np.ndarray) -> np.ndarray:
-    """The salary to expect, in thousands."""
+    """Return the expected salary in thousands."""
     return 60 + 5 * (gpa - 2.4) + 16 / (1 + np.exp((3.3 - gpa) / 0.06))
 
 
@@ -159,7 +159,7 @@ Told = Callable[[float], None]
 
 @dataclass
 class Study:
-    """What each method predicts for the rows held out, and the models that learned."""
+    """What each method predicts for the test rows, and the trained models."""
 
     table: Table
     predicted: dict[str, np.ndarray]
@@ -175,16 +175,16 @@ class Study:
 
     @property
     def last(self) -> KernelRegression:
-        """The model that learned most bandwidths."""
+        """The model that learned the most bandwidths."""
         return list(self.models.values())[-1]
 
     @property
     def best(self) -> np.ndarray:
-        """What it predicts."""
+        """The predictions of the model that learned the most bandwidths."""
         return list(self.predicted.values())[-1]
 
     def bandwidths(self) -> np.ndarray:
-        """σ of each column, in its standard deviations."""
+        """Return σ of each column, in standard deviations."""
         sigma = self.last.score.bandwidth.detach().numpy()
         return np.broadcast_to(sigma, len(self.table.columns))
 
@@ -226,7 +226,7 @@ def tell(found: Study) -> None:
 
 
 def asked(found: Study) -> tuple[np.ndarray, np.ndarray, float]:
-    """The GPAs known, the weight of each for the seeds' query, and the answer."""
+    """Return the known GPAs, the weight of each for the example query, and the answer."""
     table = found.table
     query = np.array([[QUERY]])
     sigma = found.last.score.bandwidth.detach()
@@ -283,7 +283,7 @@ def salaries_picture(found: Study) -> Any:
 
 
 def table_picture(found: Study) -> Any:
-    """Predicted against true, the bandwidths, and for homes the weights of one on the map."""
+    """Plot predicted against true values, the bandwidths, and for homes a map of weights."""
     from matplotlib.figure import Figure
 
     table = found.table
@@ -321,7 +321,7 @@ def table_picture(found: Study) -> Any:
 
 
 def map_panel(figure: Any, panel: Any, found: Study) -> None:
-    """The homes that answer for one by the Bay."""
+    """Plot the homes that contribute to the prediction for one home by the Bay."""
     table = found.table
     known, others = table.x[table.known], table.x[table.held_out]
     query = others[[np.square(others - (37.7, -122.3, 4)).sum(1).argmin()]]
@@ -377,7 +377,7 @@ def frame(panel: Any) -> None:
 
 
 def draw(pictures: dict[str, Any], out: Path) -> None:
-    """Each picture whole or not at all."""
+    """Write each picture, completely or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     print()
     for name, figure in pictures.items():
@@ -392,7 +392,7 @@ def draw(pictures: dict[str, Any], out: Path) -> None:
 
 @contextmanager
 def progress(name: str, steps: int) -> Iterator[Told]:
-    """A bar on stderr, where that is a terminal; stdout is for results."""
+    """Return a progress bar on stderr, if that is a terminal; stdout is for results."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,13 +1,13 @@
-"""How many machines do so many rows need, how long does a question take, and how long its tail?
+"""How many machines does a table need, how long does a query take, and how long in the worst case?
 
     python examples/scaling.py [--rows 1e9 1e12] [--slow 0.01] [--factor 10]
 
-The first table is the cost model of docs/scaling.md. The second is a simulation: every question
-goes to all shards, and is answered when the last of them is, and of a thousand shards one is nearly
-always slow. A shard's time is a gamma distribution around its mean; with probability `slow` it
-takes `factor` times as long. A hedged request is sent to a second replica where the first has not
-answered by the time that 95 % of requests need, and whichever comes first counts. Its times are in
-units of a shard's mean.
+The first table is the cost model of docs/scaling.md. The second table is a simulation. Every query
+goes to all shards and is answered when the slowest shard has answered; of a thousand shards, one is
+nearly always slow. The time of a shard has a gamma distribution around its mean. With probability
+`slow` it takes `factor` times as long. A hedged request goes to a second replica if the first has
+not answered by the 95th percentile of the times; the first answer counts. Times are in units of a
+shard's mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 
 class Machine(NamedTuple):
-    """What one machine has: bytes for rows, and how many it reads, computes and sends a second."""
+    """One machine: bytes for rows, and bytes read, operations and bytes sent per second."""
 
     memory: float = 400e9
     bandwidth: float = 200e9
@@ -30,7 +30,7 @@ class Machine(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What it takes: machines, bytes on each, and the seconds of one batch, by what they go to."""
+    """The result of `plan`: machines, bytes on each, and seconds of one batch by step."""
 
     machines: int
     held: float
@@ -50,11 +50,11 @@ def plan(
     within: float | None = None,
     fan: int | None = None,
 ) -> Plan:
-    """As few machines as hold the rows, or as answer a batch `within` so many seconds.
+    """Return the fewest machines that hold the rows, or that answer a batch `within` some seconds.
 
-    A batch takes two calls, the scan (bytes read, or products, whichever takes longer), and states
-    of batch × (pooled + 2) numbers from every machine, merged where the question was asked, or in a
-    tree in which each machine takes those of `fan` others.
+    A batch takes two calls, the scan (the slower of reading and computing), and the transfer of
+    states of batch × (pooled + 2) numbers from every machine. The states are merged where the query
+    was asked, or in a tree in which each machine merges those of `fan` others.
     """
     held = rows * (width * number + 4 * pooled)
     flops, read = 2 * batch * rows * width, rows * width * number
@@ -87,18 +87,18 @@ def planned(rows: list[float], fan: int | None) -> None:
 
 
 def shard_times(rng: np.random.Generator, shape: tuple[int, int], slow: float, factor: float):
-    """Seconds (queries, shards) in units of the mean; a slow request is `factor` times as long."""
+    """Return times (queries, shards) in units of the mean; a slow one is `factor` times longer."""
     times = rng.gamma(20.0, 1 / 20.0, size=shape)
     return np.where(rng.random(shape) < slow, factor * times, times)
 
 
 def hedged(first: np.ndarray, second: np.ndarray, after: float) -> np.ndarray:
-    """The times of requests that are sent again `after` so long."""
+    """Return the times of requests that are sent again after `after`."""
     return np.where(first > after, np.minimum(first, after + second), first)
 
 
 def waits(shards: int, slow: float, factor: float, queries: int, seed: int = 0) -> dict[str, float]:
-    """Median and 99th percentile of the slowest shard, without and with hedges."""
+    """Return median and 99th percentile of the slowest shard, without and with hedging."""
     rng = np.random.default_rng(seed)
     first, second = (shard_times(rng, (queries, shards), slow, factor) for _ in range(2))
     after = float(np.quantile(first, 0.95))

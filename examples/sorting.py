@@ -1,22 +1,21 @@
-"""Sort ten numbers by pointing at them: soft attention while learning, hard attention in use.
+"""Sort ten numbers by pointing at them: soft attention in training, hard attention in use.
 
     pip install "qkv[torch,plot]"
     python examples/sorting.py              # under two minutes on one core
     python examples/sorting.py --small      # five numbers and a short training: seconds
 
-One Transformer block lets the numbers look at each other. Then every place of the answer, the first
-to the tenth, asks which number belongs there, by the additive score of pointer networks, and the
-weights of that question are the pointer. Learning lowers the cross-entropy of the soft weights. In
-use the same score is asked with weighting="hard": what comes back is one of the numbers, to the
-last bit.
+In one Transformer block the numbers attend to each other. Then each position of the answer, first
+to tenth, is a query for the number that belongs there, with the additive score of pointer networks;
+its weights are the pointer. Training minimizes the cross-entropy of the soft weights. In use, the
+same score runs with weighting="hard", so the result consists of the input numbers, bit for bit.
 
-The block's own weighting matters. Sigmoid weights need not sum to one, so a number can count how
-many are smaller; softmax weights only average. Both are trained here, with the same budget.
+The weighting inside the block matters. Sigmoid weights need not sum to 1, so a number can count how
+many others are smaller; softmax weights only average. Both are trained here with the same budget.
 
-The table is of 10,000 sequences that nothing was learned from. Expect 99 % of them sorted without a
-fault after a sigmoid block; a softmax block reaches 85 %, and with other seeds 46 to 87 %.
-build/examples/sorting gets training.png, pointers.png (who was pointed at) and counting.png: one
-sigmoid head has learned to count the numbers that are greater, the other those that are smaller.
+The table is for 10,000 test sequences. Expect 99 % of them fully sorted with a sigmoid block. A
+softmax block reaches 85 %, and with other seeds 46 to 87 %. The script writes training.png,
+pointers.png (the pointers) and counting.png to build/examples/sorting. In counting.png one sigmoid
+head counts the numbers that are greater, and the other those that are smaller.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ INK, PALE, COLOURS = "#333333", "#bbbbbb", {"sigmoid": "#cb181d", "softmax": "#4
 
 
 class Sorter(nn.Module):
-    """x (B, n) → the numbers in order (B, n), and the pointer α (B, places, numbers)."""
+    """x (B, n) → the sorted numbers (B, n), and the pointer α (B, positions, numbers)."""
 
     def __init__(self, numbers: int, weighting: str) -> None:
         super().__init__()
@@ -76,19 +75,19 @@ class Sorter(nn.Module):
         return self.lift(2 * x[..., None] - 1)
 
     def looks(self, x: Tensor) -> Tensor:
-        """α of the block (B, heads, n, n): whom each number looks at."""
+        """Return α of the block (B, heads, n, n): which numbers each number attends to."""
         z = self.block.norm1(self.lifted(x))
         return self.block.self_attn(z, z, z, average_attn_weights=False)[1]
 
 
 def sequences(count: int, numbers: int, seed: int) -> Tensor:
-    """Numbers in [0, 1), (count, numbers), always the same ones for a seed."""
+    """Return numbers in [0, 1), (count, numbers); a seed gives the same ones each time."""
     return torch.rand(count, numbers, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
 class Result:
-    """How well sequences were sorted; a place is right if its nearest number is the right one."""
+    """How well sequences were sorted; a position is right if its nearest number is right."""
 
     places: float
     whole: float
@@ -141,7 +140,7 @@ def train(
 
 @contextmanager
 def progress(name: str, steps: int) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr, where that is a terminal; stdout is for results."""
+    """Return a progress bar on stderr, if that is a terminal; stdout is for results."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -174,7 +173,7 @@ def run(numbers: int, steps: int, asked: int) -> tuple[dict[str, Sorter], dict[s
 
 @torch.no_grad()
 def show(model: Sorter, x: Tensor) -> None:
-    """One sequence, sorted softly and hard."""
+    """Print one sequence, sorted with soft and with hard weights."""
     lines = [("numbers", x), ("soft", model(x[None])[0][0]), ("hard", model(x[None], True)[0][0])]
     print()
     for name, line in lines:
@@ -247,7 +246,7 @@ def counting_picture(models: dict[str, Sorter], numbers: int) -> Any:
 
 
 def draw(pictures: dict[str, Any], out: Path) -> None:
-    """Each picture whole or not at all."""
+    """Write each picture, completely or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in pictures.items():
         draft = out / f".{name}"

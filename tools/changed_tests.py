@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_git(*arguments: str) -> list[str]:
-    """Return the lines that git prints, none where it fails."""
+    """Return the lines that git prints; an empty list if it fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
 

@@ -1,4 +1,4 @@
-"""Write the tables of transforms between the marks in docs/frameworks.md, from their tests."""
+"""Write the tables of transforms in docs/frameworks.md from their tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def tables() -> str:
-    """A table for each framework, and what its columns are tried with."""
+    """Return a table for each framework, and the options of its columns."""
     parts = [
         table("PyTorch", TORCH, {**OPTIONS, **LAYERS, **PEER}, GAPS),
         table("JAX", JAX, OPTIONS, {}),
@@ -49,7 +49,7 @@ def table(
 
 
 def cell(names: list[str], gaps: tuple[str, ...]) -> str:
-    """Yes, nothing, or what is left out."""
+    """Return ✓, nothing, or what is not supported."""
     missing = [name for name in names if name in gaps]
     if not missing:
         return "✓"
@@ -57,7 +57,7 @@ def cell(names: list[str], gaps: tuple[str, ...]) -> str:
 
 
 def families(options: dict[str, Option]) -> dict[str, list[str]]:
-    """The options of each column."""
+    """Return the options of each column."""
     found: dict[str, list[str]] = {}
     for name, option in options.items():
         found.setdefault(option.family, []).append(name)

@@ -26,7 +26,7 @@ TAB = re.compile(
 
 
 def run(page: Path) -> list[Figure]:
-    """The figures that a page's cells end in or name; its asserts hold, or it fails."""
+    """Return the figures of a page's cells; fail if one of its asserts fails."""
     from tools.pages import drawn
 
     names: dict[str, Any] = {
@@ -47,7 +47,7 @@ def run(page: Path) -> list[Figure]:
 
 
 def tabs(page: Path) -> list[tuple[str, str]]:
-    """The code in a page's framework tabs, which is text to the page itself."""
+    """Return the code in a page's framework tabs, which the page itself does not run."""
     text = page.read_text(encoding="utf-8")
     return [(tab["name"], textwrap.dedent(tab["code"].replace("#", "", 1).replace("\n#", "\n")))
             for tab in TAB.finditer(text)]  # fmt: skip

@@ -1,10 +1,11 @@
-"""How clear the names of functions are: the share of one word, and names that mean many things.
+"""Measure how clear function names are: the share of one-word names, and ambiguous names.
 
 python -m tools.names [--most SHARE]
 
-Functions say verb and object (`load_calibration`). One word is complete only where the module or
-the class makes it so (`masks.causal`, `Database.ask`). A name that several modules define must mean
-one thing in all of them: those are listed in PROTOCOLS, or belong to classes of one base.
+Functions say verb and object (`load_calibration`). One word is complete only if the module or the
+class completes it (`masks.causal`, `Database.ask`). A name that several modules define must mean
+the same in all of them: such names are listed in PROTOCOLS, or belong to classes with a common
+base.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Function(NamedTuple):
 
 
 def list_functions(source: Path = SOURCE) -> list[Function]:
-    """Every function and method below a folder, nested ones and properties included."""
+    """Return every function and method below a folder, including nested ones and properties."""
     found = []
     for path in sorted(source.rglob("*.py")):
         module = path.relative_to(source.parent).with_suffix("").as_posix().replace("/", ".")
@@ -66,12 +67,12 @@ def list_functions(source: Path = SOURCE) -> list[Function]:
 
 
 def one_word_share(functions: list[Function]) -> float:
-    """The share of names without an underscore inside."""
+    """Return the share of names without an inner underscore."""
     return sum("_" not in x.name.strip("_") for x in functions) / len(functions)
 
 
 def list_ambiguous(functions: list[Function]) -> dict[str, list[str]]:
-    """Module-level functions that more than MOST_MODULES modules define, by name."""
+    """Return module-level functions that more than MOST_MODULES modules define, by name."""
     modules: dict[str, set[str]] = defaultdict(set)
     for x in functions:
         if x.owner is None and x.name not in PROTOCOLS:

@@ -1,6 +1,4 @@
-"""What the docs need beyond Sphinx: formulas without a network, our own figures found, and
-docstrings read as the plain prose that they are.
-"""
+"""Extensions of Sphinx for the docs: offline formulas, qkv's figures, plain-text docstrings."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ _seen: WeakSet[Figure] = WeakSet()
 
 
 def drawn(names: dict[str, Any]) -> list[Figure]:
-    """The figures among the values of a page's names that were not found before.
+    """Return the figures among a page's variables that were not found before.
 
-    `qkv.plot` keeps its figures from pyplot, so that no window opens: a scraper does not see them.
+    `qkv.plot` does not register its figures with pyplot, so that no window opens: sphinx-gallery's
+    own scraper does not see them.
     """
     found = []
     for value in names.values():
@@ -32,7 +31,7 @@ def drawn(names: dict[str, Any]) -> list[Figure]:
 
 
 def pictures(block: Any, names: dict[str, Any], settings: dict[str, Any]) -> str:
-    """A scraper of sphinx-gallery: the figures that a cell made, named or as its last line."""
+    """A scraper for sphinx-gallery: the figures that a cell assigned or has as its last line."""
     from sphinx_gallery.scrapers import figure_rst
 
     paths = []
@@ -43,7 +42,7 @@ def pictures(block: Any, names: dict[str, Any], settings: dict[str, Any]) -> str
 
 
 def inline(translator: Any, node: nodes.math) -> None:
-    """A formula as MathML, which browsers draw themselves."""
+    """Return a formula as MathML, which browsers render themselves."""
     translator.body.append(tex2mathml(node.astext()))
     raise nodes.SkipNode
 
@@ -54,7 +53,7 @@ def display(translator: Any, node: nodes.math_block) -> None:
 
 
 def prose(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain prose: a star is a star, an indented block a formula or code."""
+    """Convert a plain-text docstring: escape stars, and make indented blocks literal."""
     done: list[str] = []
     literal = example = False
     for line in lines:

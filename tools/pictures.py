@@ -20,7 +20,7 @@ SENTENCE = "When he saw his owner, the dog was happy, so he wagged his tail"
 
 
 def shrink(png: bytes, path: Path, most: int = 100_000) -> None:
-    """The picture with a palette, of as many colours as leave it `most` bytes."""
+    """Return the picture with as many palette colours as fit into `most` bytes."""
     with Image.open(io.BytesIO(png)) as picture:
         for colours in (256, 128, 64, 32):
             flat = picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE)

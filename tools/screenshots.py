@@ -56,7 +56,7 @@ HANDS: dict[str, Callable[[Any], None]] = {
 
 
 def written(folder: Path) -> str:
-    """The address of one file with every view that needs no server."""
+    """Return the address of one file with every view that needs no server."""
     seen, *_ = capture_model_weights(SENTENCE, (2, 3))
     names = [f"layer {i}" for i in range(len(seen.weights))]
     shown: list[Any] = [

@@ -21,18 +21,18 @@ def main() -> None:
 
 
 def kind(file: dict[str, Any]) -> str:
-    """What was measured: a device, or a processor."""
+    """Return what was measured: a device or a processor."""
     return file["machine"].get("gpu") or file["machine"]["cpu"]  # type: ignore[no-any-return]
 
 
 def results() -> list[Path]:
-    """Those of one folder together, x86-64 first."""
+    """Return the results of one folder, x86-64 first."""
     folder = ROOT / "bench" / "results"
     return [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
 
 
 def table(files: list[dict[str, Any]]) -> str:
-    """The rows of files from one kind of machine, and under them what they ran on."""
+    """Return the rows of one kind of machine, and below them the machines."""
     rows = [row for file in files for row in file["rows"] if "sides" in row]
     if not rows:
         return ""
@@ -50,7 +50,7 @@ def place(machine: dict[str, Any]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One line; of the peers those that a goal names, or all where there is none."""
+    """Return one line, with the peers that a goal names, or all without a goal."""
     sides = row["sides"]
     ours = sides.get("qkv", {})
     peers = [name for name in sides if not name.startswith("qkv")]

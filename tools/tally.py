@@ -1,7 +1,7 @@
-"""Sum up a `make test`: tally.py RESULTS "every check" "the checks that failed".
+"""Summarize a `make test`: tally.py RESULTS "every check" "the checks that failed".
 
-A check that left a JUnit file in RESULTS counts as its tests, any other as one. The tests that
-failed are told last, each with the end of what it said: nobody looks for it in an hour's output.
+A check with a JUnit file in RESULTS counts as its tests, any other as one. The failed tests are
+printed last, each with the end of its output.
 """
 
 import sys
@@ -29,7 +29,7 @@ def count(report: Path, broke: bool) -> tuple[int, int, int]:
 
 
 def faults(report: Path) -> Iterator[str]:
-    """Each test that failed, by name, with the end of what it said."""
+    """Yield each failed test: its name, and the end of its output."""
     if not report.exists():
         return
     for case in ElementTree.parse(report).iter("testcase"):
