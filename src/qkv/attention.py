@@ -9,8 +9,7 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 import numpy as np
 
 from qkv import scores
-from qkv.engines import native, sharded, streaming
-from qkv.engines import plan_cache as plans
+from qkv.engines import native, plan_cache, sharded, streaming
 from qkv.engines.call import Call, check_best_scores_finite, pack_results
 from qkv.engines.choice import EngineChoice, EngineName, Explanation, WarmupReport, choose_engine
 from qkv.engines.dropout import draw_seed
@@ -18,13 +17,11 @@ from qkv.engines.native import ProjectedAttention
 from qkv.engines.out_of_core import certified, forward
 from qkv.engines.validation import build_call, require_one_framework, resolve_score_and_weighting
 from qkv.errors import DtypeError, FrameworkError, validate_keywords
-from qkv.frameworks import FRAMEWORK_BY_TYPE, get_framework, load_framework, to_numpy, tree
+from qkv.frameworks import get_framework, load_framework, to_numpy, tree
 from qkv.frameworks.stored_rows import StoredRows, WeighedRows, to_framework_array
-from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
 from qkv.masks import MaskLike
 from qkv.scores import ScoreLike
 from qkv.util.keyword_hints import FOREIGN_KEYWORDS, forbid_torchscript
-from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import A, Array, NestedLists, ShardPosition
 from qkv.weightings import WeightingLike
 
@@ -148,48 +145,34 @@ def attend(
         )
     if dropout_p and seed is not None:
         seed = draw_seed(seed, query)
-    flags: plans.Signature = (dropout_p, seed is None, tolerance, engine)
+    flags: plan_cache.Signature = (dropout_p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _extend_flags(flags, return_lse, return_weights)
-    fw, kind, plan = FRAMEWORK_BY_TYPE.get(type(query)), None, None
-    sign = None if fw is None else fw.array_signature(query, key, value)
-    if sign is not None:  # as most calls are: what `find` does, without it
-        alike = score if type(score) is str else getattr(score, SIGNATURE_ATTRIBUTE, None)
-        turned = (
-            weighting if type(weighting) is str else getattr(weighting, SIGNATURE_ATTRIBUTE, None)
-        )
-        rule: Any = (
-            mask if mask is None or type(mask) is str else getattr(mask, SIGNATURE_ATTRIBUTE, None)
-        )
-        if alike is not None and turned is not None and (rule is not None or mask is None):
-            try:
-                plan = plans.PLANS_BY_SIGNATURE.get(
-                    (sign, alike, turned, rule, flags, REGISTRY_VERSION[0])
-                )
-            except TypeError:  # a flag that is none: the check of the arguments says so
-                sign = None
-    if plan is None:
-        kind, plan = plans.find_plan(query, key, value, score, weighting, mask, flags, sign)
+    signature, plan = plan_cache.find_plan(query, key, value, score, weighting, mask, flags)
     if plan is not None:
         if plan.run_arrays is not None:
-            found = plan.run_arrays(query, key, value)
+            results = plan.run_arrays(query, key, value)
         else:
-            found = plan.run(query, key, value, score, weighting, mask, seed)
-        if found is not None:
-            return found
-    how = (mask, dropout_p, seed, tolerance)
+            results = plan.run(query, key, value, score, weighting, mask, seed)
+        if results is not None:
+            return results
     call = build_call(
         query,
         key,
         _require_value(value),
         score,
         weighting,
-        *how,
+        mask,
+        dropout_p,
+        seed,
+        tolerance,
         lse=return_lse,
         weights=return_weights,
     )
-    given = (query, key, value, score, weighting, mask, seed)
-    return plans.run_first_call(call, choose_engine(call, engine), None if plan else kind, given)
+    arguments = (query, key, value, score, weighting, mask, seed)
+    return plan_cache.run_first_call(
+        call, choose_engine(call, engine), None if plan else signature, arguments
+    )
 
 
 @forbid_torchscript
@@ -217,14 +200,16 @@ def weights(
     if dropout_p and seed is not None:
         seed = draw_seed(seed, query)
     flags = (dropout_p, seed is None)
-    kind, plan = plans.find_plan(query, key, None, score, weighting, mask, flags)
-    given = (query, key, None, score, weighting, mask, seed)
-    found: A | None = None if plan is None else plan.run(*given)
-    if found is not None:
-        return found
+    signature, plan = plan_cache.find_plan(query, key, None, score, weighting, mask, flags)
+    arguments = (query, key, None, score, weighting, mask, seed)
+    alpha: A | None = None if plan is None else plan.run(*arguments)
+    if alpha is not None:
+        return alpha
     call = build_call(query, key, None, score, weighting, mask, dropout_p, seed, weights=True)
-    alpha: A = plans.run_first_call(call, choose_engine(call), None if plan else kind, given)
-    return alpha
+    first: A = plan_cache.run_first_call(
+        call, choose_engine(call), None if plan else signature, arguments
+    )
+    return first
 
 
 def explain(
@@ -282,7 +267,7 @@ def warm(
     started = perf_counter()
     kind, plan, call, choice = _plan_call("warm", query, key, value, options)
     if plan is None and kind is not None:
-        plan = plans.cache_plan(kind, call, choice)
+        plan = plan_cache.cache_plan(kind, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
     return WarmupReport(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
 
@@ -301,7 +286,7 @@ def projected_attention(name: str) -> ProjectedAttention:
 
 def _plan_call(
     door: str, query: Array, key: Array, value: Array, options: ReturnOptions
-) -> tuple[plans.Signature | None, plans.Plan | None, Call, EngineChoice]:
+) -> tuple[plan_cache.Signature | None, plan_cache.Plan | None, Call, EngineChoice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
     validate_keywords(
         f"{door}()", options, ReturnOptions.__optional_keys__, elsewhere=FOREIGN_KEYWORDS
@@ -310,10 +295,12 @@ def _plan_call(
     score, weighting, mask = map(filled.pop, ("score", "weighting", "mask"))
     p, seed, tolerance, engine = map(filled.pop, ("dropout_p", "seed", "tolerance", "engine"))
     lse, alpha = map(filled.pop, ("return_lse", "return_weights"))
-    flags: plans.Signature = (p, seed is None, tolerance, engine)
+    flags: plan_cache.Signature = (p, seed is None, tolerance, engine)
     if not lse is alpha is False:
         flags = _extend_flags(flags, lse, alpha)
-    kind, plan = plans.find_plan(query, key, _require_value(value), score, weighting, mask, flags)
+    kind, plan = plan_cache.find_plan(
+        query, key, _require_value(value), score, weighting, mask, flags
+    )
     # Looking must not advance a caller's generator.
     how = (mask, p, None if seed is None else 0, tolerance)
     call = build_call(query, key, value, score, weighting, *how, lse=lse, weights=alpha)
@@ -326,7 +313,7 @@ def _require_value(value: A | None) -> A:
     return value
 
 
-def _extend_flags(flags: plans.Signature, lse: Any, weights: Any) -> plans.Signature:
+def _extend_flags(flags: plan_cache.Signature, lse: Any, weights: Any) -> plan_cache.Signature:
     """The flags with what is to be returned: `return_lse=1` is refused, so it is not True here."""
     return *flags, lse, weights, type(lse), type(weights)
 

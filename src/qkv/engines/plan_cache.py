@@ -1,8 +1,12 @@
-"""Plans: what was chosen for a kind of call, kept so that the next of that kind need not choose.
+"""The plan cache: the engine chosen for a signature, reused by later calls with that signature.
 
-A kind is what the choice hangs on: the arrays' types, dtypes, devices, leading shapes and widths,
-their lengths by their number of binary digits, the score, the weighting, the mask, the flags, and
-whether a gradient is wanted. No plan holds an array, and none is made while a framework traces.
+A signature holds everything that the choice depends on:
+
+- the arrays' types, dtypes, devices, shapes, and whether a gradient is needed;
+- the score, the weighting, the mask and the flags.
+
+A call without a plan for its exact lengths uses the plan for lengths with the same number of binary
+digits. A plan never holds an array. No plan is made while a framework traces the call.
 """
 
 from __future__ import annotations
@@ -15,21 +19,25 @@ from qkv.engines.call import Call, ThreeArrayRunner, pack_results
 from qkv.engines.choice import EngineChoice
 from qkv.engines.validation import cast_bias, resolve_score_and_weighting, resolve_seed
 from qkv.errors import QkvError
-from qkv.frameworks import find_framework, tree
+from qkv.frameworks import FRAMEWORK_BY_TYPE, find_framework, tree
 from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
 
 MAX_CACHED_PLANS = 1024
-"""Kinds that are remembered, and exact shapes; beyond, the tables start anew."""
+"""Entries of each table. A full table is emptied before the next plan is inserted."""
 
 Signature = tuple[Hashable, ...]
 
 
 class Plan(NamedTuple):
-    """`run(query, key, value, score, weighting, mask, seed)`: the results, or None: choose anew.
-    `bare(query, key, value)` is the same where there is nothing else to know."""
+    """The chosen engine and a function that runs it without validation or choice.
+
+    `run(query, key, value, score, weighting, mask, seed)` returns the results of `attend`, or None
+    if it cannot handle these values. `run_arrays(query, key, value)` is a shorter form of the same,
+    for engines that need nothing else.
+    """
 
     choice: EngineChoice
     run: Callable[..., Any]
@@ -48,14 +56,15 @@ def find_plan(
     weighting: Any,
     mask: Any,
     flags: tuple[Hashable, ...],
-    sign: Any = None,
 ) -> tuple[Signature | None, Plan | None]:
-    """All that a choice hangs on, with exact shapes, None for what cannot be told by that; and the
-    plan for calls of this kind, where one is kept. `sign` is the arrays' signature, if known."""
-    fw = find_framework(query)
-    if sign is None and fw is not None:
-        sign = fw.array_signature(query, key, value)
-    if fw is None or sign is None:
+    """Return the signature of a call and the cached plan for it; None for what there is not.
+
+    This is the only place that builds a signature. It runs in every call, so the records' cached
+    signatures are read here without a further function call.
+    """
+    fw = FRAMEWORK_BY_TYPE.get(type(query)) or find_framework(query)
+    arrays = None if fw is None else fw.array_signature(query, key, value)
+    if fw is None or arrays is None:
         return None, None
     try:
         if type(score) is not str:
@@ -64,59 +73,67 @@ def find_plan(
             weighting = getattr(weighting, SIGNATURE_ATTRIBUTE, None) or tree.record_signature(
                 fw, weighting
             )
-        if mask is not None:
+        if mask is not None and type(mask) is not str:
             mask = getattr(mask, SIGNATURE_ATTRIBUTE, None) or tree.record_signature(fw, mask)
+        signature = (arrays, score, weighting, mask, flags, REGISTRY_VERSION[0])
+        plan = PLANS_BY_SIGNATURE.get(signature)
     except tree.UncacheableError:
         return None, None
-    kind = sign, score, weighting, mask, flags, REGISTRY_VERSION[0]
-    try:
-        plan = PLANS_BY_SIGNATURE.get(kind)
-    except TypeError:  # a flag that is none: the check of the arguments says so
+    except TypeError:  # an unhashable flag: the validation of the arguments reports it
         return None, None
     if plan is None:
-        wide = _size_class(kind)
-        plan = None if wide is None else _PLANS_BY_SIZE_CLASS.get(wide)
+        size_class = _size_class(signature)
+        plan = None if size_class is None else _PLANS_BY_SIZE_CLASS.get(size_class)
         if plan is not None:
-            insert_bounded(PLANS_BY_SIGNATURE, kind, plan, MAX_CACHED_PLANS)
-    return kind, plan
+            insert_bounded(PLANS_BY_SIGNATURE, signature, plan, MAX_CACHED_PLANS)
+    return signature, plan
 
 
 def run_first_call(
-    call: Call, choice: EngineChoice, kind: Signature | None, given: tuple[Any, ...]
+    call: Call, choice: EngineChoice, signature: Signature | None, arguments: tuple[Any, ...]
 ) -> Any:
-    """The first call of a kind, by the plan kept of it, so that the next is rounded alike."""
-    plan = None if kind is None else cache_plan(kind, call, choice)
-    found = None if plan is None else plan.run(*given)
-    if found is not None:
-        return found
+    """Run the first call with a signature, through its new plan if one can be cached.
+
+    Going through the plan makes the first result equal to the later ones, bit by bit.
+    """
+    plan = None if signature is None else cache_plan(signature, call, choice)
+    results = None if plan is None else plan.run(*arguments)
+    if results is not None:
+        return results
     with call.fw.compute_context(), call.fw.translate_errors(call.query):
         return pack_results(call, choice.run(call))
 
 
-def cache_plan(kind: Signature, call: Call, choice: EngineChoice) -> Plan | None:
-    """Remember what was chosen for a call, unless there is nothing to gain."""
-    looks = getattr(choice.engine, "is_data_dependent", None)
-    if 0 in (*call.lead, call.n, call.m) or (looks is not None and looks(call)):
+def cache_plan(signature: Signature, call: Call, choice: EngineChoice) -> Plan | None:
+    """Cache the chosen engine for calls with this signature; None if no plan may be cached."""
+    is_data_dependent = getattr(choice.engine, "is_data_dependent", None)
+    if 0 in (*call.lead, call.n, call.m):
+        return None
+    if is_data_dependent is not None and is_data_dependent(call):
         return None
     if call.exceeds_float32 or call.may_exceed_float64:
         return None
-    run = _build_plan_function(call, choice, kind)
+    run = _build_plan_function(call, choice, signature)
     plan = (
-        Plan(choice, run)
-        if not isinstance(run, ThreeArrayRunner)
-        else Plan(choice, run.run, run.function)
+        Plan(choice, run.run, run.function)
+        if isinstance(run, ThreeArrayRunner)
+        else Plan(choice, run)
     )
-    insert_bounded(PLANS_BY_SIGNATURE, kind, plan, MAX_CACHED_PLANS)
-    wide = _size_class(kind)
-    if wide is not None:
-        insert_bounded(_PLANS_BY_SIZE_CLASS, wide, plan, MAX_CACHED_PLANS)
+    insert_bounded(PLANS_BY_SIGNATURE, signature, plan, MAX_CACHED_PLANS)
+    size_class = _size_class(signature)
+    if size_class is not None:
+        insert_bounded(_PLANS_BY_SIZE_CLASS, size_class, plan, MAX_CACHED_PLANS)
     return plan
 
 
-def _size_class(kind: Signature) -> Signature | None:
-    """The kind with lengths by their size alone; None where they do not fit each other."""
-    sign, score, weighting, mask, *flags = kind
-    (query, key, value), rest = sign[:3], sign[3:]  # type: ignore[index]
+def _size_class(signature: Signature) -> Signature | None:
+    """Return the signature with the number of binary digits of n and m in place of n and m.
+
+    None if a plan for one length may be wrong for another: the shapes do not agree, or an array
+    inside the mask or the weighting has one entry for each key or query.
+    """
+    arrays, score, weighting, mask, *flags = signature
+    (query, key, value), other = arrays[:3], arrays[3:]  # type: ignore[index]
     if min(len(query), len(key)) < 2 or (value is not None and value[-2:-1] != key[-2:-1]):
         return None
     n, m = query[-2], key[-2]
@@ -126,32 +143,46 @@ def _size_class(kind: Signature) -> Signature | None:
             return None
         mask = mask._replace(shape=(*shape[:-2], shape[-2] == 1, shape[-1] == 1))
     elif tree.has_arrays(mask):
-        return None  # an array inside of a rule may be as long as the keys
+        return None
     if any(tuple(x.shape[-2:]) == (n, 1) for x in tree.array_signatures(weighting)) and n != 1:
-        return None  # and one inside of a weighting as the queries
+        return None
     leads = query[:-2], key[:-2], None if value is None else value[:-2]
     widths = query[-1], key[-1], None if value is None else value[-1]
-    return leads, widths, n.bit_length(), m.bit_length(), rest, score, weighting, mask, *flags
+    return leads, widths, n.bit_length(), m.bit_length(), other, score, weighting, mask, *flags
 
 
 def _build_plan_function(
-    call: Call, choice: EngineChoice, kind: Signature
+    call: Call, choice: EngineChoice, signature: Signature
 ) -> Callable[..., Any] | ThreeArrayRunner:
-    """The chosen engine as a function of the arguments of `run_plan`."""
+    """Return the chosen engine as a function of the arguments of `run_plan`."""
     fw = call.fw
-    learned, masked = tree.has_arrays(kind[1:3]), tree.has_arrays(kind[3])
-    bare = type(kind[3]) is tree.ArraySignature
-    plain = not (call.dropout or call.wants_lse) and (bare or not masked) and call.bias is None
-    if plain and call.value is not None and not fw.needs_equal_spans:
+    _, score_signature, weighting_signature, mask_signature, *_ = signature
+    has_parameters = tree.has_arrays((score_signature, weighting_signature))
+    mask_has_arrays = tree.has_arrays(mask_signature)
+    mask_is_array = type(mask_signature) is tree.ArraySignature
+    is_plain = (
+        not (call.dropout or call.wants_lse)
+        and (mask_is_array or not mask_has_arrays)
+        and call.bias is None
+    )
+    if is_plain and call.value is not None and not fw.needs_equal_spans:
         direct: Callable[..., Any] | ThreeArrayRunner | None = choice.build_direct_runner(call)
         if direct is not None:
             return direct
     run = choice.build_runner(call)
-    hollow = tree.map_arrays(fw, fw.without_data, call)  # it must not keep the arrays
-    run, fixed, lead = _compile_runner(hollow, run), dict(vars(hollow)), call.lead
-    fixed["exceeds_float32"] = fixed["may_exceed_float64"] = False
-    if masked:
-        fixed["rule"] = fixed["bias"] = None
+    # A plan must not keep arrays alive.
+    call_without_data = tree.map_arrays(fw, fw.without_data, call)
+    run, lead = _compile_runner(call_without_data, run), call.lead
+    # The order matters: the arguments of each call replace the arrays without data.
+    fixed_fields = {
+        **vars(call_without_data),
+        "exceeds_float32": False,
+        "may_exceed_float64": False,
+        "fw": fw,
+        "lead": lead,
+    }
+    if mask_has_arrays:
+        fixed_fields["rule"] = fixed_fields["bias"] = None
 
     def run_plan(
         query: Array,
@@ -162,41 +193,39 @@ def _build_plan_function(
         mask: Any,
         seed: Any,
     ) -> Any:
-        call: Call = object.__new__(Call)  # its fields fit, so nothing is checked again
-        fields = call.__dict__
-        fields.update(fixed)
-        fields["fw"], fields["lead"] = fw, lead
-        fields["key"], fields["value"] = key, value
         if query.shape[:-2] != lead:
             query = fw.xp.broadcast_to(query, (*lead, *query.shape[-2:]))
-        fields["query"] = query
-        if masked:
+        fields = {**fixed_fields, "query": query, "key": key, "value": value}
+        if mask_has_arrays:
             fields["rule"], bias = masks.resolve(mask)
             fields["bias"] = cast_bias(fw, bias, query)
-        if learned:
+        if has_parameters:
             fields["score"], fields["weighting"] = resolve_score_and_weighting(
-                score, weighting, call.bias
+                score, weighting, fields["bias"]
             )
-        if call.dropout:
+        if fields["dropout"]:
             fields["seed"] = resolve_seed(fw, seed, query)
+        call = Call.from_validated_fields(fields)
         with fw.compute_context():
-            found = run(call)
-            return None if found is None else pack_results(call, found)
+            results = run(call)
+            return None if results is None else pack_results(call, results)
 
     return run_plan
 
 
-def _compile_runner(hollow: Call, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """`run` as one compiled function, in a framework that is slow step by step."""
-    fw = hollow.fw
-    quick = fw.compile_function(lambda *leaves: run(tree.replace_arrays(fw, hollow, leaves)))
-    if quick is None or tree.has_foreign_arrays(fw, hollow.rule):
+def _compile_runner(call_without_data: Call, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """Return `run` as one compiled function, in frameworks that are slow operation by operation."""
+    fw = call_without_data.fw
+    compiled = fw.compile_function(
+        lambda *leaves: run(tree.replace_arrays(fw, call_without_data, leaves))
+    )
+    if compiled is None or tree.has_foreign_arrays(fw, call_without_data.rule):
         return run
 
     def run_compiled(call: Call) -> Any:
         try:
-            return quick(*tree.array_leaves(fw, call))
-        except QkvError:  # it must look at numbers
+            return compiled(*tree.array_leaves(fw, call))
+        except QkvError:  # the engine must read array values, which a traced array does not have
             return run(call)
 
     return run_compiled
