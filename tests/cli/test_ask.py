@@ -207,7 +207,7 @@ class TestAsk:
             (["--weighting", "topk"], "topk needs a number: topk:3"),
             (["--weighting", "softmaxx"], "did you mean 'softmax'?"),
             (["--where", "yeer > 3"], "did you mean 'year'?"),
-            (["--where", "year >"], "cannot read 'year >'"),
+            (["--where", "year >"], "cannot parse 'year >'"),
             (["--encoder", "word"], "did you mean 'words'?"),
             (["--at", "3"], "is a table and has no versions"),
         ],

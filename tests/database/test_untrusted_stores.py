@@ -254,7 +254,7 @@ def test_a_version_that_no_store_wrote_is_damage(tmp_path, column, number):
     "record", ["[" * 100_000, '{"value": {"$bytes": "x"}}', '{"value": {"$array": ["O", [1], ""]}}']
 )
 def test_a_record_that_no_store_wrote_is_damage(record):
-    with pytest.raises(StoreDamagedError, match="a record is not what was written"):
+    with pytest.raises(StoreDamagedError, match="a record is damaged"):
         cells.load_row(record)
 
 
@@ -267,7 +267,7 @@ def test_a_layout_without_what_the_schema_names_is_damage(tmp_path, name):
         change = "UPDATE generations SET layout = replace(layout, ?, 'other')"
         catalogue.execute(change, (name,))
     with (
-        pytest.raises(StoreDamagedError, match="are lost or not qkv's"),
+        pytest.raises(StoreDamagedError, match="are lost or invalid"),
         qkv.open(place, create=False) as D,
     ):
         D.ask([1.0, 2.0] if name == "code" else 1.0, where="value > 1")

@@ -83,7 +83,7 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
 @pytest.mark.parametrize("wish", ["text", "exact"])
 def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
     encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []
-    how = encoding.VectorPrecision(is_int8=True)
+    how = quantization.VectorPrecision(is_int8=True)
     want = encoding.encode_tensors(encoder, keys, how, 0)
     monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 7)
     made = encoding.encode_keys(encoder, keys, how, 0, lambda *at: told.append(at))
