@@ -215,6 +215,8 @@ def test_joiners_of_words_and_pictures_are_no_control_characters():
 def test_rows_that_three_digits_cannot_show_join_the_rest():
     lines = str(answer([0.99, 0.0004, 0.0003], total=3)).splitlines()
     assert lines[2].endswith("2 more rows")
+    lines = str(answer([0.99, 0.004, 0.0006], total=3)).splitlines()
+    assert ["k1" in lines[2], "k2" in lines[3]] == [True, True], "three digits show these"
 
 
 def test_json():

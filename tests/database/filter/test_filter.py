@@ -14,6 +14,7 @@ import pytest
 import qkv
 from qkv.database.errors import NoRowsMatchWarning
 from qkv.database.filter.expressions import compile_condition
+from qkv.database.storage import limits
 from qkv.database.table import columns
 from qkv.database.table.column_chunk import read_distinct_texts
 from qkv.errors import ArgumentError, DtypeError
@@ -470,3 +471,22 @@ def test_a_vector_equals_the_list_of_its_numbers():
     rows = [{"x": np.array([1.0, 2.0])}, {"x": [1.0, 2.0]}, {"x": np.array([1.0])}, {"x": None}]
     for same in ([1.0, 2.0], [1, 2], np.array([1.0, 2.0], np.float32)):
         assert passing({"x": [same]}, rows) == [True, True, False, False]
+
+
+def test_texts_of_pieces_of_one_size_are_told_apart(monkeypatch):
+    """The texts that are cached of a column belong to one piece of the rows."""
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 2)
+    made = qkv.Database(key="name", value="city", encoder="exact")
+    for piece in (["a", "b", "c"], ["d", "a", "e"], ["c", "f", "a"]):
+        made.extend([{"name": f"{len(made) + i}", "city": x} for i, x in enumerate(piece)])
+    assert [len(part.ids) for part in made._view.snapshot.iterate_segments()] == [3, 3, 3]
+    for _ in range(2):
+        assert made._view.filter_rows("city < 'b'").tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+        assert made._view.filter_rows("'e' in city").tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0]
+
+
+def test_a_missing_number_is_not_zero():
+    made = qkv.Database(key="name", value="stock", encoder="exact")
+    made.extend([{"name": x, "stock": y} for x, y in (("a", 0.0), ("b", None), ("c", 1.5))])
+    assert made._view.filter_rows("stock == 0").tolist() == [True, False, False]
+    assert made._view.filter_rows("stock in [0, 1.5]").tolist() == [True, False, True]
