@@ -92,7 +92,11 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("an engine", lambda: attend(engine="streming"), "did you mean 'streaming'"),
     ("an encoder", lambda: qkv.Database({"a": 1}, encoder="wrods"), "did you mean 'words'"),
     ("a function", lambda: qkv.atend, "did you mean 'attend'"),
-    ("a class, not an object", lambda: attend(score=qkv.scores.Gaussian), "build it, Gaussian(…)"),
+    (
+        "a class, not an object",
+        lambda: attend(score=qkv.scores.Gaussian),
+        "pass an instance, Gaussian(…)",
+    ),
     ("a learned score", lambda: attend(score="additive"), "scores.Additive(w_query, w_key, v)"),
     (
         "matrices the other way round",
