@@ -95,5 +95,5 @@ def test_an_index_with_a_name_is_a_column(tmp_path: Any) -> None:
 
 
 def test_a_series_is_told_to_be_a_frame() -> None:
-    with pytest.raises(DtypeError, match=r"not a Series: a column alone is its to_frame\(\)"):
+    with pytest.raises(DtypeError, match=r"not a Series: convert a single column with"):
         qkv.Database.from_frame(pandas.Series({"a": 1.0}))

@@ -135,7 +135,7 @@ def test_an_array_of_no_axes_is_its_number(cell):
 def test_what_cannot_be_kept_is_said():
     with pytest.raises(DtypeError, match="a set cannot be stored"):
         cells.dump_row({"c": {1, 2}})
-    with pytest.raises(DtypeError, match="names must be text"):
+    with pytest.raises(DtypeError, match="names of a stored mapping must be text"):
         cells.dump_row({"c": {1: 2}})
     with pytest.raises(ArgumentError, match="lone surrogate at 1"):
         cells.dump_row({"c": "a\ud800"})

@@ -147,7 +147,7 @@ def test_a_messy_table(tmp_path):
     assert made.ask("Mu", where="age > 50").total == 2
     assert made.ask("Li", where="born >= '1960-01-01' and born < '1991'").total == 2
     assert made.ask("Li", where="city is None and age is not None").total == 2
-    with pytest.raises(DtypeError, match="column 'city' holds text"):
+    with pytest.raises(DtypeError, match="column 'city', which holds text"):
         made.ask("Li", where="city > 50")
     made.close()
     with qkv.open(tmp_path / "d.qkv") as again, warnings.catch_warnings():
