@@ -251,7 +251,7 @@ def test_scores_that_float64_does_not_hold_are_told(library, how, dtype):
     given = [*np.random.default_rng(0).normal(size=(3, 3, 4)).astype(dtype)]
     if library == "torch":
         given = [pytest.importorskip("torch").tensor(x) for x in given]
-    with pytest.raises(ArgumentError, match=r"float64 does not hold .*take a larger bandwidth"):
+    with pytest.raises(ArgumentError, match=r"overflow float64 .*use a larger bandwidth"):
         qkv.attend(*given, **how)
 
 
@@ -304,7 +304,7 @@ def test_numbers_that_jax_without_float64_does_not_hold():
         x = jax.numpy.asarray(X, "float32")
         near = qkv.attend(x, x, x, score=scores.Gaussian(1e-12))
         np.testing.assert_allclose(near, x)
-        with pytest.raises(DtypeError, match=r"float32 .* Gaussian\(bandwidth=1e-30\).*enable_x64"):
+        with pytest.raises(DtypeError, match=r"bandwidth=1e-30.* overflow float32.*enable_x64"):
             qkv.attend(x, x, x, score=scores.Gaussian(1e-30))
     finally:
         jax.config.update("jax_enable_x64", before)

@@ -1,14 +1,14 @@
-"""The entry point of the command `qkv` and of `python -m qkv`."""
+"""Where the command `qkv` begins, as `python -m qkv` does."""
 
 import gc
 import sys
 
 GC_THRESHOLD = 50_000
-"""Allocations between two garbage collections: imports allocate much and free nothing."""
+"""Objects made between two searches for garbage: to load makes many, and none of it."""
 
 
 def main() -> None:
-    """Run the command; report Ctrl-C also while modules load."""
+    """Run the command; one that is stopped while it still loads says so as any other."""
     gc.set_threshold(GC_THRESHOLD)
     try:
         from qkv.cli import main as run

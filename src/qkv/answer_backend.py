@@ -1,4 +1,4 @@
-"""The rows of an answer, and the backends that compute what the answer does not hold."""
+"""Behind an answer: the rows that it names, and who is asked for what it does not hold."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from qkv.frameworks import tree
 
 @dataclass(frozen=True, init=False)
 class Row(tree.Record):
-    """A row of the database with its weight.
+    """One pair of the database, and how much it counted.
 
-    `index` is its position, so `answer.weights[row.index] == row.weight`. `record` has all columns.
+    `index` is its place among the rows, so that `answer.weights[row.index] == row.weight`;
+    `record` has all its columns.
     """
 
     key: Any
@@ -26,7 +27,7 @@ class Row(tree.Record):
     index: int
     record: Mapping[str, Any] = field(repr=False)
 
-    # The generated constructor of a frozen dataclass takes four times as long.
+    # A frozen class sets its fields one by one, in four times as long: most of what a row costs.
     def __init__(
         self,
         key: Any,
@@ -41,7 +42,7 @@ class Row(tree.Record):
 
 
 class ValueWeight(NamedTuple):
-    """A value, and the total weight of the rows that have it."""
+    """A value, and the weight of all rows that hold it."""
 
     value: Any
     weight: float
@@ -49,10 +50,10 @@ class ValueWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of an answer with everything that is needed to compute it again elsewhere.
+    """Rows with their vectors: what it takes to ask them again elsewhere.
 
-    `keys` (r, d) and `query` (d) are the vectors that the score compares. They are None if it
-    compares the keys themselves.
+    `keys` (r, d) and `query` (d) are what the score compares, or None where it compares the keys
+    themselves.
     """
 
     rows: list[Row]
@@ -62,56 +63,54 @@ class SourceRows:
     score: Any
     weighting: Any
     column_names: tuple[str, str]
-    """The names of the key and of the value."""
+    """What the key and the value are called."""
 
 
 class AnswerBackend(ABC):
-    """Computes on demand what an answer does not hold.
-
-    The defaults are those of an answer without access to the database.
-    """
+    """Who answered, to be asked for what an answer does not hold; by default from elsewhere, so
+    that the rows themselves are not there."""
 
     @abstractmethod
     def compute_weights(self) -> np.ndarray:
-        """Return the weights of all rows, (m,)."""
+        """α of every row, (m,)."""
 
     @abstractmethod
     def compute_entropy(self) -> float:
-        """Return `Answer.entropy`."""
+        """What `Answer.compute_entropy` is."""
 
     @abstractmethod
     def compute_spread(self) -> Any:
-        """Return `Answer.spread`."""
+        """What `Answer.compute_spread` is."""
 
     @abstractmethod
     def rows_above(self, weight: float) -> list[Row]:
-        """Return every row of at least this weight, heaviest first."""
+        """Every row of at least this weight, heaviest first."""
 
     def compute_hint(self, rows: list[Row]) -> str:
-        """Return `Answer.hint`, given the heaviest rows."""
+        """What `Answer.compute_hint` is, of its heaviest rows."""
         return ""
 
     def prediction_set(self) -> list[Row]:
-        """Return `Answer.prediction_set`."""
+        """The rows of which one is the right one, heaviest first."""
         raise CombinationError(
-            "no prediction set: call calibrate(pairs) first, for this score and weighting"
+            "the database promises no set: it was not calibrated, or not for such questions"
         )
 
     def answer_without(self, place: int) -> Any:
-        """Return the answer without the row at this position."""
+        """The answer had the row at this place not been there."""
         raise _detached_error()
 
     def compute_influence(self) -> Any:
-        """Return `Answer.influence()`."""
+        """What `Answer.compute_influence` is."""
         raise _detached_error()
 
     def collect_source(self, most: int) -> SourceRows | None:
-        """Return the rows that took part, at most the `most` heaviest; None if not available."""
+        """All rows that were asked, or the `most` heaviest; None where they are not there."""
         return None
 
 
 class DetachedBackend(AnswerBackend):
-    """The backend of a pickled answer, which has the weights but not the database."""
+    """Behind an answer from a pickle: what it said."""
 
     def __init__(self, rows: list[Row], weights: np.ndarray, entropy: float, spread: Any):
         self._rows, self._weights, self._entropy, self._spread = rows, weights, entropy, spread
@@ -126,15 +125,15 @@ class DetachedBackend(AnswerBackend):
         return self._spread
 
     def rows_above(self, weight: float) -> list[Row]:
-        """Return the rows of at least this weight, if the answer contains all of them."""
-        rows = [row for row in self._rows if row.weight >= weight]
-        if len(rows) < (self._weights >= weight).sum():
+        """Those of the rows that were named, if they are all of at least this weight."""
+        found = [row for row in self._rows if row.weight >= weight]
+        if len(found) < (self._weights >= weight).sum():
             raise _detached_error()
-        return rows
+        return found
 
 
 def _detached_error() -> CombinationError:
     return CombinationError(
-        "this answer comes from a server or a pickle, which do not contain its rows: ask the "
-        "database itself, qkv.open(path), or a copy of it"
+        "the answer came from a server or a pickle, without its rows: ask the database itself, "
+        "qkv.open(path), or a copy of it"
     )

@@ -1,5 +1,7 @@
-"""Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ: attend, its weights alone, why it ran as it did, and what it
-would wait for, done ahead."""
+"""Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ: `attend`, `weights`, `explain` and `warm`.
+
+Also the entry points for stored rows and for keys that several processes hold.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from qkv.weightings import WeightingLike
 
 
 class FormulaOptions(TypedDict, total=False):
-    """The arguments of `attend` that say what is computed."""
+    """The keyword arguments of `attend` that define the result."""
 
     score: ScoreLike
     weighting: WeightingLike
@@ -38,13 +40,13 @@ class FormulaOptions(TypedDict, total=False):
 
 
 class AttendOptions(FormulaOptions, total=False):
-    """The arguments of `attend` that do not change what it returns."""
+    """Those, and the choice of an engine, which does not change the result."""
 
     engine: EngineName | None
 
 
 class ReturnOptions(AttendOptions, total=False):
-    """Those, and what `attend` returns beside its output."""
+    """Those, and the further results that `attend` returns."""
 
     return_lse: bool
     return_weights: bool | Literal["mean"]
@@ -114,22 +116,24 @@ def attend(
     engine: EngineName | None = None,
     **others: Never,
 ) -> Any:
-    """Σᵢ α(q, kᵢ) vᵢ for every query q: what the keys that match it have to say.
+    """Return Σᵢ α(q, kᵢ) vᵢ for every query q: values, weighted by how well their keys match.
 
-    query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v), in the query's framework
-    and dtype, or in that of torch's autocast. Leading axes broadcast; axis −3 is heads, and a key
-    or value with fewer heads is shared among the query's. A query that sees no key gives 0.
+    Shapes: query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v). The result has the
+    query's framework and dtype, or that of PyTorch's autocast. Leading axes broadcast. Axis −3 is
+    the heads; a key or value with fewer heads is shared. A query that sees no key gives 0.
 
-    `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
-    (query, key) → (…, n, m), which gets 16-bit numbers as float32. `weighting` turns scores into
-    weights: a name or an object of `qkv.weightings`. `mask` rules keys out: of `qkv.masks`, or a
-    boolean array (True: may attend), or a float array (added to the scores). `dropout_p` drops
-    weights, the same ones for the same `seed` (a number or a generator) on every engine.
-    `tolerance` is the absolute error in a score that an engine may trade for speed. `engine`
-    insists on one; `explain` tells which would run.
+    - `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
+      (query, key) → (…, n, m). A function receives 16-bit arrays as float32.
+    - `weighting` turns scores into weights: a name or an object of `qkv.weightings`.
+    - `mask` excludes keys: a mask of `qkv.masks`, a boolean array (True: may attend), or a float
+      array (added to the scores).
+    - `dropout_p` is the probability of dropping a weight. The same `seed` (a number or a
+      generator) drops the same weights on every engine.
+    - `tolerance` is the absolute error of a score that an engine may trade for speed.
+    - `engine` selects an engine by name. `explain` shows which one would run.
 
-    With `return_lse` also log Σ exp(score) (…, n), with `return_weights` also α (…, n, m), or with
-    "mean" the mean of the heads' α, which are then never held together.
+    `return_lse` adds log Σ exp(score) (…, n) to the results. `return_weights` adds α (…, n, m);
+    "mean" adds the mean of α over the heads and needs less memory.
 
     >>> import numpy as np
     >>> keys = np.array([[1.0, 0.0], [0.0, 1.0]])
@@ -187,7 +191,7 @@ def weights(
     seed: Any = None,
     **others: Never,
 ) -> A:
-    """α(q, k) for every query and key, (…, n, m): the weights that `attend` would use.
+    """Return α(q, k) for every query and key, (…, n, m): the weights that `attend` uses.
 
     >>> import numpy as np
     >>> weights(np.array([[0.0]]), np.array([[0.0], [3.0]]), score="gaussian").round(3)
@@ -218,8 +222,9 @@ def explain(
     value: A | NestedLists,
     **options: Unpack[ReturnOptions],
 ) -> Explanation:
-    """Which engine `attend` would run with these arguments, why not the others, and whether that
-    was chosen before, for an earlier call of the same kind.
+    """Return which engine `attend` would run with these arguments, and why not the others.
+
+    Print the result to read it. It also says whether an earlier call cached the choice.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 3))
@@ -227,22 +232,22 @@ def explain(
     engine: dense (the whole matrix at once)
     call:   ScaledDot() → Softmax(temperature=1.0), scores (2, 2), float64 on numpy
     work:   about 80 FLOP forward, 192 B in and out
-    not weights: no weights are asked for
-    not native: numpy has no fused attention of its own
-    not near: boxes bound the Gaussian score only, not ScaledDot
+    not weights: the call does not return weights
+    not native: numpy has no fused attention kernel
+    not near: it supports only the Gaussian score, not ScaledDot
     not triton: Triton's kernels take torch tensors, not numpy's arrays
-    not lowered: the score is a dot product as it stands
-    not streaming: the call holds 4 numbers in all: one block, which dense does at once
+    not lowered: the score is a dot product already
+    not streaming: the scores need only 4 numbers, which fit one block: dense is as good
     """
     _, plan, call, choice = _plan_call("explain", query, key, value, options)
     detail = choice.engine.describe(call)
-    known = plan is not None and plan.choice.engine is choice.engine
-    waits = (
+    is_cached = plan is not None and plan.choice.engine is choice.engine
+    pending = (
         choice.engine.describe_pending_compilation(call)
         if hasattr(choice.engine, "describe_pending_compilation")
         else None
     )
-    return Explanation(choice.engine.NAME, choice.refusals, call, detail, known, waits)
+    return Explanation(choice.engine.NAME, choice.refusals, call, detail, is_cached, pending)
 
 
 def warm(
@@ -251,45 +256,50 @@ def warm(
     value: A | NestedLists,
     **options: Unpack[ReturnOptions],
 ) -> WarmupReport:
-    """Do ahead what the first `attend` of this kind would wait for; numbers do not matter.
+    """Choose the engine and compile the kernels for `attend` with these arguments, ahead of time.
 
-    On CUDA the kernels are compiled, in threads and with a progress bar, for arrays of these
-    shapes, dtypes and strides; those of the gradient too where an array asks for one. Elsewhere
-    nothing is compiled, and only the choice of an engine is kept. `print` it to read what was done.
+    Only shapes, dtypes, devices and strides matter, not values. On CUDA the kernels are compiled in
+    several threads with a progress bar, including those of the gradient if an array requires one.
+    Elsewhere nothing is compiled, and only the choice of an engine is cached. Print the result to
+    read what was done.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 3))
     >>> print(warm(x, x, x))
     engine: dense
-    plan:   kept
-    nothing was left to compile ahead
+    plan:   cached
+    nothing to compile
     """
     started = perf_counter()
-    kind, plan, call, choice = _plan_call("warm", query, key, value, options)
-    if plan is None and kind is not None:
-        plan = plan_cache.cache_plan(kind, call, choice)
+    signature, plan, call, choice = _plan_call("warm", query, key, value, options)
+    if plan is None and signature is not None:
+        plan = plan_cache.cache_plan(signature, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
     return WarmupReport(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
 
 
 def projected_attention(name: str) -> ProjectedAttention:
-    """[S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = softmax(QKᵀ/√d) V, with Q, K and V projected from one x, all at
-    once: a framework's function of (x, heads, parameters, mask, padding, weights).
+    """Return a framework's fused operator for a whole self-attention layer.
 
-    It gives the output and α, or None: project, `attend`, and project back. x (N, n, h·d) wants no
-    gradient and is not traced; `parameters` are the packed weight of Q, K and V with its bias, then
-    W_O with its own; `mask` (n, n), or (N, n) where it is a `padding`, is True where a pair does
-    *not* count; `weights` are wanted of the "heads", of their "mean", or None.
+    It computes [S⁽¹⁾ … S⁽ʰ⁾] W_O with S⁽ⁱ⁾ = softmax(QKᵀ/√d) V, where Q, K and V are projections
+    of one x. The function takes (x, heads, parameters, mask, padding, weights):
+
+    - x (N, n, h·d) needs no gradient and is not traced.
+    - `parameters` are the packed weight of Q, K and V, its bias, W_O and its bias.
+    - `mask` (n, n), or (N, n) if `padding`, is True where a pair does *not* count.
+    - `weights` is "heads", "mean" or None.
+
+    It returns the output and α. If it returns None, project, call `attend`, and project back.
     """
     return native.projected_attention(name)
 
 
 def _plan_call(
-    door: str, query: Array, key: Array, value: Array, options: ReturnOptions
+    function_name: str, query: Array, key: Array, value: Array, options: ReturnOptions
 ) -> tuple[plan_cache.Signature | None, plan_cache.Plan | None, Call, EngineChoice]:
-    """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
+    """Return the signature, the cached plan, the call and the engine for `attend`'s arguments."""
     validate_keywords(
-        f"{door}()", options, ReturnOptions.__optional_keys__, elsewhere=FOREIGN_KEYWORDS
+        f"{function_name}()", options, ReturnOptions.__optional_keys__, elsewhere=FOREIGN_KEYWORDS
     )
     filled = {**(attend.__kwdefaults__ or {}), **options}
     score, weighting, mask = map(filled.pop, ("score", "weighting", "mask"))
@@ -298,28 +308,30 @@ def _plan_call(
     flags: plan_cache.Signature = (p, seed is None, tolerance, engine)
     if not lse is alpha is False:
         flags = _extend_flags(flags, lse, alpha)
-    kind, plan = plan_cache.find_plan(
-        query, key, _require_value(value), score, weighting, mask, flags
-    )
-    # Looking must not advance a caller's generator.
-    how = (mask, p, None if seed is None else 0, tolerance)
-    call = build_call(query, key, value, score, weighting, *how, lse=lse, weights=alpha)
-    return kind, plan, call, choose_engine(call, engine)
+    _require_value(value)
+    signature, plan = plan_cache.find_plan(query, key, value, score, weighting, mask, flags)
+    # A fixed seed: explaining a call must not advance the caller's generator.
+    formula = (mask, p, None if seed is None else 0, tolerance)
+    call = build_call(query, key, value, score, weighting, *formula, lse=lse, weights=alpha)
+    return signature, plan, call, choose_engine(call, engine)
 
 
 def _require_value(value: A | None) -> A:
     if value is None:
-        raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
+        raise DtypeError("value must be an array, not NoneType: only `weights` needs no value")
     return value
 
 
 def _extend_flags(flags: plan_cache.Signature, lse: Any, weights: Any) -> plan_cache.Signature:
-    """The flags with what is to be returned: `return_lse=1` is refused, so it is not True here."""
+    """Return the flags with the requested results.
+
+    With their types, because 1 == True, and `return_lse=1` must not find the plan of True.
+    """
     return *flags, lse, weights, type(lse), type(weights)
 
 
-# TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in
-# a graph here is written for one already.
+# TensorFlow's AutoGraph rewrites Python code unless it has this attribute. This code already works
+# in a graph.
 for _function in (attend, weights, explain, warm):
     setattr(_function, "autograph_info__", None)  # noqa: B010
 
@@ -333,11 +345,11 @@ def attend_rows(
     tolerance: float | None = None,
     confidence: float | None = None,
 ) -> Array:
-    """`attend` over rows that are read, not held: query (n, d) → (n, d_v), in its framework.
+    """Return `attend` over stored rows: query (n, d) → (n, d_v), in the query's framework.
 
-    Gradients reach the query and every array of the score and the weighting; the rows are read
-    again on the way back. `tolerance` and `confidence` are as in `weigh_rows`, where nothing wants
-    a gradient; with one, the answer is exact.
+    The query and the arrays of score and weighting receive gradients; the backward pass reads the
+    rows again. `tolerance` and `confidence` are those of `weigh_rows`. They are ignored if a
+    gradient is needed: then the result is exact.
 
     >>> import numpy as np
     >>> from qkv.frameworks.stored_rows import RowChunk
@@ -354,7 +366,7 @@ def attend_rows(
     if fw.is_abstract(query):
         raise FrameworkError(
             "attend reads a stored database while it runs, so it cannot be traced: call it outside "
-            "of jit, compile or tf.function"
+            "jit, compile or tf.function"
         )
     score, weighting = resolve_score_and_weighting(score, weighting, None)
     require_one_framework({"query": query}, score=score, weighting=weighting)
@@ -363,11 +375,11 @@ def attend_rows(
     with fw.compute_context():
         leaves = tree.array_leaves(fw, (score, weighting))
         if tolerance is not None and not fw.needs_gradient([query, *leaves]):
-            given = np.ascontiguousarray(to_numpy(query))
-            given = given.astype(np.result_type(given, np.float32), copy=False)
-            found = certified.attend_rows(rows, given, score, weighting, tolerance, confidence)
-            if not isinstance(found, str):
-                return to_framework_array(fw, found, query)
+            host = np.ascontiguousarray(to_numpy(query))
+            host = host.astype(np.result_type(host, np.float32), copy=False)
+            approximate = certified.attend_rows(rows, host, score, weighting, tolerance, confidence)
+            if not isinstance(approximate, str):
+                return to_framework_array(fw, approximate, query)
         call = Call(query, rows.key, rows.value, score, weighting)
         if call.may_exceed_float64 and (
             rows.shape[0] if rows.allowed is None else rows.allowed.any()
@@ -383,8 +395,9 @@ def attend_rows(
 def find_nearest_rows(
     rows: StoredRows, query: Array, k: int, *, score: ScoreLike
 ) -> tuple[Array, Array]:
-    """The scores of the k rows that match a query best, (n, k), and where they stand among all, for
-    queries (n, d) of any framework; −∞ where there are fewer. Ties go to the first row.
+    """Return the k best scores of each query (n, d) and their row positions, both (n, k).
+
+    The first of equal scores comes first. Scores are −∞ if there are fewer than k rows.
 
     >>> import numpy as np
     >>> from qkv.frameworks.stored_rows import RowChunk
@@ -409,8 +422,11 @@ def attend_sharded(
     return_lse: bool = False,
     **meaning: Unpack[FormulaOptions],
 ) -> Any:
-    """`attend` to the keys of all processes `across` which they are shared out; what is here lies
-    `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""
+    """Return `attend` over keys that the processes of a group hold in shards.
+
+    `at` is the position of this shard in the whole call. The processes exchange only queries,
+    partial states and their gradients.
+    """
     validate_keywords("attend()", meaning, FormulaOptions.__optional_keys__)
     call = build_call(query, key, value, **meaning, at=at, lse=return_lse)
     with call.fw.compute_context():
@@ -428,12 +444,14 @@ def weigh_rows(
     matches: Array | None = None,
     part: bool = False,
 ) -> WeighedRows:
-    """The same with the weight of every row beside, on NumPy; `matches` (n, m) are the scores where
-    no vectors were compared. Rows that are a `part` of more may all be out of a query's reach.
+    """Return the output over stored rows and the weight of every row, in NumPy.
 
-    With a `tolerance` the weights are proven to lie that near to the exact ones (½ Σ |difference|),
-    or with a `confidence` shown to do so by rows that were drawn; where codes beside the keys
-    cannot prove it, they are exact.
+    Pass `matches` (n, m) to give the scores directly. `part` says that the rows are a part of a
+    larger set, so a query may have no key within the window of its score.
+
+    With a `tolerance`, ½ Σ |weight − exact weight| is proven to be at most that. With a
+    `confidence` the bound holds with that probability, estimated from sampled rows. If 8-bit codes
+    of the keys cannot prove the bound, the weights are exact.
 
     >>> import numpy as np
     >>> from qkv.frameworks.stored_rows import RowChunk
@@ -448,10 +466,12 @@ def weigh_rows(
             assert query is not None
             score.check_shapes(tuple(query.shape), rows.shape)
             if tolerance is not None:
-                found = certified.weigh_rows(rows, query, score, weighting, tolerance, confidence)
-                if isinstance(found, WeighedRows):
-                    return found
+                approximate = certified.weigh_rows(
+                    rows, query, score, weighting, tolerance, confidence
+                )
+                if isinstance(approximate, WeighedRows):
+                    return approximate
                 exact = forward.weigh_rows(rows, query, score, weighting, part)
-                return exact._replace(refusal=found)
+                return exact._replace(refusal=approximate)
             return forward.weigh_rows(rows, query, score, weighting, part)
         return forward.weigh_scores(rows, matches, weighting, part)

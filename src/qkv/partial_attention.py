@@ -1,7 +1,7 @@
-"""Attention over rows that several hold: what each does with its own, and the whole of it.
+"""Attention over rows in several shards: the work of one shard, and the merged result.
 
-A weighting's `search` and its state are all that is merged, and nothing is read twice by two: so
-the holders may be threads, processes or machines.
+Only the results of a weighting's search and its states are merged. So the shards may be threads,
+processes or machines.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from qkv.engines import block_passes as passes
 from qkv.engines import streaming, validation
-from qkv.engines.block_passes import BlockPasses
 from qkv.engines.call import Call
-from qkv.engines.out_of_core import forward as stored
+from qkv.engines.out_of_core import forward
+from qkv.engines.streaming import BlockPasses
 from qkv.errors import CombinationError
 from qkv.frameworks import get_framework, load_framework, tree
 from qkv.frameworks.stored_rows import StoredRows, UnreadArray
@@ -24,36 +23,33 @@ from qkv.util.types import Array, Arrays, Gradients, ShardPosition, Span
 from qkv.weightings import State, Weighting, WeightingLike
 from qkv.weightings.base import weighting_for_rows
 
-ScorePasses = stored.ScorePasses
-PooledSums = stored.PooledSums
-resolve_score_and_weighting, compute_output, require_one_framework = (
-    validation.resolve_score_and_weighting,
-    passes.compute_output,
-    validation.require_one_framework,
-)
-pool_values, merge_sums, finish_sums, sums_from_entropy = (
-    stored.pool_values,
-    stored.merge_sums,
-    stored.finish_sums,
-    stored.sums_from_entropy,
-)
-compute_entropy, entropy_from_sums, get_entropy = (
-    stored.compute_entropy,
-    stored.entropy_from_sums,
-    stored.get_entropy,
-)
+# Re-exported: modules above this layer may not import an engine.
+ScorePasses = forward.ScorePasses
+PooledSums = forward.PooledSums
+resolve_score_and_weighting = validation.resolve_score_and_weighting
+require_one_framework = validation.require_one_framework
+compute_output = streaming.compute_output
+pool_values = forward.pool_values
+merge_sums = forward.merge_sums
+finish_sums = forward.finish_sums
+sums_from_entropy = forward.sums_from_entropy
+compute_entropy = forward.compute_entropy
+entropy_from_sums = forward.entropy_from_sums
+get_entropy = forward.get_entropy
 
 MAX_QUERIES_PER_BATCH = 1024
-"""Queries that are asked together."""
+"""Queries of one request to the shards."""
 
 MAX_SEARCHED_LOST_SCORES = 2**20
-"""Scores of rows that were lost, up to which they are searched as if they were there."""
+"""Scores of lost rows up to which a search includes them; beyond, the bound is 1."""
 
 T = TypeVar("T")
 
 
 def merge_pairwise(parts: Sequence[T], merge: Callable[[T, T], T]) -> T:
-    """All parts, neighbours first: one tree for one number of them, so that sums repeat to the bit.
+    """Merge all parts, neighbours first.
+
+    The order depends only on the number of parts, so floating-point sums are reproducible.
 
     >>> merge_pairwise("abcde", lambda one, two: f"({one}{two})")
     '(((ab)(cd))e)'
@@ -65,7 +61,7 @@ def merge_pairwise(parts: Sequence[T], merge: Callable[[T, T], T]) -> T:
     return parts[0]
 
 
-# What one holder does
+# One shard
 
 
 def score_part(
@@ -77,20 +73,22 @@ def score_part(
     origin: int,
     matches: np.ndarray | None = None,
 ) -> tuple[ScorePasses, np.ndarray]:
-    """The scores of one holder's rows, the first of which is at the position `origin` of all; and
-    the best of each query, (n,), before they are scaled."""
+    """Return the scores of one shard, and the best unscaled score of each query, (n,).
+
+    `origin` is the position of the shard's first row among all rows.
+    """
     with load_framework("numpy").compute_context():
         if matches is None:
             assert query is not None
             score.check_shapes(tuple(query.shape), rows.key.shape)
-            matches = stored.score_rows(rows, query, score)
+            matches = forward.score_rows(rows, query, score)
         seen = matches if rows.allowed is None else matches[:, rows.allowed]
         best = seen.max(axis=1, initial=-np.inf)
         return ScorePasses(weighting.scale_scores(matches), rows.allowed, weighting, origin), best
 
 
 class ShardCall:
-    """One holder's rows of a call, of which the first is at the position `origin` of `total`."""
+    """A call over one shard, whose first row has the position `origin` among `total` rows."""
 
     def __init__(
         self,
@@ -108,13 +106,13 @@ class ShardCall:
     def block_passes(self) -> BlockPasses:
         return BlockPasses(self.call, *self.tiling[0])
 
-    def compute_gradients(self, kept: State, gradients: Arrays) -> list[Array | None]:
-        """The gradients of the query and of every array in score and weighting, by these rows."""
+    def compute_gradients(self, row_facts: State, gradients: Arrays) -> list[Array | None]:
+        """Return this shard's part of the gradients of query, score and weighting."""
         with self.call.fw.compute_context():
-            return list(streaming.run_backward(self.call, self.tiling, kept, gradients, None))
+            return list(streaming.run_backward(self.call, self.tiling, row_facts, gradients, None))
 
 
-# The whole
+# All shards
 
 
 def attend_across(
@@ -125,11 +123,11 @@ def attend_across(
     score: ScoreLike,
     weighting: WeightingLike,
 ) -> Array:
-    """`attend` over m rows that others hold, with gradients: query (n, d) → (n, d_v).
+    """Return `attend` over m rows in shards, with gradients: query (n, d) → (n, d_v).
 
-    `shape` is (m, d_k, d_v); `begin` tells the holders what is asked, and gives what asks all of
-    them and merges what they say: `fold` and `state`, as `BlockPasses` has them, and
-    `slopes(kept, gradients)`, those of the query and of every array in score and weighting.
+    `shape` is (m, d_k, d_v). `begin(query, score, weighting)` sends the request to all shards. It
+    returns an object that merges their replies: `fold` and `state` as in `BlockPasses`, and
+    `compute_gradients` as in `ShardCall`.
     """
     fw, (m, d, width) = get_framework(query), shape
     score, weighting = resolve_score_and_weighting(score, weighting, None)
@@ -146,19 +144,19 @@ def attend_across(
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.replace_arrays(fw, call, arrays)
-        holders = begin(fresh.query, fresh.score, fresh.weighting)
-        out, known, centre = compute_output(holders, fresh.weighting)
-        return (out,), (*known, *(() if centre is None else (centre,)))
+        shards = begin(fresh.query, fresh.score, fresh.weighting)
+        out, row_facts, centre = compute_output(shards, fresh.weighting)
+        return (out,), (*row_facts, *(() if centre is None else (centre,)))
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
+    def backward(arrays: Arrays, row_facts: Arrays, gradients: Arrays) -> Gradients:
         fresh = tree.replace_arrays(fw, call, arrays)
-        holders = begin(fresh.query, fresh.score, fresh.weighting)
-        return tuple(holders.compute_gradients(kept, gradients))
+        shards = begin(fresh.query, fresh.score, fresh.weighting)
+        return tuple(shards.compute_gradients(row_facts, gradients))
 
     def reference(*_: Array) -> Arrays:
         raise CombinationError(
-            "rows that others hold have first derivatives alone: for second ones, open the "
-            "database in one process"
+            "attention over rows in shards has no second derivatives: open the database in one "
+            "process"
         )
 
     leaves = tree.array_leaves(fw, call)
@@ -174,32 +172,34 @@ def _query_batch(call: Call, start: int) -> tuple[Array, Weighting]:
     )
 
 
-# Rows that were lost
+# Lost rows
 
 
 class LostRows(NamedTuple):
-    """Holders beside which some `row_count` are lost, none of which scores above `max_score` (n,
-    1)."""
+    """Shards, and `row_count` lost rows whose scores are at most `max_score` (n, 1).
 
-    holders: Any
+    It has the methods of `BlockPasses`. The lost rows take part with their largest score.
+    """
+
+    shards: Any
     weighting: Weighting
     row_count: int
     max_score: np.ndarray
 
     def _repeat_state(self, one: State, merge: Callable[[State, State], State]) -> State:
-        """The state of so many equal rows, by doubling."""
-        found, rest = None, self.row_count
-        while rest:
-            if rest & 1:
-                found = one if found is None else merge(found, one)
-            rest >>= 1
-            one = merge(one, one) if rest else one
-        assert found is not None
-        return found
+        """Return the state of `row_count` equal rows, by doubling."""
+        total, count = None, self.row_count
+        while count:
+            if count & 1:
+                total = one if total is None else merge(total, one)
+            count >>= 1
+            one = merge(one, one) if count else one
+        assert total is not None
+        return total
 
     def fold(self, lift: Any, merge: Any, init: Any) -> State:
         lost = self._repeat_state(lift(self.max_score.copy(), None, _TIE_WINNING_POSITION), merge)
-        return merge(self.holders.fold(lift, merge, init), lost)  # type: ignore[no-any-return]
+        return merge(self.shards.fold(lift, merge, init), lost)  # type: ignore[no-any-return]
 
     def state(self, found: State) -> State:
         one = np.ones((1, 1), self.max_score.dtype)
@@ -207,41 +207,47 @@ class LostRows(NamedTuple):
             self.max_score.copy(), None, _TIE_WINNING_POSITION, found, one, None
         )
         merge = self.weighting.merge
-        return merge(self.holders.state(found, width=1), self._repeat_state(lost, merge))
+        return merge(self.shards.state(found, width=1), self._repeat_state(lost, merge))
 
 
 _TIE_WINNING_POSITION = np.full((1, 1), -1, np.int32)
-"""The position of a row that wins every tie."""
+"""Before every position, so that a lost row wins every tie."""
 
 
-def max_lost_share(holders: Any, weighting: Weighting, count: int, most: np.ndarray) -> np.ndarray:
-    """The largest weight that `count` lost rows can have together, (n,): the total variation by
-    which weights without them are wrong at most.
+def max_lost_share(
+    shards: Any, weighting: Weighting, count: int, max_scores: np.ndarray
+) -> np.ndarray:
+    """Return the largest total weight that `count` lost rows can have, (n,).
 
-    For weights that sum to one and fall when another row's score rises. It is the output where the
-    lost rows have the value 1, the largest score that they can have, and all others the value 0.
+    Weights without the lost rows differ from the exact ones by at most this total variation.
+
+    It is the output of a call in which the lost rows have the value 1 and their largest possible
+    score, `max_scores` (n,), and all other rows the value 0. This holds for weights that sum to one
+    and decrease when another row's score increases. For others the bound is 1.
     """
-    whole = np.ones(len(most))
+    unbounded = np.ones(len(max_scores))
     if not weighting.is_convex or weighting.raises_on_empty:
-        return whole
-    if weighting.needs_search and count * len(most) > MAX_SEARCHED_LOST_SCORES:
-        return whole
+        return unbounded
+    if weighting.needs_search and count * len(max_scores) > MAX_SEARCHED_LOST_SCORES:
+        return unbounded
     with load_framework("numpy").compute_context():
-        top = weighting.scale_scores(most[:, None])
-        sure = np.isfinite(top)
-        top = np.where(sure, top, 0)
-        lost = LostRows(holders, weighting, count, top)
+        top = weighting.scale_scores(max_scores[:, None])
+        is_finite = np.isfinite(top)
+        top = np.where(is_finite, top, 0)
+        lost = LostRows(shards, weighting, count, top)
         out, *_ = compute_output(lost, weighting)
-        # Sums of so many terms are rounded; the bound must not be.
+        # Allow for the rounding of long sums: the bound must hold.
         bound = np.minimum(out[:, 0] * (1 + 1e-5) + 1e-7, 1.0)
     bound[bound <= 1e-7] = 0 if weighting.is_sparse else 1e-7
-    # One that is NaN, of scores that their dtype does not hold, proves nothing.
-    return np.where(sure[:, 0] & (bound <= 1), bound, 1.0)
+    # NaN, from scores that overflow their dtype, becomes 1.
+    return np.where(is_finite[:, 0] & (bound <= 1), bound, 1.0)
 
 
 class KeyBall(NamedTuple):
-    """Keys that lie within a radius of a centre; none lay farther than `max_quantization_error`
-    from where it lies before it was kept in 8 bits."""
+    """A ball that contains all keys of a shard.
+
+    8-bit storage moved each key by at most `max_quantization_error`.
+    """
 
     centre: np.ndarray
     radius: float
@@ -250,45 +256,43 @@ class KeyBall(NamedTuple):
 
     @classmethod
     def enclose_rows(cls, rows: StoredRows) -> KeyBall:
-        """One that holds all keys; they are read twice."""
+        """Return a ball that contains all keys; reads them twice."""
         size, total = (
             max(streaming.MAX_KEY_NUMBERS_PER_READ // max(rows.shape[1], 1), 512),
             np.zeros(rows.shape[1]),
         )
         for group in rows.iter_spans(size):
-            for cut in group:
-                total += cut.read_keys().sum(axis=0, dtype=float)
-        centre, far, moved = total / max(rows.shape[0], 1), 0.0, 0.0
+            for span in group:
+                total += span.read_keys().sum(axis=0, dtype=float)
+        centre, squared_radius, max_error = total / max(rows.shape[0], 1), 0.0, 0.0
         for group in rows.iter_spans(size):
-            for cut in group:
-                far = max(
-                    far, float(np.square(cut.read_keys() - centre).sum(axis=1).max(initial=0))
-                )
-                off = cut.chunk.quantized.residual if cut.chunk.quantized else None
-                if cut.chunk.is_lossy and off is not None:
-                    moved = max(moved, float(off.max(initial=0)))
-        return cls(centre, float(np.sqrt(far)), rows.shape[0], moved)
+            for span in group:
+                squares = np.square(span.read_keys() - centre).sum(axis=1)
+                squared_radius = max(squared_radius, float(squares.max(initial=0)))
+                residual = span.chunk.quantized.residual if span.chunk.quantized else None
+                if span.chunk.is_lossy and residual is not None:
+                    max_error = max(max_error, float(residual.max(initial=0)))
+        return cls(centre, float(np.sqrt(squared_radius)), rows.shape[0], max_error)
 
     def before_quantization(self) -> KeyBall:
-        """One that held the keys before they were kept in 8 bits."""
+        """Return a ball that contains the keys before they were stored in 8 bits."""
         return self._replace(radius=self.radius + self.max_quantization_error)
 
     def max_score(self, query: np.ndarray, score: Score) -> np.ndarray:
-        """The largest score that any of the keys can have with each query, (n,); ∞ where it is not
-        known."""
+        """Return a bound on the score of any key with each query, (n,); ∞ if there is none."""
         query, slack = query.astype(float), 1e-5
         if score.is_linear:
             form = score.dot_product_form(query, self.centre[None])
-            moved = form.query * form.scale
-            size = np.linalg.norm(moved, axis=1)
+            projected = form.query * form.scale
+            size = np.linalg.norm(projected, axis=1)
             reach = size * (self.radius + slack * np.linalg.norm(self.centre))
-            return np.asarray(moved @ self.centre + reach * (1 + slack))
+            return np.asarray(projected @ self.centre + reach * (1 + slack))
         if score.is_radial:
-            away = query - self.centre
-            far = np.linalg.norm(away, axis=1, keepdims=True)
-            nearest = away * (np.minimum(self.radius * (1 + slack) / np.maximum(far, 1e-300), 1))
-            nearest += self.centre
-            found = [score(q[None], k[None])[0, 0] for q, k in zip(query, nearest, strict=True)]
-            rough = 8 * np.finfo(np.float32).eps * np.abs(found)  # as scores beside them may be
-            return np.asarray(found) + slack + rough
+            offset = query - self.centre
+            distance = np.linalg.norm(offset, axis=1, keepdims=True)
+            radius = self.radius * (1 + slack)
+            nearest = self.centre + offset * np.minimum(radius / np.maximum(distance, 1e-300), 1)
+            best = [score(q[None], k[None])[0, 0] for q, k in zip(query, nearest, strict=True)]
+            rounding = 8 * np.finfo(np.float32).eps * np.abs(best)  # other scores may be float32
+            return np.asarray(best) + slack + rounding
         return np.full(len(query), np.inf)

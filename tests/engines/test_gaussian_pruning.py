@@ -26,6 +26,7 @@ def same_draws(monkeypatch):
 def small_boxes(monkeypatch):
     """So that few keys make many boxes, and few queries several chunks."""
     monkeypatch.setattr(grid, "KEYS_PER_BOX", 32)
+    monkeypatch.setattr(near, "KEYS_PER_BOX", 32)
     monkeypatch.setattr(near, "MAX_QUERIES_PER_CHUNK", 40)
     monkeypatch.setattr(grid, "MAX_SCORES_PER_BLOCK", 32 * 24)
 
@@ -335,15 +336,15 @@ def refusals():
     peak = value.copy()
     peak[3] = np.inf
     return {
-        "Gaussian score only": replace(call, score=scores.Laplace()),
-        "not those of Hard": replace(call, weighting=weightings.Hard()),
+        "only the Gaussian score": replace(call, score=scores.Laplace()),
+        "only softmax, not Hard": replace(call, weighting=weightings.Hard()),
         "mask": replace(call, rule=masks.causal),
-        "keeps no weights": replace(call, wants_weights=True),
-        "nothing to compute": request(query[:0], key, value, 0.3),
-        "one bandwidth": request(query, key, value, np.full((2, 1, 1), 0.3)),
+        "no separate weights": replace(call, wants_weights=True),
+        "array is empty": request(query[:0], key, value, 0.3),
+        "only one bandwidth": request(query, key, value, np.full((2, 1, 1), 0.3)),
         "not finite": replace(call, key=hole),
         "an argument is not finite": replace(call, value=peak),
-        "too narrow": request(query, key, value, 1e-200),
+        "too small": request(query, key, value, 1e-200),
         "or the bandwidth": request(query, key, value, np.array(-1.0)),
     }
 
@@ -373,7 +374,7 @@ def test_torch_refusals():
 
     said: list[str | None] = []
     torch.func.vmap(told)(torch.stack([given[0]] * 2))
-    assert said == ["the numbers cannot be read while they are being traced"]
+    assert said == ["it reads array values, which are unknown while the call is traced"]
 
 
 def test_what_does_not_pay_is_declined():
@@ -381,8 +382,8 @@ def test_what_does_not_pay_is_declined():
     big = np.broadcast_to(x, (10**7, 3))
     call = request(np.zeros((1000, 3)), big, big, 1.0)
     assert near.shape_based_reason(call) is near.slower_reason(call) is None
-    assert "do not pay" in near.shape_based_reason(request(np.zeros((1, 3)), big, big, 1.0))
-    assert "do not pay" in near.shape_based_reason(request(*problem(), 1.0))
+    assert "too few to pay" in near.shape_based_reason(request(np.zeros((1, 3)), big, big, 1.0))
+    assert "too few to pay" in near.shape_based_reason(request(*problem(), 1.0))
     wide = np.broadcast_to(x, (10**5, 9))
     assert "9 dimensions" in near.shape_based_reason(request(np.zeros((1000, 9)), wide, wide, 1.0))
 

@@ -144,7 +144,7 @@ def test_what_is_not_finite_keeps_the_formula():
 def test_of_nothing_no_range_is_looked_for(lead):
     score = scores.Additive(*(np.ones(s, np.float32) for s in ((2, 4), (2, 4), (2,))))
     query, key = np.ones((*lead, 0, 4), np.float32), np.ones((*lead, 3, 4), np.float32)
-    with pytest.raises(EngineError, match="nothing to compute"):
+    with pytest.raises(EngineError, match="an array is empty"):
         qkv.attend(query, key, key, score=score, engine="lowered")
     assert qkv.attend(query, key, key, score=score).shape == query.shape
 
@@ -171,8 +171,8 @@ def test_gaussian_far_from_the_origin(shift):
 def test_nothing_is_lowered_twice_or_in_vain():
     x = np.ones((4, 3))
     for score, reason in (
-        ("dot", "as it stands"),
-        ("laplace", "no form"),
+        ("dot", "a dot product already"),
+        ("laplace", "no dot product form"),
         (scores.ScaledDot(softcap=2.0), "softcap"),
         (scores.Gated(np.ones(3), np.ones(3)), "gate"),
     ):
@@ -195,7 +195,7 @@ def test_explain_tells_how_wide_and_how_near(room):
     arrays, score = additive("float32")
     near = score.find_lowering(*arrays[:2], None, "float32")
     told = qkv.explain(*arrays, score=score, engine="lowered")
-    assert f"dot products of {near[0].dot_product_width(16):,} numbers" in told.detail
+    assert f"dot products of width {near[0].dot_product_width(16):,}" in told.detail
     assert f"within {near[1]:.1g}" in told.detail
 
 

@@ -113,8 +113,8 @@ def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
         seen = masks.array((torch.arange(50) < keys).repeat(given[0].shape[-2], 1))
         return qkv.explain(*given, mask=seen, engine="native").detail
 
-    assert told(45) == "torch's scaled_dot_product_attention"
-    assert told(20) == "torch's scaled_dot_product_attention, 10 queries at a time"
+    assert told(45) == "PyTorch's scaled_dot_product_attention"
+    assert told(20) == "PyTorch's scaled_dot_product_attention, 10 queries at a time"
     monkeypatch.setattr(native, "MAX_MASK_NUMBERS", 10)  # too large to be held
     assert told(45) == told(20)
 

@@ -790,7 +790,7 @@ def test_wrong_shapes_are_named() -> None:
     refused(DtypeError, "inputs must be", lambda: Attention()([x]))
     refused(ShapeError, "key has 3 and value 5", lambda: Attention()([x, x, x[:, :3]]))
     refused(DtypeError, "value must be an array", lambda: Attention()([x, None]))
-    refused(ShapeError, "one width", lambda: Attention()([x, x, x[..., :3]]))
+    refused(ShapeError, "same width", lambda: Attention()([x, x, x[..., :3]]))
     refused(ShapeError, "inputs", lambda: SelfAttention()(x[0]))
     refused(ShapeError, "query", lambda: GroupedQueryAttention(3, 2, 1)(x[None], x))
     refused(ArgumentError, "num_query_heads", lambda: GroupedQueryAttention(3, 3, 2))

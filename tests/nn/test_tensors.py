@@ -86,7 +86,7 @@ WIDE = torch.ones(1, 3, 5)
         (lambda: SelfAttention(4)(WIDE), ShapeError, r"x must be \(…, 4\), .* not \(1, 3, 5\)"),
         (lambda: FeedForward(4)(WIDE), ShapeError, r"x must be \(…, 4\), .* not \(1, 3, 5\)"),
         (lambda: AdditiveScore(4, 4, 2)(WIDE, T), ShapeError, "Additive: "),
-        (lambda: GaussianScore()(WIDE, T), ShapeError, "query has 5 numbers a row and key 4"),
+        (lambda: GaussianScore()(WIDE, T), ShapeError, "query has 5 columns and key 4"),
         (lambda: GaussianScore(np.ones(4)), DtypeError, "one number: pass features=d"),
         (lambda: FeedForward(None), ArgumentError, "d must be a whole number above 0, not None"),
         (lambda: MultiHeadAttention(4, 2, kdim=-1), ArgumentError, "kdim must be a whole number"),

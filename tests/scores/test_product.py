@@ -7,7 +7,7 @@ import pytest
 
 import qkv
 from qkv import scores
-from qkv.errors import EngineError
+from qkv.errors import DtypeError, EngineError
 
 KNOWN = [scores.Dot, scores.ScaledDot, scores.Cosine, scores.Gaussian, scores.Epanechnikov]
 
@@ -15,7 +15,7 @@ KNOWN = [scores.Dot, scores.ScaledDot, scores.Cosine, scores.Gaussian, scores.Ep
 @pytest.mark.parametrize("known", KNOWN)
 def test_who_writes_another_formula_inherits_no_other_way_to_it(known):
     @dataclass(frozen=True)
-    class Sharper(known):
+    class Sharper(known, new_formula=True):
         def __call__(self, query, key):
             return super().__call__(query, key) * 3
 
@@ -24,7 +24,7 @@ def test_who_writes_another_formula_inherits_no_other_way_to_it(known):
     how = {"weighting": "normalized"} if score.is_nonnegative else {}
     want = qkv.attend(query, key, value, score=score, engine="dense", **how)
     np.testing.assert_allclose(qkv.attend(query, key, value, score=score, **how), want, atol=1e-12)
-    with pytest.raises(EngineError, match="Sharper has no form"):
+    with pytest.raises(EngineError, match="Sharper has no dot product form"):
         qkv.attend(query, key, value, score=score, engine="lowered", **how)
     found = qkv.Database(key, value).attend(query, score=score, tolerance=1e-6, **how)
     np.testing.assert_allclose(found, want, atol=1e-5)
@@ -39,3 +39,21 @@ def test_the_scale_of_a_width_that_only_a_run_tells(score):
         x = np.random.default_rng(width).normal(size=(5, width))
         want = qkv.attend(x, x, x, score=score, engine="dense")
         np.testing.assert_allclose(graph(*map(tf.constant, (x, x, x))), want, atol=1e-12)
+
+
+def test_a_new_formula_may_not_inherit_the_description_of_another():
+    """Overriding `__call__` alone would leave dot_product_form and others to the base."""
+    with pytest.raises(DtypeError, match=r"Cube overrides __call__ .*dot_product_form"):
+
+        class Cube(scores.Dot):
+            def __call__(self, query, key):
+                return super().__call__(query, key) ** 3
+
+    class ResetCube(scores.Dot, new_formula=True):
+        def __call__(self, query, key):
+            return super().__call__(query, key) ** 3
+
+    x = np.array([[2.0]])
+    assert not ResetCube().is_linear and ResetCube().affine_form(x, x[0]) is None
+    assert isinstance(ResetCube().find_lowering(x, x, None, "float64"), str)
+    np.testing.assert_array_equal(qkv.weights(x, np.eye(1), score=ResetCube(), weighting="raw"), 8)

@@ -230,7 +230,7 @@ def test_an_alpha_that_is_none():
 @pytest.mark.parametrize("shape", [(3,), (4, 1), (4, 6, 6), (3, 1, 1), (1, 1, 1, 1)])
 def test_an_alpha_that_does_not_fit(shape):
     x = np.zeros((4, 6, 2))
-    with pytest.raises(ShapeError, match=r"alpha.*heads.*\(4, 6, 1\)"):
+    with pytest.raises(ShapeError, match=r"alpha.*head.*\(4, 6, 1\)"):
         qkv.attend(x, x, x, weighting=Entmax(np.full(shape, 1.5)))
 
 

@@ -50,7 +50,7 @@ def test_more_keys_than_there_are_take_no_room(framework, engine):
 @pytest.mark.parametrize("known", [weightings.Softmax, weightings.Entmax, weightings.Hard])
 def test_other_weights_with_the_blocks_of_another_are_refused(known):
     with pytest.raises(
-        DtypeError, match=r"Sharper writes other weights than its base.*`scale_scores`"
+        DtypeError, match=r"Sharper overrides `weights` but inherits block methods.*`scale_scores`"
     ):
 
         class Sharper(known):
@@ -66,13 +66,13 @@ def test_weights_of_whole_rows_alone_are_not_taken_for_those_of_blocks():
     x = np.random.default_rng(0).normal(size=(1, 40))
     np.testing.assert_allclose(Whole()(x), weightings.Softmax()(x))
     with pytest.raises(
-        NotImplementedError, match="Whole weighs whole rows only: write `block_weights`"
+        NotImplementedError, match="Whole can process whole rows only: define `block_weights`"
     ):
         Whole().block_weights(x[:, :20], None, np.arange(20)[None], ())
     x = np.random.default_rng(0).normal(size=(600, 4))  # a call in blocks, if it could
     np.testing.assert_allclose(qkv.attend(x, x, x, weighting=Whole()), qkv.attend(x, x, x))
     with pytest.raises(
-        CombinationError, match="Whole weighs whole rows only: write `block_weights`"
+        CombinationError, match="Whole can process whole rows only: define `block_weights`"
     ):
         qkv.Database(x, x).attend(x, weighting=Whole())
 
@@ -82,6 +82,8 @@ def test_weights_without_a_slope_of_their_own_have_their_gradient_whole(base):
     torch = pytest.importorskip("torch")
 
     class Squared(base):
+        score_gradient = weightings.Weighting.score_gradient
+
         def weights(self, scores, live, k):
             return scores * scores
 
@@ -94,15 +96,25 @@ def test_weights_without_a_slope_of_their_own_have_their_gradient_whole(base):
     torch.testing.assert_close(found, want)
     out = qkv.Database(np.eye(3), np.eye(3)).attend(torch.eye(3, requires_grad=True), score="dot",
                                                   weighting=Squared())  # fmt: skip
-    with pytest.raises(CombinationError, match=r"Squared has no `score_gradient`.*write it"):
+    with pytest.raises(CombinationError, match=r"Squared has no `score_gradient`.*define it"):
         out.sum().backward()
 
 
 def test_a_weight_of_its_own_score_alone_may_be_written_anew():
     class Doubled(weightings.Raw):
+        score_gradient = weightings.Weighting.score_gradient
+
         def weights(self, scores, live, k):
             return 2 * super().weights(scores, live, k)
 
     x = np.random.default_rng(0).normal(size=(300, 4))
     found = qkv.attend(x, x, x, weighting=Doubled(), engine="streaming")
     np.testing.assert_allclose(found, 2 * qkv.attend(x, x, x, weighting="raw"))
+
+
+def test_other_weights_with_the_gradient_of_another_are_refused():
+    with pytest.raises(DtypeError, match="Doubled overrides `weights` but inherits `score_grad"):
+
+        class Doubled(weightings.Raw):
+            def weights(self, scores, live, k):
+                return 2 * super().weights(scores, live, k)

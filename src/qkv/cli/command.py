@@ -1,4 +1,4 @@
-"""Run a command: compute its result, print it as text or JSON, and exit with a code.
+"""One way for every command: find the result, print it for people or as JSON, end with a code.
 
 A command is a function that returns a `Result`, or yields several. It prints nothing itself.
 """
@@ -30,21 +30,21 @@ EXIT_BUG, EXIT_STOPPED, EXIT_BROKEN_PIPE = 70, 130, 141
 
 EXIT_CODES = {
     EXIT_OK: "done",
-    EXIT_NOTHING_FOUND: "nothing found: no such key, or no row matches --where",
-    EXIT_USAGE: "invalid usage or input: a wrong option, source, column or value",
-    EXIT_DAMAGED: "a file of the database is damaged; `qkv check` says which",
-    EXIT_LOCKED: "another process is writing to the database",
+    EXIT_NOTHING_FOUND: "nothing found: no such key, or no row that passes --where",
+    EXIT_USAGE: "bad usage or bad input: a wrong option, source, column or value",
+    EXIT_DAMAGED: "a file of the store is damaged; `qkv check` says which",
+    EXIT_LOCKED: "another process is writing to the store",
     EXIT_MISSING_EXTRA: "an optional package is missing; the message says which",
     EXIT_BUG: "a bug in qkv; --debug shows where",
     EXIT_STOPPED: "stopped by Ctrl-C",
-    EXIT_BROKEN_PIPE: "the reader of the output closed the pipe",
+    EXIT_BROKEN_PIPE: "whoever read the output went away",
 }
 """What each exit code means; `qkv --help` and docs/cli.md print this table."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a command: data for --json, a function that prints it, and the exit code."""
+    """What a command found: as data for programs, drawn for people, and the exit code."""
 
     data: Any
     render: Callable[[], object]
@@ -52,7 +52,7 @@ class Result:
 
 
 class NothingFoundError(QkvError):
-    """Nothing was found; `data` is added to the error in JSON."""
+    """What was looked for is not there; `data` joins the error in JSON."""
 
     def __init__(self, message: str, **data: Any):
         super().__init__(message)
@@ -61,10 +61,10 @@ class NothingFoundError(QkvError):
 
 Command = Callable[..., Result | Iterable[Result]]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object per line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object to a line.")]
 Debug = Annotated[
     bool,
-    typer.Option("--debug", help="Log what is read and chosen; show tracebacks."),
+    typer.Option("--debug", help="Tell what is read and chosen; show where an error is raised."),
 ]
 
 
@@ -73,39 +73,33 @@ Plugins = Annotated[
     typer.Option(
         "--plugin",
         metavar="MODULE",
-        help="Import a module or a .py file that registers your own scores, weightings, encoders "
-        "or sources. Repeat for several.",
+        help="A module, or a .py file, that registers scores, weightings or encoders of your own; "
+        "give it again for several.",
     ),
 ]
 
 
 class GlobalOptions(NamedTuple):
-    """Options that are accepted before and after the name of a command."""
+    """What stood before the command and may stand behind it too."""
 
     plugins: list[str]
     debug: bool
 
 
 def as_command(function: Command) -> Callable[..., None]:
-    """Return the function that typer runs: with the common options, and errors on one line."""
+    """The function as typer wants it: with options for every command, and errors made one line."""
     names: dict[str, Any] = {"as_json": Json, "debug": Debug, "plugins": Plugins}
     signature = inspect.signature(function, eval_str=True)
     groups = [p for p in signature.parameters.values() if dataclasses.is_dataclass(p.annotation)]
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    common = [
-        inspect.Parameter(
-            name,
-            keyword_only,
-            annotation=annotation,
-            default=None if name == "plugins" else False,
-        )
-        for name, annotation in names.items()
+    alone = inspect.Parameter.KEYWORD_ONLY
+    more = [
+        inspect.Parameter(x, alone, annotation=told, default=None if x == "plugins" else False)
+        for x, told in names.items()
     ]
-    common.append(inspect.Parameter("context", keyword_only, annotation=typer.Context))
+    more.append(inspect.Parameter("context", alone, annotation=typer.Context))
     own = [p for p in signature.parameters.values() if p not in groups]
-    # A parameter that is a dataclass stands for one option per field.
-    fields = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
-    parameters = [*own, *(x for group in fields.values() for x in group.values()), *common]
+    inside = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
+    parameters = [*own, *(x for group in inside.values() for x in group.values()), *more]
 
     @functools.wraps(function)
     def run_command(
@@ -117,16 +111,16 @@ def as_command(function: Command) -> Callable[..., None]:
         **arguments: Any,
     ) -> None:
         for group in groups:
-            values = {name: arguments.pop(name) for name in fields[group.name]}
-            arguments[group.name] = group.annotation(**values)
-        global_plugins, global_debug = context.obj
-        debug = debug or global_debug
+            given = {name: arguments.pop(name) for name in inside[group.name]}
+            arguments[group.name] = group.annotation(**given)
+        first, before = context.obj
+        debug = debug or before
         try:
             with _debug_logging() if debug else contextlib.nullcontext():
-                _import_plugins([*global_plugins, *(plugins or [])])
+                _import_plugins([*first, *(plugins or [])])
                 with warnings.catch_warnings():
-                    warnings.showwarning = lambda message, *_, **__: terminal.print_note(
-                        f"qkv: {message}"
+                    warnings.showwarning = lambda told, *_, **__: terminal.print_note(
+                        f"qkv: {told}"
                     )
                     code = _print_results(function(**arguments), as_json)
         except (Exception, KeyboardInterrupt) as error:
@@ -137,8 +131,8 @@ def as_command(function: Command) -> Callable[..., None]:
                 _silence_stdout()
             else:
                 if as_json:
-                    data = error.data if isinstance(error, NothingFoundError) else {}
-                    terminal.print_json({"error": message, "code": code, **data})
+                    found = error.data if isinstance(error, NothingFoundError) else {}
+                    terminal.print_json({"error": message, "code": code, **found})
                 terminal.print_note(f"qkv: {message}")
         if code != EXIT_OK:
             raise typer.Exit(code)
@@ -151,7 +145,7 @@ def as_command(function: Command) -> Callable[..., None]:
 
 
 def diagnose_error(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of an error.
+    """The exit code of an error, and what to say.
 
     >>> diagnose_error(KeyboardInterrupt())
     (130, 'stopped')
@@ -163,14 +157,14 @@ def diagnose_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, QkvError):
         return _exit_code(error), str(error)
     if isinstance(error, MemoryError):
-        return EXIT_USAGE, "not enough memory"
+        return EXIT_USAGE, "there is not enough memory for this"
     if isinstance(error, OSError):
         name = f"{os.fspath(error.filename)!s}: " if error.filename is not None else ""
         return EXIT_USAGE, f"{name}{error.strerror or error}"
     kind = type(error).__name__
     return (
         EXIT_BUG,
-        f"a bug, {kind}: {error}. Run it again with --debug and report the output.",
+        f"a bug, {kind}: {error}. Run it again with --debug and report what that prints.",
     )
 
 
@@ -201,7 +195,7 @@ def _print_results(results: Result | Iterable[Result], as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _debug_logging() -> Iterator[None]:
-    """Log everything of the logger "qkv" to stderr while a command runs."""
+    """Have the logger "qkv" tell all on stderr, for the length of a command."""
     import logging
 
     handler = logging.StreamHandler()
@@ -218,25 +212,24 @@ def _debug_logging() -> Iterator[None]:
 
 
 def _silence_stdout() -> None:
-    """Redirect stdout to the null device, because the interpreter flushes it at exit."""
+    """Give stdout somewhere to go: the interpreter flushes it once more when it ends."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):
         return
-    null_device = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null_device, descriptor)
-    os.close(null_device)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _import_plugins(names: Iterable[str]) -> None:
-    """Import the modules of --plugin: files that end in .py, or dotted names."""
+    """Import modules of the caller's own: files that end in .py, or by their dotted names."""
     for name in names:
         try:
             _run_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
         except Exception as error:
-            is_ours = isinstance(error, ArgumentError)
-            reason = error if is_ours else f"{type(error).__name__}: {error}"
-            raise ArgumentError(f"--plugin {name} cannot be imported: {reason}") from error
+            told = error if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
+            raise ArgumentError(f"--plugin {name} cannot be imported: {told}") from error
 
 
 def _run_file(path: Path) -> None:

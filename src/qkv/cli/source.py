@@ -1,4 +1,4 @@
-"""Open a SOURCE as a database: a folder, a served database, or a table read into memory."""
+"""A SOURCE as an open database: a folder or a server's as it is, a table read into memory."""
 
 from __future__ import annotations
 
@@ -32,32 +32,30 @@ def open_source(
     encoder: Any = None,
     skip: bool = False,
 ) -> Iterator[Database | RemoteDatabase]:
-    """Open SOURCE with these columns as key and value; close it at the end of the `with`."""
+    """The database that SOURCE and the options of its columns name, closed at the end."""
     from qkv.database import Database
 
     if is_store(source):
-        for option, argument in (read.table_options() | {"encoder": encoder}).items():
-            if argument is not None:
-                raise ArgumentError(
-                    f"--{option} is for tables, but {source} is a database: leave it out"
-                )
+        for option, given in (read.table_options() | {"encoder": encoder}).items():
+            if given is not None:
+                raise ArgumentError(f"--{option}: {source} is a database and has its own already")
         with open_store_or_remote(source, read.token, skip=skip) as database:
-            version = database if read.at is None else database.at(read.at)
+            chosen = database if read.at is None else database.at(read.at)
             if not key and not value:
-                yield version
+                yield chosen
                 return
             with terminal.show_progress("encoding") as progress:
-                reindexed = version.reindex(
-                    pick_columns(key or version.info()["key"]),
+                other = chosen.reindex(
+                    pick_columns(key or chosen.info()["key"]),
                     pick_columns(value),
                     progress=progress,
                 )
-            with close_after(reindexed):
-                yield reindexed
+            with close_after(other):
+                yield other
         return
     if read.at is not None:
         raise ArgumentError(
-            f"--at: {redact_source(source)} is a table without versions: `qkv import` it first"
+            f"--at: {redact_source(source)} is a table and has no versions; `qkv import` it first"
         )
     with terminal.show_progress("reading") as progress:
         database = Database.from_source(
@@ -73,7 +71,7 @@ def open_source(
 
 
 def redact_source(source: str | Path) -> str:
-    """Return SOURCE without the password of a URL, for messages.
+    """SOURCE to be shown, without the password of a URL.
 
     >>> redact_source("postgresql://li:secret@host/books")
     'postgresql://li@host/books'
@@ -82,12 +80,12 @@ def redact_source(source: str | Path) -> str:
 
 
 def is_url(source: str | Path) -> bool:
-    """Return whether SOURCE is the URL of a served database."""
+    """Whether SOURCE is a database of a server."""
     return re.match("https?://", str(source)) is not None
 
 
 def is_store(source: str | Path) -> bool:
-    """Return whether SOURCE is a database: a URL, a folder, or a name that ends in .qkv."""
+    """Whether SOURCE is a database: a server's, a folder, or named like one that is missing."""
     return (
         is_url(source)
         or os.path.isdir(source)
@@ -99,37 +97,37 @@ def is_store(source: str | Path) -> bool:
 def open_store_or_remote(
     place: str | Path, token: str | None, *, create: bool = False, skip: bool = False
 ) -> Iterator[Database | RemoteDatabase]:
-    """Open the database in a folder or at a URL; close it at the end of the `with`."""
+    """The database in a folder, or of a server; closed at the end."""
     if not is_url(place):
         with open_store(place, create=create, skip=skip) as database:
             yield database
         return
     if skip:
-        raise ArgumentError(f"--skip-damaged needs a local folder, not {redact_source(place)}")
+        raise ArgumentError(f"--skip-damaged: {redact_source(place)} is read by its server")
     with close_after(connect_remote(str(place), token)) as remote:
         yield remote
 
 
 def connect_remote(url: str, token: str | None) -> RemoteDatabase:
-    """Connect to a served database, such as http://127.0.0.1:8000/books."""
+    """The database of a URL such as http://127.0.0.1:8000/books."""
     from qkv.serve.client import Client
 
     server, _, name = url.rstrip("/").rpartition("/")
-    if server.endswith("/"):  # the URL has no path
+    if server.endswith("/"):  # as of http://
         with Client(url, token) as client:
             known = ", ".join(client.databases()) or "none"
         raise ArgumentError(
-            f"{redact_source(url)}: add a slash and the name of a database; it serves: {known}"
+            f"{redact_source(url)}: name a database behind a slash; there are: {known}"
         )
     return Client(server, token)[unquote(name)]
 
 
 @contextlib.contextmanager
 def open_store(path: str | Path, *, create: bool = False, skip: bool = False) -> Iterator[Database]:
-    """Open the database in a folder; close it at the end of the `with`."""
+    """The database in a folder, closed at the end."""
     from qkv.database import open as open_database
 
-    # In a new database, all columns except the key are the value.
+    # A new one takes all columns beside its key as the value.
     opening = open_database(path, create=create, value=None, skip_damaged=skip)
     with close_after(opening) as database:
         yield database
@@ -137,7 +135,7 @@ def open_store(path: str | Path, *, create: bool = False, skip: bool = False) ->
 
 @contextlib.contextmanager
 def close_after(database: OpenDatabase) -> Iterator[OpenDatabase]:
-    """Close a database at the end of the `with`; report a missing key with its nearest keys."""
+    """Close it at the end; before that, let an absent key look for its nearest."""
     from qkv.database import KeyNotFoundError
 
     with database:
@@ -150,14 +148,14 @@ def close_after(database: OpenDatabase) -> Iterator[OpenDatabase]:
 
 
 def pick_columns(names: Sequence[str] | None) -> Any:
-    """Return one column as its name, several as a tuple, none as None."""
+    """One column by its name, several as a tuple, none as None."""
     if not names:
         return None
     return names[0] if len(names) == 1 else tuple(names)
 
 
 def parse_key(database: Database | RemoteDatabase, text: str, what: str = "the query") -> Any:
-    """Parse a text as a key of the type that the database has."""
+    """The text as the kind of key that the database has."""
     arguments.check_text(text, what)
     if database.info()["key_kind"] in (None, "text"):
         return text

@@ -1,4 +1,4 @@
-"""Print tables, bars and progress, fitted to the terminal, with colours if it supports them."""
+"""What people see: tables, bars and progress, as wide as the terminal and coloured if it can be."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 STYLES = {"bold": 1, "dim": 2, "red": 31}
 
+# Wide enough for any cell: only a terminal has an edge to wrap at.
 UNLIMITED_WIDTH = 1 << 20
-"""The width of output that is not a terminal: nothing is cut."""
 COLUMN_GAP = "  "
 
 
 def format_json(data: Any) -> str:
-    """Return one line of strict JSON.
-
-    NaN becomes null, arrays and tuples become lists, and control characters are escaped.
+    """One line of strict JSON: NaN becomes null, arrays and tuples lists, and what a terminal would
+    obey an escape.
 
     >>> print(format_json({"key": ("Li", 1), "spread": float("nan"), "text": "\x9b31m"}))
     {"key": ["Li", 1], "spread": null, "text": "\\u009b31m"}
@@ -44,7 +43,7 @@ def format_json(data: Any) -> str:
 
 
 def print_json(data: Any) -> None:
-    """Print a line of JSON; escape characters that the encoding of stdout does not have."""
+    """A line of JSON on stdout, in escapes where the stream's encoding lacks a letter."""
     line = format_json(data)
     try:
         line.encode(sys.stdout.encoding or "utf-8")
@@ -54,7 +53,7 @@ def print_json(data: Any) -> None:
 
 
 def format_cell(x: Any) -> str:
-    """Format a key or a value on one line.
+    """A key or a value on one line.
 
     >>> (
     ...     format_cell(3.14159265),
@@ -88,7 +87,7 @@ def format_cell(x: Any) -> str:
 
 
 def format_with_spread(value: float, spread: float) -> str:
-    """Format a mean and its spread, rounded to the second digit of the spread.
+    """A mean and its spread, to the second digit of the spread.
 
     >>> (
     ...     format_with_spread(74.7813, 4.92642),
@@ -98,7 +97,7 @@ def format_with_spread(value: float, spread: float) -> str:
     ... )
     ('74.8 ± 4.9', '0.01234 ± 0.00031', '5 ± 0', '-2e+300 ± 1e+308')
     """
-    if math.isnan(spread):  # some values are infinite
+    if math.isnan(spread):  # of infinite values
         return format_cell(value)
     if not 1e-15 < spread < 1e15 or abs(value) > 1e9 * spread:
         return f"{format_cell(value)} ± {format_cell(spread)}"
@@ -107,19 +106,19 @@ def format_with_spread(value: float, spread: float) -> str:
 
 
 def public_fields(record: Any) -> dict[str, Any]:
-    """Return the public fields of a dataclass by name."""
+    """A dataclass's public fields by name."""
     names = (field.name for field in dataclasses.fields(record))
     return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
 
 def print_pairs(data: Mapping[str, Any]) -> None:
-    """Print each name and its value on a line."""
+    """Names and what they are, a line each."""
     rows = [(name.replace("_", " "), format_cell(item)) for name, item in data.items()]
-    print_table(("name", "what"), rows, uncut=["name"], heading=False)
+    print_table(("name", "what"), rows, whole=["name"], heading=False)
 
 
 def format_value(x: Any) -> str:
-    """Format a value: text keeps its lines, each column gets one."""
+    """A value by itself: text keeps its lines, columns have one each."""
     if isinstance(x, Mapping):
         return "\n".join(
             f"{escape_control_characters(str(name))}: {format_cell(item)}"
@@ -129,7 +128,7 @@ def format_value(x: Any) -> str:
 
 
 def render_bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """Return a bar for a share between 0 and 1.
+    """A share between 0 and 1 as a bar.
 
     >>> render_bar(0.5, 4), render_bar(0.5, 4, ascii_only=True)
     ('██', '##')
@@ -141,7 +140,7 @@ def render_bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def format_percent(weight: float) -> str:
-    """Format a weight as a percentage.
+    """A weight as people read it.
 
     >>> format_percent(0.623), format_percent(0.004), format_percent(0.0), format_percent(1.0)
     ('62 %', '0.4 %', '0 %', '100 %')
@@ -156,13 +155,12 @@ def format_percent(weight: float) -> str:
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
-    """Return whether a stream, by default stdout, is a terminal."""
     stream = stream or sys.stdout
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
 def make_console() -> Console:
-    """Return a rich console for the current stdout, which may have been replaced."""
+    """Made anew each time: stdout may have been exchanged since."""
     from rich.console import Console
 
     width = None if is_terminal() else UNLIMITED_WIDTH
@@ -170,7 +168,7 @@ def make_console() -> Console:
 
 
 def is_ascii_only(stream: TextIO | None = None) -> bool:
-    """Return whether the stream's encoding has no block characters."""
+    """Whether the stream's encoding has no blocks to draw with."""
     encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
     try:
         "█▏·→".encode(encoding)
@@ -180,19 +178,19 @@ def is_ascii_only(stream: TextIO | None = None) -> bool:
 
 
 def make_encodable(stream: TextIO) -> None:
-    """Print a question mark instead of failing for a character the encoding does not have."""
-    fails = ("strict", "surrogateescape")  # the second is used in the C locale
+    """Let a letter that the stream's encoding lacks become a question mark, not an error."""
+    fails = ("strict", "surrogateescape")  # the second in the locale C
     if isinstance(stream, io.TextIOWrapper) and stream.errors in fails:
         stream.reconfigure(errors="replace")
 
 
 def print_line(text: str = "", style: str = "") -> None:
-    """Print a line on stdout without wrapping it."""
+    """A line on stdout, wrapped by the terminal alone."""
     print(apply_style(text, style))
 
 
 def apply_style(text: str, style: str) -> str:
-    """Return the text in one of STYLES if stdout supports it; importing rich would be slow."""
+    """Text in one of STYLES, where stdout shows it: rich would take longer to load than to ask."""
     shown = "FORCE_COLOR" in os.environ or (is_terminal() and os.environ.get("TERM") != "dumb")
     coloured = STYLES.get(style, 0) >= 30
     if not (style and text and shown) or (coloured and os.environ.get("NO_COLOR")):
@@ -201,24 +199,25 @@ def apply_style(text: str, style: str) -> str:
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal; `UNLIMITED_WIDTH` for other output."""
+    """The columns of the terminal; elsewhere there is no edge."""
     return shutil.get_terminal_size().columns if is_terminal() else UNLIMITED_WIDTH
 
 
 def print_note(text: str) -> None:
-    """Print a line on stderr, which is not part of the result."""
+    """A line on stderr: said to people, no part of the result."""
     make_encodable(sys.stderr)
     print(escape_control_characters(text), file=sys.stderr)
 
 
-def count_fitting_columns(lines: Sequence[Sequence[str]], min_characters: int = 8) -> int:
-    """Return how many columns fit the terminal if each is cut to `min_characters`; at least one."""
+def count_fitting_columns(lines: Sequence[Sequence[str]], least: int = 8) -> int:
+    """How many columns a terminal has room for, cut to no fewer letters than these; one at least,
+    and elsewhere all."""
     from rich.cells import cell_len
 
-    available, count = terminal_width() + len(COLUMN_GAP), 0
+    room, count = terminal_width() + len(COLUMN_GAP), 0
     for column in zip(*lines, strict=True):
-        available -= min(max(map(cell_len, column)), min_characters) + len(COLUMN_GAP)
-        if available < 0:
+        room -= min(max(map(cell_len, column)), least) + len(COLUMN_GAP)
+        if room < 0:
             break
         count += 1
     return max(count, 1)
@@ -230,27 +229,26 @@ def print_table(
     *,
     right: Sequence[str] = (),
     colour: Sequence[str] = (),
-    uncut: Sequence[str] = (),
+    whole: Sequence[str] = (),
     heading: bool = True,
 ) -> None:
-    """Print a table on stdout; in a terminal, long cells are cut with an ellipsis.
+    """A table on stdout. In a terminal long cells are cut with an ellipsis; elsewhere nothing is.
 
-    `right`, `colour` and `uncut` list the headings of columns that are right-aligned, coloured, or
-    never cut.
+    right, colour: the headings of the columns drawn so; whole: of those that are never cut.
     """
     from rich.cells import cell_len, set_cell_size
 
     lines = [headings, *rows] if heading else rows
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     if is_terminal():
-        cut = [i for i, name in enumerate(headings) if name not in uncut]
-        available = terminal_width() - sum(widths) - len(COLUMN_GAP) * (len(widths) - 1)
-        available += sum(widths[i] for i in cut)
+        cut = [i for i, name in enumerate(headings) if name not in whole]
+        room = terminal_width() - sum(widths) - len(COLUMN_GAP) * (len(widths) - 1)
+        room += sum(widths[i] for i in cut)
         for left, i in zip(
             range(len(cut), 0, -1), sorted(cut, key=widths.__getitem__), strict=True
         ):
-            widths[i] = max(min(widths[i], available // left), 2)
-            available -= widths[i]
+            widths[i] = max(min(widths[i], room // left), 2)
+            room -= widths[i]
     for cells in lines:
         drawn: list[str] = []
         for name, size, item in zip(headings, widths, cells, strict=True):
@@ -265,9 +263,9 @@ def print_table(
 
 @contextlib.contextmanager
 def show_progress(label: str) -> Iterator[ProgressCallback | None]:
-    """Show a progress bar on stderr; yield the callback (done, total), or None without a terminal.
+    """A bar on stderr, moved by calling with (done, total or None); None where nobody watches.
 
-    Short work shows no bar.
+    What is done in a moment shows none.
     """
     if not is_terminal(sys.stderr):
         yield None

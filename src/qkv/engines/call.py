@@ -1,4 +1,4 @@
-"""One request, checked and complete, and the arithmetic that every engine starts from."""
+"""`Call`, the validated arguments of `attend`, and the steps that all engines share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qkv.weightings.base import weighting_for_rows
 
 
 class ThreeArrayRunner(NamedTuple):
-    """What an engine does with calls that are nothing but three arrays: `of(query, key, value)`."""
+    """An engine as a function of three arrays, for calls that need nothing else."""
 
     function: Callable[[Array, Array, Array], Any]
 
@@ -34,12 +34,14 @@ class ThreeArrayRunner(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """query (*lead, n, d_q), key (…, m, d_k), value (…, m, d_v), and what to do with them.
+    """The validated arguments: query (*lead, n, d_q), key (…, m, d_k), value (…, m, d_v), options.
 
-    `lead` is the leading shape that all three broadcast to; its last axis is the heads, and a key
-    or value with fewer heads is shared. `rule` and `bias` are the two halves of the mask. `seed`
-    None leaves a dropout to the framework's own generator; `wants_weights` is "heads" or "mean".
-    `at` says where all this lies in a larger call; None: it is whole.
+    - `lead` is the common leading shape. Its last axis is the heads; a key or value with fewer
+      heads is shared.
+    - `rule` decides which pairs count, `bias` is added to the scores. Both come from the mask.
+    - `seed` None means that the framework's generator draws the dropout.
+    - `wants_weights` is "heads", "mean" or None.
+    - `at` is the position of a shard in the whole call; None: the call is not sharded.
     """
 
     query: Array
@@ -85,65 +87,66 @@ class Call:
 
     @lazy_property
     def has_unknown_length(self) -> bool:
-        """Whether a length is unknown until a graph runs."""
+        """Whether a length is known only when a graph runs."""
         return any(self.fw.has_unknown_length(x) for x in (self.query, self.key))
 
     @lazy_property
     def lowering(self) -> tuple[Score, float] | str:
-        """The score as one that has a form, and a bound on its error; or why there is none."""
+        """The score in dot product form with a bound on its error, or why there is none."""
         fw = self.fw
-        # Where a function that JAX compiles holds arrays, what is made of them is traced.
-        parts = (
+        # In a function that JAX compiles, detaching an array can give a traced one.
+        arrays = (
             (self.query, self.key, *array_leaves(fw, self.score)) if self.score.needs_range else ()
         )
-        if any(fw.is_traced(x) or fw.is_traced(fw.detach(x)) for x in parts):
-            return "the range of the arguments is not known while they are traced"
-        wide = self.upcast() if self.score.needs_range else self
+        if any(fw.is_traced(x) or fw.is_traced(fw.detach(x)) for x in arrays):
+            return "the range of the arguments is unknown while they are traced"
+        upcast = self.upcast() if self.score.needs_range else self
         dtype = self.fw.dtype_name(self.query)
-        return wide.score.find_lowering(wide.query, wide.key, self.tolerance, dtype)
+        return upcast.score.find_lowering(upcast.query, upcast.key, self.tolerance, dtype)
 
     def upcast(self) -> Call:
-        """The same call with 16-bit arrays widened, so that sums run in float32; where it does not
-        hold the scores, in float64."""
+        """Return the call with 16-bit arrays cast to float32, so that sums run in float32.
+
+        All arrays are cast to float64 if float32 cannot represent the scores.
+        """
         fw = self.fw
         narrow = ("float16", "bfloat16", *(("float32",) if self.exceeds_float32 else ()))
         if fw.dtype_name(self.query) not in narrow:
             return self
-        wide = "float64" if self.exceeds_float32 else "float32"
+        dtype = "float64" if self.exceeds_float32 else "float32"
 
         def upcast_array(x: Array) -> Array:
-            return fw.astype(x, wide) if fw.dtype_name(x) in narrow else x
+            return fw.astype(x, dtype) if fw.dtype_name(x) in narrow else x
 
         return map_arrays(fw, upcast_array, self)
 
     @lazy_property
     def exceeds_float32(self) -> bool:
-        """Whether a bandwidth, a scale or a temperature brings scores to where float32 ends."""
+        """Whether a bandwidth, a scale or a temperature may make scores overflow float32."""
         fw, parts = self.fw, (self.score, self.weighting)
         if fw.dtype_name(self.query) == "float64" or has_numbers_in_range(parts):
             return False
         if (doubles := fw.supports_float64(self.query)) or has_numbers_in_range(parts, 1e-18, 1e18):
             return doubles
         raise DtypeError(
-            f"float32 does not hold the scores of {format_record(self.score)} and "
-            f"{format_record(self.weighting)}, "
-            f"and {FLOAT64_HINT}"
+            f"the scores of {format_record(self.score)} and {format_record(self.weighting)} may "
+            f"overflow float32, and {FLOAT64_HINT}"
         )
 
     @lazy_property
     def may_exceed_float64(self) -> bool:
-        """Whether a bandwidth or a temperature is so small that float64 may not hold the scores."""
+        """Whether a bandwidth or a temperature is so small that scores may overflow float64."""
         return not has_numbers_in_range((self.score, self.weighting), *FLOAT64_SAFE_RANGE)
 
 
 FLOAT64_SAFE_RANGE = 1e-100, math.inf
-"""Numbers of a score and a weighting with which float64 holds all scores."""
+"""Range of the numbers of a score and a weighting with which scores do not overflow float64."""
 
 
 def has_numbers_in_range(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
-    """Whether the numbers of a record are of a size between these, 0 or infinite."""
+    """Return whether all floats of a record are between `least` and `most` in size, 0 or ∞."""
     parts = [record]
-    for x in parts:  # which grows on the way
+    for x in parts:  # the loop extends the list
         if type(x) is float:
             size = abs(x)
             if not (least <= size <= most or size == 0 or size == math.inf):
@@ -156,7 +159,7 @@ def has_numbers_in_range(record: Any, least: float = 1e-9, most: float = 1e9) ->
 
 
 def make_block(call: Call, rows: Span | None = None, cols: Span | None = None) -> Block:
-    """Where a block lies, with the positions that masks and score_mods read; None: a whole axis."""
+    """Return the Block of rows and columns, with its positions; None: the whole axis."""
     fw, lead, like = call.fw, call.lead, call.query
     rows = rows or Span(0, fw.axis_length(like, -2))
     cols = cols or Span(0, fw.axis_length(call.key, -2))
@@ -170,7 +173,8 @@ def make_block(call: Call, rows: Span | None = None, cols: Span | None = None) -
             return fw.position_range(cols.start + col if col else cols.start, cols.size, like)[
                 None, :
             ]
-        sizes = [fw.axis_length(like, axis) for axis in range(len(lead))]  # known when a graph runs
+        # Lengths that may be known only when a graph runs.
+        sizes = [fw.axis_length(like, axis) for axis in range(len(lead))]
         if name == "h":
             at = fw.position_range(0, sizes[-1] if lead else 1, like)
             return at[:, None, None] if lead else at[:, None]
@@ -183,7 +187,7 @@ def make_block(call: Call, rows: Span | None = None, cols: Span | None = None) -
 
 
 def slice_weighting_rows(call: Call, rows: Span | None) -> Call:
-    """The call with what its weighting has for each row cut to these, None: to all."""
+    """Return the call with the weighting's arrays (…, n, 1) sliced to these rows; None: all."""
     if rows is None:
         return call
     weighting = weighting_for_rows(call.fw, call.weighting, rows, call.n)
@@ -191,7 +195,10 @@ def slice_weighting_rows(call: Call, rows: Span | None) -> Call:
 
 
 def compute_live_pairs(call: Call, block: Block) -> Array | None:
-    """Which pairs of the block count: what the mask allows, less what was counted elsewhere."""
+    """Return which pairs of the block count; None: all.
+
+    Excludes masked pairs, and pairs of an overlapping span that another block counts.
+    """
     out = None
     if call.rule is not None and not block.cols.is_unmasked:
         out = call.rule.allowed_pairs(block)
@@ -203,7 +210,7 @@ def compute_live_pairs(call: Call, block: Block) -> Array | None:
 
 
 def compute_scores(call: Call, query: Array, key: Array, bias: Array | None, block: Block) -> Array:
-    """The scores of a block: of its queries and keys, with the mask's bias, scaled for α."""
+    """Return the scores of a block, with the mask's bias and after `scale_scores`."""
     s = evaluate_block(call.score, query, repeat_shared_heads(call, key), block)
     if bias is not None:
         s = s + call.fw.fill_unless(bias, bias != -float("inf"))
@@ -211,51 +218,53 @@ def compute_scores(call: Call, query: Array, key: Array, bias: Array | None, blo
 
 
 def check_scores_finite(call: Call, s: Array, alive: LiveMask) -> None:
-    """Refuse queries whose scores (…, r, m) float64 does not hold, as far as they can be looked at:
-    they would be answered as if they might look at nothing."""
+    """Raise ArgumentError if scores (…, r, m) of a query overflow float64.
+
+    The query would get the result of a query that sees no key. Traced scores are not checked.
+    """
     fw = call.fw
     if fw.is_traced(s) or 0 in fw.static_shape(s):
         return
-    given = [fw.to_numpy(fw.detach(x)) for x in (call.query, call.key, s)]
-    seen = np.broadcast_to(True if alive is None else fw.to_numpy(alive), given[2].shape)
-    top = np.where(seen, given[2], -np.inf).max(axis=-1)
-    lost = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.is_convex)
-    if lost.any() and all(np.isfinite(x).all() for x in given[:2]):
-        raise overflow_error(call.score, call.weighting, int(lost.sum()))
+    query, key, scores = (fw.to_numpy(fw.detach(x)) for x in (call.query, call.key, s))
+    seen = np.broadcast_to(True if alive is None else fw.to_numpy(alive), scores.shape)
+    top = np.where(seen, scores, -np.inf).max(axis=-1)
+    overflows = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.is_convex)
+    if overflows.any() and np.isfinite(query).all() and np.isfinite(key).all():
+        raise overflow_error(call.score, call.weighting, int(overflows.sum()))
 
 
 def overflow_error(score: Score, weighting: Weighting, queries: int) -> ArgumentError:
+    """Return the error for scores that overflow float64."""
     return ArgumentError(
-        f"float64 does not hold the scores of {format_record(score)} and "
-        f"{format_record(weighting)} "
-        f"for {format_count(queries)} of the queries: take a larger bandwidth or temperature, "
-        "for long before this the best key has all the weight"
+        f"the scores of {format_record(score)} and {format_record(weighting)} overflow float64 "
+        f"for {format_count(queries)} of the queries: use a larger bandwidth or temperature; the "
+        "best key has all the weight at much larger ones already"
     )
 
 
 def check_best_scores_finite(
     score: Score, weighting: Weighting, query: np.ndarray, best: np.ndarray
 ) -> None:
-    """The same by the best score of each query (n,) among rows that it may look at."""
+    """Raise ArgumentError if the best score of a query, in `best` (n,), overflows float64."""
     if (
         has_numbers_in_range((score, weighting), *FLOAT64_SAFE_RANGE)
         or not weighting.is_convex
         or not np.isfinite(query).all()
     ):
         return
-    if lost := int((~np.isfinite(weighting.scale_scores(best))).sum()):
-        raise overflow_error(score, weighting, lost)
+    if overflows := int((~np.isfinite(weighting.scale_scores(best))).sum()):
+        raise overflow_error(score, weighting, overflows)
 
 
 def zero_dead_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
-    """Keys or values (…, c, d) with 0 in the rows that no query of the block may look at.
+    """Return keys or values (…, c, d) with 0 in the rows that no query of the block may see.
 
-    What stands there may be NaN, and 0 · NaN would bring it back.
+    These rows may be NaN, and 0 · NaN would be NaN.
     """
     fw = call.fw
     if alive is None or (fw.is_surely_finite(rows) and not has_user_code(call.score)):
         return rows
-    seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1), over the lead or less
+    seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1)
     lead = fw.static_shape(rows)[:-2]
     if len(seen.shape) > 2 and (lead != call.lead or lead[-1] is None):
         seen = fw.astype(seen, fw.dtype_name(rows))
@@ -266,23 +275,23 @@ def zero_dead_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
 
 
 def zero_dead_queries(call: Call, query: Array, alive: LiveMask) -> Array:
-    """Queries (…, r, d) with 0 in the rows that may look at no key of the block, likewise."""
+    """Return queries (…, r, d) with 0 in the rows that may see no key of the block."""
     if alive is None or (call.fw.is_surely_finite(query) and not has_user_code(call.score)):
         return query
     return call.fw.fill_unless(query, call.fw.xp.any(alive, axis=-1)[..., None])
 
 
 def repeat_shared_heads(call: Call, x: Array) -> Array:
-    """A key or value with fewer heads than the query, each repeated for its group."""
+    """Return a key or value with as many heads as the query, by repeating shared heads."""
     shape = call.fw.static_shape(x)
-    alike = shape[-3:-2] == call.lead[-1:] and None not in call.lead[-1:]
-    if len(shape) < 3 or not call.lead or shape[-3] == 1 or alike:
+    has_all_heads = shape[-3:-2] == call.lead[-1:] and None not in call.lead[-1:]
+    if len(shape) < 3 or not call.lead or shape[-3] == 1 or has_all_heads:
         return x
     return call.fw.repeat_heads(x, call.fw.axis_length(call.query, -3))
 
 
 def sum_shared_heads(call: Call, x: Array, lead: Shape) -> Array:
-    """x (*call.lead, ·, ·) summed over what `lead` shares: the transpose of broadcasting."""
+    """Return x (*call.lead, ·, ·) summed to the leading shape `lead`: the vjp of broadcasting."""
     xp = call.fw.xp
     while len(x.shape) - 2 > len(lead):
         x = xp.sum(x, axis=0)
@@ -301,9 +310,10 @@ def sum_shared_heads(call: Call, x: Array, lead: Shape) -> Array:
 
 
 def dropout_factors(call: Call, block: Block, like: Array | None = None) -> Array | None:
-    """The factor that dropout puts on each weight of the block: 0 or 1 / (1 − p).
+    """Return the dropout factor of each weight of the block, 0 or 1 / (1 − p); None: no dropout.
 
-    Without a seed it is drawn anew for weights like these, so the block must be made once.
+    Without a seed, each call draws new factors for weights of the shape of `like`. So an engine
+    must compute each block only once.
     """
     if not call.dropout:
         return None
@@ -313,26 +323,26 @@ def dropout_factors(call: Call, block: Block, like: Array | None = None) -> Arra
 
 
 def ensure_seed(call: Call) -> Call:
-    """The call with a seed, for an engine that makes a block more than once."""
+    """Return the call with a seed, for an engine that computes a block more than once."""
     if not call.dropout or call.seed is not None:
         return call
     return replace(call, seed=seed_array(call.fw, None, call.query))
 
 
-def pack_results(call: Call, found: tuple[Array | None, Array | None, Array | None]) -> Any:
-    """What `attend` returns of an engine's output, log-sum-exp and weights.
+def pack_results(call: Call, results: tuple[Array | None, Array | None, Array | None]) -> Any:
+    """Return what `attend` returns, from an engine's output, log-sum-exp and weights.
 
-    The log-sum-exp keeps the precision of the sums: rounded to 16 bits it would merge nothing.
+    The log-sum-exp is at least float32: rounded to 16 bits, it could not be used to merge results.
     """
     fw, dtype = call.fw, call.fw.dtype_name(call.query)
-    out, lse, alpha = found
+    out, lse, alpha = results
     if lse is None and alpha is None:
         return fw.astype(out, dtype)
-    wide = "float64" if dtype == "float64" else "float32"
-    kept = (
+    lse_dtype = "float64" if dtype == "float64" else "float32"
+    requested = (
         None if out is None else fw.astype(out, dtype),
-        fw.astype(lse[..., 0], wide) if call.wants_lse and lse is not None else None,
+        fw.astype(lse[..., 0], lse_dtype) if call.wants_lse and lse is not None else None,
         fw.astype(alpha, dtype) if call.wants_weights and alpha is not None else None,
     )
-    told = tuple(x for x in kept if x is not None)
-    return told[0] if len(told) == 1 else told
+    packed = tuple(x for x in requested if x is not None)
+    return packed[0] if len(packed) == 1 else packed

@@ -1,4 +1,4 @@
-"""Which engine runs a call: the first, in order of speed, that gives no reason against it."""
+"""The choice of an engine: the first one, in order of speed, that gives no reason against it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EngineName = Literal["weights", "native", "near", "triton", "lowered", "streamin
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that runs a call, and the reasons against those asked before it."""
+    """The engine for a call, and the reasons against the engines before it."""
 
     engine: ModuleType
     refusals: tuple[tuple[str, str], ...]
@@ -40,7 +40,7 @@ class EngineChoice:
         return self.add_weights(call, self.engine.run(call))
 
     def build_runner(self, call: Call) -> Callable[[Call], Any]:
-        """`run` for later calls of this kind, or None of it: choose anew."""
+        """Return `run` for later calls with this signature; it may return None: choose again."""
         run: Any = (
             self.engine.build_runner(call)
             if hasattr(self.engine, "build_runner")
@@ -50,33 +50,35 @@ class EngineChoice:
             return run  # type: ignore[no-any-return]
 
         def run_with_weights(call: Call) -> Any:
-            found = run(call)
-            return None if found is None else self.add_weights(call, found)
+            results = run(call)
+            return None if results is None else self.add_weights(call, results)
 
         return run_with_weights
 
     def build_direct_runner(self, call: Call) -> Any:
-        """The same of the arguments of `attend`, where the engine has that for all that is asked
-        of it; else None."""
-        gives = not call.wants_weights or self.engine is weights
+        """Return the engine as a function of `attend`'s arguments; None if it has no such form."""
+        returns_all = not call.wants_weights or self.engine is weights
         return (
             self.engine.build_direct_runner(call)
-            if gives and hasattr(self.engine, "build_direct_runner")
+            if returns_all and hasattr(self.engine, "build_direct_runner")
             else None
         )
 
     def add_weights(
-        self, call: Call, found: tuple[Array | None, Array | None, Array | None]
+        self, call: Call, results: tuple[Array | None, Array | None, Array | None]
     ) -> tuple[Array | None, Array | None, Array | None]:
-        """The results with the weights that were asked of an engine that gives none."""
+        """Return the results with weights, for an engine that does not compute them."""
         if not call.wants_weights or self.engine is weights:
-            return found
-        alone = replace(call, value=None, wants_lse=False)
-        return *found[:2], weights.run(alone)[2]
+            return results
+        weights_only = replace(call, value=None, wants_lse=False)
+        return *results[:2], weights.run(weights_only)[2]
 
 
 def choose_engine(call: Call, name: str | None = None) -> EngineChoice:
-    """The engine for a call; a name insists on one, unless that one cannot."""
+    """Return the engine for a call. A name selects one, even if another is faster.
+
+    Raise EngineError if the named engine does not support the call.
+    """
     if name is not None:
         if not isinstance(name, str) or name not in ENGINES_BY_NAME:
             raise unknown_name_error("engine", name, ENGINES_BY_NAME)
@@ -84,7 +86,7 @@ def choose_engine(call: Call, name: str | None = None) -> EngineChoice:
             name
         ].unsupported_reason(call)
         if reason:
-            raise EngineError(f"engine {name!r} cannot serve this call: {reason}")
+            raise EngineError(f"engine {name!r} does not support this call: {reason}")
         return EngineChoice(ENGINES_BY_NAME[name], ())
     refusals: list[tuple[str, str]] = []
     for engine in ENGINES:
@@ -98,37 +100,37 @@ def choose_engine(call: Call, name: str | None = None) -> EngineChoice:
             _log_choice(call, choice)
             return choice
         refusals.append((engine.NAME, reason))
-    raise EngineError("no engine serves this call: " + "; ".join(r for _, r in refusals))
+    raise EngineError("no engine supports this call: " + "; ".join(r for _, r in refusals))
 
 
 def _precision_refusal(engine: ModuleType, call: Call) -> str | None:
     if call.may_exceed_float64 and not hasattr(engine, "CHECKS_OVERFLOW"):
         return (
-            f"float64 may not hold the scores of {format_record(call.score)}, which it does not "
-            "look at"
+            f"the scores of {format_record(call.score)} may overflow float64, which it does not "
+            "check"
         )
     if hasattr(engine, "UPCASTS") or not call.exceeds_float32:
         return None
     return (
-        f"float32 does not hold the scores of {format_record(call.score)}, so they are made in "
-        "float64"
+        f"the scores of {format_record(call.score)} may overflow float32, and it does not compute "
+        "in float64"
     )
 
 
 def _log_choice(call: Call, choice: EngineChoice) -> None:
-    # What is compiled holds no logging.
+    # Compiled graphs contain no logging.
     log = None if call.fw.is_traced(call.query) else debug_logger()
     if log is not None:
-        told = (
+        chosen = (
             f"engine {choice.engine.NAME} for {format_record(call.score)}, "
             f"{format_record(call.weighting)}"
         )
-        log.debug("; ".join([told, *(f"not {name}: {why}" for name, why in choice.refusals)]))
+        log.debug("; ".join([chosen, *(f"not {name}: {why}" for name, why in choice.refusals)]))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found, shown in lines."""
+    """The result of `explain`; print it to read it."""
 
     engine: str
     refusals: tuple[tuple[str, str], ...]
@@ -139,7 +141,10 @@ class Explanation:
 
     @property
     def flops(self) -> float | None:
-        """Floating-point operations of the forward pass, in the blocks that the mask leaves."""
+        """Floating-point operations of the forward pass, in blocks that the mask does not exclude.
+
+        None if a length is unknown.
+        """
         if not self._has_known_shapes:
             return None
         call = self.call
@@ -147,18 +152,18 @@ class Explanation:
         if call.rule is not None:
             tiling = streaming.build_tiling(call, *streaming.block_size(call))
             pairs = sum(rows.size * span.size for rows, keys in tiling for span in keys)
-        wide = call.fw.static_shape(call.query)[-1] * 2 + streaming.numbers_per_pair(call) * 4 + 4
-        wide += 0 if call.value is None else call.fw.static_shape(call.value)[-1] * 2
-        return float(math.prod(call.lead) * pairs * wide)
+        each = call.fw.static_shape(call.query)[-1] * 2 + streaming.numbers_per_pair(call) * 4 + 4
+        each += 0 if call.value is None else call.fw.static_shape(call.value)[-1] * 2
+        return float(math.prod(call.lead) * pairs * each)
 
     @property
     def bytes(self) -> float | None:
-        """Bytes of the arguments and of the output."""
+        """Bytes of the arguments and the output; None if a length is unknown."""
         if not self._has_known_shapes:
             return None
         call = self.call
-        given = [x for x in (call.query, call.key, call.value) if x is not None]
-        numbers = sum(math.prod(call.fw.static_shape(x)) for x in given)
+        arrays = [x for x in (call.query, call.key, call.value) if x is not None]
+        numbers = sum(math.prod(call.fw.static_shape(x)) for x in arrays)
         width = call.m if call.value is None else call.fw.static_shape(call.value)[-1]
         numbers += math.prod(call.lead) * call.n * width
         size = {"float64": 8, "float32": 4}.get(call.fw.dtype_name(call.query), 2)
@@ -175,15 +180,15 @@ class Explanation:
     def __repr__(self) -> str:
         call = self.call
         shape = (*call.lead, call.n, call.m)
-        told = f"{format_record(call.score)} → {format_record(call.weighting)}"
-        told += "" if call.rule is None else f" under {call.rule}"
-        told += f", scores {shape}, {call.fw.dtype_name(call.query)} on {call.fw.name}"
-        lines = [f"engine: {self.engine} ({self.detail})", f"call:   {told}"]
+        formula = f"{format_record(call.score)} → {format_record(call.weighting)}"
+        formula += "" if call.rule is None else f" with mask {call.rule}"
+        formula += f", scores {shape}, {call.fw.dtype_name(call.query)} on {call.fw.name}"
+        lines = [f"engine: {self.engine} ({self.detail})", f"call:   {formula}"]
         if self.flops is not None and self.bytes is not None:
             work = f"{_format_si(self.flops)}FLOP forward, {_format_si(self.bytes)}B in and out"
             lines.append(f"work:   about {work}")
         if self.is_plan_cached:
-            lines.append("plan:   kept from an earlier call of this kind, so nothing is chosen")
+            lines.append("plan:   cached by an earlier call with the same signature")
         if self.pending_compilation is not None:
             lines.append(f"kernels: {self.pending_compilation}")
         lines += [f"not {name}: {reason}" for name, reason in self.refusals]
@@ -192,7 +197,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What `warm` did: which engine the next such call takes, and what was compiled for it."""
+    """The result of `warm`: the engine of later calls, and the kernels that were compiled."""
 
     engine: str
     compiled: tuple[str, ...]
@@ -202,10 +207,10 @@ class WarmupReport:
     def __repr__(self) -> str:
         lines = [
             f"engine: {self.engine}",
-            f"plan:   {'kept' if self.is_plan_cached else 'not kept'}",
+            f"plan:   {'cached' if self.is_plan_cached else 'not cached'}",
         ]
         if not self.compiled:
-            return "\n".join([*lines, "nothing was left to compile ahead"])
+            return "\n".join([*lines, "nothing to compile"])
         lines.append(f"compiled in {self.seconds:.1f} s:")
         return "\n".join([*lines, *(f"  {name}" for name in self.compiled)])
 

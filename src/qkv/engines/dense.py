@@ -1,4 +1,4 @@
-"""The equation, literally. Every other engine is tested against this one."""
+"""The dense engine: the equation as written. Every other engine is tested against this one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ def describe(call: Call) -> str:
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array] | None:
-    """The equation where there is no mask, no dropout and no shared head."""
+    """Return the equation as a function of `attend`'s arguments, or None.
+
+    It handles calls without mask, dropout, upcast and shared heads.
+    """
     fw = call.fw
-    alike = call.lead == fw.static_shape(call.key)[:-2] == fw.static_shape(call.value)[:-2]
-    if call.rule is not None or call.upcast() is not call or not alike:
+    has_equal_leads = (
+        call.lead == fw.static_shape(call.key)[:-2] == fw.static_shape(call.value)[:-2]
+    )
+    if call.rule is not None or call.upcast() is not call or not has_equal_leads:
         return None
 
     fixed_weighting = None if tree.array_leaves(fw, call.weighting) else call.weighting
@@ -55,19 +60,21 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
 
 
 def build_reference(call: Call) -> Callable[..., Arrays]:
-    """The output and, where wanted, the log-sum-exp as a function of the call's arrays: what a
-    gradient of another engine's own is differentiated by."""
+    """Return the output and log-sum-exp as a function of the call's arrays.
+
+    Frameworks differentiate it where an engine's own gradient has no second derivative.
+    """
     fw, dtype = call.fw, call.fw.dtype_name(call.query)
 
     def compute_reference(*arrays: Array) -> Arrays:
-        found = run(tree.replace_arrays(fw, call, arrays))[:2]
-        return tuple(fw.astype(x, dtype) for x in found if x is not None)
+        results = run(tree.replace_arrays(fw, call, arrays))[:2]
+        return tuple(fw.astype(x, dtype) for x in results if x is not None)
 
     return compute_reference
 
 
 def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | None, Array]:
-    """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, its log-sum-exp and its weights, for some rows or all."""
+    """Return Σᵢ α(q, kᵢ) vᵢ, the log-sum-exp and the weights; `rows` None: for all queries."""
     call = calls.slice_weighting_rows(call.upcast(), rows)
     block = calls.make_block(call, rows)
     live = calls.compute_live_pairs(call, block)

@@ -1,7 +1,7 @@
-"""Which weights are dropped: a hash of the seed and of each pair's position.
+"""Dropout by a hash of the seed and each pair's position.
 
-A hash, not a stream of random numbers: any block can be made by itself, in any order, and comes
-out the same in every engine, framework and block size.
+With a hash and not a random stream, any block can be computed alone and in any order. The result is
+the same in every engine, framework and block size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def _to_signed(word: int) -> int:
 
 
 def _mix_bits(x: Array) -> Array:
-    """Wellons' lowbias32: every bit of x reaches every bit of the result. Wraps by design."""
+    """Return lowbias32(x), the integer hash of Chris Wellons; multiplications wrap by design."""
     xp = get_framework(x).xp
 
     def shift_right(x: Array, bits: int) -> Array:
-        # The standard has only an arithmetic shift, so the sign's copies are cut off.
+        # The array API has only an arithmetic shift, so the copies of the sign bit are masked.
         return xp.bitwise_and(xp.floor_divide(x, 1 << bits), (1 << (32 - bits)) - 1)
 
     x = xp.bitwise_xor(x, shift_right(x, 16)) * _to_signed(0x7FEB352D)
@@ -36,7 +36,7 @@ def _mix_bits(x: Array) -> Array:
 
 
 def hash_dropout_factors(like: Array, p: float, seed: Array, block: Block) -> Array:
-    """0 with probability p, else 1 / (1 − p), for each pair of the block."""
+    """Return 0 with probability p, else 1 / (1 − p), for each pair of the block."""
     fw = get_framework(like)
     xp = fw.xp
     with fw.compute_context():
@@ -49,9 +49,9 @@ def hash_dropout_factors(like: Array, p: float, seed: Array, block: Block) -> Ar
 
 
 def draw_seed(seed: Any, query: Array) -> Any:
-    """The seed of one call, drawn once: a generator's next number, any other seed as it is.
+    """Return the seed of one call: the next number of a generator, or the given seed itself.
 
-    A first call of its kind looks at its arguments twice, and must not advance a generator twice.
+    The first call with a signature reads its arguments twice, but must advance a generator once.
     """
     if seed is None or isinstance(seed, int | np.integer) or is_array(seed):
         return seed
@@ -62,8 +62,10 @@ def draw_seed(seed: Any, query: Array) -> Any:
 
 
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
-    """A seed or a generator of the framework or of NumPy, as one int32 array (1, 1) on the device
-    of `like`."""
+    """Return a seed as an int32 array (1, 1) on the device of `like`.
+
+    `seed` is an integer, an array of one, a generator of the framework or of NumPy, or None.
+    """
     if seed is None:
         seed = fw.draw_seed(like)
     elif isinstance(seed, np.random.Generator):
@@ -73,6 +75,6 @@ def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
     if is_array(seed):
         shape, kind = fw.static_shape(seed), fw.dtype_name(seed)
         if "int" not in kind or any(size not in (1, None) for size in shape):
-            raise DtypeError(f"seed must be one whole number, not {kind} of shape {shape}")
+            raise DtypeError(f"seed must be one integer, not {kind} of shape {shape}")
         return fw.to_device_of(fw.astype(fw.xp.reshape(seed, (1, 1)), "int32"), like)
     return fw.array_from_host([[_to_signed(int(seed) & 0xFFFFFFFF)]], like, "int32")

@@ -1,7 +1,7 @@
-"""A score is what you write; a dot product is what runs.
+"""The lowered engine: rewrites a score as a dot product, then calls another engine.
 
-The call is rewritten with φ(q) and ψ(k) in place of query and key, and an engine that knows dot
-products runs it. Gradients reach the score's own arrays by the chain rule through φ and ψ.
+φ(q) and ψ(k) replace query and key. The framework computes them, so gradients reach the score's
+arrays by the chain rule.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ NAME = "lowered"
 ENGINES = (native, triton, streaming, dense)
 
 MAX_FORM_NUMBERS = 2**26
-"""Numbers that φ and ψ may have together; beyond, they are made block by block."""
-
+"""Most numbers of φ and ψ together; larger forms are computed block by block."""
 
 MAX_DIRECT_TANHS = 2**24
-"""Hyperbolic tangents up to which an additive score is quicker as it stands."""
+"""Number of tanh evaluations below which the additive score itself is faster."""
 
 MIN_PRODUCT_DIFFERENCES = 2**14
-"""Differences of a Gaussian from which on its products are quicker."""
+"""Number of differences from which the expanded Gaussian is faster."""
 
 MIN_PAIRS_PER_FUNCTION = 6
-"""Pairs for each row of query and key that must pay for making one of its functions."""
+"""Pairs per row of query and key from which evaluating one more function per row pays off."""
 
 
 def shape_based_reason(call: Call) -> str | None:
-    """A reason against it that takes no look at the numbers, which `unsupported_reason` takes."""
+    """Return a reason that needs no array values; `unsupported_reason` reads them."""
     if not isinstance(call.score, Additive):
         return None
     shape = (*call.lead, call.n, call.m)
@@ -49,18 +48,18 @@ def shape_based_reason(call: Call) -> str | None:
         not call.has_unknown_length
         and math.prod(shape) * streaming.numbers_per_pair(call) < MAX_DIRECT_TANHS
     ):
-        few = f"{format_count(call.n)} queries and {format_count(call.m)} keys"
-        return f"{few} do not pay for finding functions for tanh"
+        size = f"{format_count(call.n)} queries and {format_count(call.m)} keys"
+        return f"{size} are too few to pay for a factorization of tanh"
     return None
 
 
 def unsupported_reason(call: Call) -> str | None:
     if type(call.score) in (Dot, ScaledDot) and not isinstance(call.lowering, str):
-        return "the score is a dot product as it stands"
+        return "the score is a dot product already"
     if isinstance(call.score, Gated):
-        return "a gate multiplies each pair's score: it is no dot product of vectors"
+        return "the gate multiplies each score, so the score is not a dot product"
     if call.score.needs_range and call.fw.has_empty_axis((*call.lead, call.n, call.m)):
-        return "there is nothing to compute"
+        return "an array is empty"
     return call.lowering if isinstance(call.lowering, str) else None
 
 
@@ -74,25 +73,25 @@ def slower_reason(call: Call) -> str | None:
         each = score.dot_product_width(0) / max(streaming.numbers_per_pair(call), 1)
         pairs = call.n * call.m / (call.n + call.m)
         if pairs < MIN_PAIRS_PER_FUNCTION * each:
-            few = f"{format_count(call.n)} queries and {format_count(call.m)} keys"
-            return f"{few} do not pay for making {each:.0f} functions of each hidden unit"
+            size = f"{format_count(call.n)} queries and {format_count(call.m)} keys"
+            return f"{size} are too few to pay for {each:.0f} functions of each hidden unit"
     return streaming.slower_reason(call)
 
 
 def is_data_dependent(call: Call) -> bool:
-    """Whether the numbers decide if the score can be lowered, so that it is asked in each call."""
+    """Return whether array values decide if the score can be lowered."""
     return call.score.needs_range and not _is_short_gaussian(call)
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array] | None:
-    """A short call by a score that looks at the numbers itself."""
+    """Return a runner for small Gaussian calls; its score checks the values itself."""
     if not _is_short_gaussian(call):
         return None
     return dense.build_direct_runner(replace(call, score=QuickGaussian(call.score.bandwidth)))  # type: ignore[attr-defined]
 
 
 def _is_short_gaussian(call: Call) -> bool:
-    """Whether a Gaussian's differences take longer than products, though all fit into one block."""
+    """Return whether it is a Gaussian call that fits one block, where products are faster."""
     fw, score = call.fw, call.score
     if fw.name != "torch" or not call.query.is_cpu or fw.is_traced(call.query):
         return False
@@ -119,15 +118,15 @@ def _is_short_gaussian(call: Call) -> bool:
 
 def describe(call: Call) -> str:
     if _is_short_gaussian(call):
-        return "its square as products, the whole matrix at once"
+        return "the expanded square, the whole matrix at once"
     rewritten = rewrite_as_dot(call)
     width = rewritten.score.dot_product_width(rewritten.fw.static_shape(rewritten.query)[-1])
     engine = _choose_inner_engine(rewritten)
-    found = call.lowering
-    assert not isinstance(found, str)
-    about = f"scores within {found[1]:.1g}" if found[1] else "the same scores"
+    assert not isinstance(call.lowering, str)
+    error = call.lowering[1]
+    accuracy = f"scores within {error:.1g}" if error else "the same scores"
     return (
-        f"dot products of {width:,} numbers, {about}; {engine.NAME}: {engine.describe(rewritten)}"
+        f"dot products of width {width:,}, {accuracy}; {engine.NAME}: {engine.describe(rewritten)}"
     )
 
 
@@ -138,10 +137,9 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
 
 
 def rewrite_as_dot(call: Call) -> Call:
-    """The same call with a dot product for its score."""
-    found = call.lowering
-    assert not isinstance(found, str)
-    score = found[0]
+    """Return the call with a dot product as its score."""
+    assert not isinstance(call.lowering, str)
+    score = call.lowering[0]
     if native.has_fused_kernels(call):
         form = build_form(call, score) if call.fw.name == "torch" else _narrow_form(call, score)
         if form.bias is None and form.gate_query is None:
@@ -160,9 +158,9 @@ def rewrite_as_dot(call: Call) -> Call:
 
 
 def _narrow_form(call: Call, score: Score) -> DotProductForm:
-    """The form with φ and ψ rounded to the call's own 16 bits, once."""
-    wide, dtype = call.upcast(), call.fw.dtype_name(call.query)
-    form = score.dot_product_form(wide.query, wide.key)
+    """Return the form with φ and ψ computed in float32 and rounded once to the call's dtype."""
+    upcast, dtype = call.upcast(), call.fw.dtype_name(call.query)
+    form = score.dot_product_form(upcast.query, upcast.key)
     query, key = (call.fw.astype(x, dtype) for x in (form.query, form.key))
     return form._replace(query=query, key=key)
 

@@ -1,10 +1,11 @@
-"""Keys that several processes hold: each folds its own into the weighting's state, and states
-travel.
+"""Attention over keys that several processes hold. Keys and values never leave their process.
 
-Where the queries are the same everywhere, states are merged over all processes, and on the way
-back the gradients of the queries and of the score's arrays are summed. Where the queries are
-sharded too, they go round a ring with their states, each process adds what its keys say, and on
-the way back they go round with their gradients. Keys and values never leave their process.
+Each process reduces its keys to a state of the weighting.
+
+- Replicated queries: the states of all processes are merged. In the backward pass, the gradients of
+  the queries and of the score's arrays are summed over the processes.
+- Sharded queries: the queries and their states travel around a ring, and each process adds its
+  keys. In the backward pass they travel with their gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, Protocol
 
 from qkv import masks
 from qkv.engines import call as calls
-from qkv.engines.block_passes import BlockPasses
 from qkv.engines.call import Call
 from qkv.engines.choice import choose_engine
 from qkv.engines.streaming import (
     MAX_NUMBERS_PER_BLOCK,
+    BlockPasses,
     block_size,
     build_tiling,
     hoist_captured_arrays,
@@ -36,70 +37,70 @@ from qkv.weightings import Softmax, State
 from qkv.weightings.base import has_number_per_row
 
 SEARCHED_KEYS_PER_BLOCK = 256
-"""Keys at a time for rows that are searched together."""
+"""Keys per block for rows that all processes search together."""
 
 
 SINGLE_ROW = Span(0, 1)
 
 
 class ProcessGroup(Protocol):
-    """The processes that hold the keys; every method is called by all of them in one order."""
+    """The processes that hold the keys. All of them call its methods in the same order."""
 
     rank: int
     query_counts: Sequence[int]
-    """How many queries each process holds; empty where all hold the same."""
+    """The number of queries of each process; empty if the queries are replicated."""
 
     def all_reduce_state(self, state: State, merge: Callable[[State, State], State]) -> State:
-        """The states of all, merged in the order of the processes, on each of them."""
+        """Return the states of all processes, merged in the order of the ranks."""
         ...
 
     def all_reduce_sum(self, arrays: Sequence[Array]) -> Arrays:
-        """The sums over all processes, on each of them."""
+        """Return the sums over all processes."""
         ...
 
     def ring_shift(self, arrays: Sequence[Array], rows: int) -> Arrays:
-        """What the process before this one passes on, arrays (…, rows, ·) like these."""
+        """Send arrays to the next process and return those of the previous one, (…, rows, ·)."""
         ...
 
     def all_gather_rows(self, array: Array) -> Array:
-        """The rows (…, n_i, ·) of all, one process after the other."""
+        """Return the rows (…, n_i, ·) of all processes, concatenated in the order of the ranks."""
         ...
 
 
-def run(call: Call, across: ProcessGroup) -> tuple[Array, Array | None]:
-    """The output and, where wanted, the log-sum-exp."""
+def run(call: Call, group: ProcessGroup) -> tuple[Array, Array | None]:
+    """Return the output and, if requested, the log-sum-exp."""
     call = calls.ensure_seed(call)
     fw = call.fw
-    if across.query_counts and any(
+    if group.query_counts and any(
         has_number_per_row(x, call.n) for x in tree.array_leaves(fw, call.weighting)
     ):
         raise CombinationError(
-            "weighting: an array of a number for each query cannot travel with sharded queries: "
-            "pass the same queries everywhere, or one number for each head"
+            "weighting: an array with one number for each query is not supported with sharded "
+            "queries: replicate the queries, or use one number for each head"
         )
     call = _hoist_arrays(call)
-    way = (
+    strategy_class = (
         (GatheredQueries if call.weighting.needs_search else RingQueries)
-        if across.query_counts
+        if group.query_counts
         else ReplicatedQueries
     )
     leaves = tree.array_leaves(fw, call)
-    steps = way(across, fw.needs_gradient(leaves))
+    strategy = strategy_class(group, fw.needs_gradient(leaves))
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.replace_arrays(fw, call, arrays)
-        out, kept = steps.forward(fresh)
+        out, saved = strategy.forward(fresh)
         if call.weighting.raises_on_empty:
-            call.weighting.check_row_state(kept)
-        return ((out, call.weighting.lse_from_state(kept)) if call.wants_lse else (out,)), kept
+            call.weighting.check_row_state(saved)
+        return ((out, call.weighting.lse_from_state(saved)) if call.wants_lse else (out,)), saved
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
-        return tuple(steps.backward(tree.replace_arrays(fw, call, arrays), kept, gradients))
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
+        return tuple(strategy.backward(tree.replace_arrays(fw, call, arrays), saved, gradients))
 
     def reference(*arrays: Array) -> Arrays:
         raise CombinationError(
-            "keys that several processes hold have first derivatives alone: for second ones, "
-            "gather the keys and call attend"
+            "attention over keys of several processes has no second derivatives: gather the keys "
+            "and call attend"
         )
 
     outputs = fw.run_differentiable(forward, backward, reference, leaves)
@@ -107,29 +108,31 @@ def run(call: Call, across: ProcessGroup) -> tuple[Array, Array | None]:
 
 
 def _hoist_arrays(call: Call) -> Call:
-    """The call with the arrays of the caller's functions among its leaves, on a process without
-    queries or keys too: for those, rows of zeros are looked at."""
+    """Return the call with the arrays that the caller's functions capture as leaves.
+
+    A process without queries or keys traces the functions with a row of zeros.
+    """
     fw = call.fw
 
     def at_least_one_row(x: Array) -> Array:
         shape = fw.static_shape(x)
         return x if shape[-2] else fw.full((*shape[:-2], 1, shape[-1]), 0.0, x)
 
-    found = hoist_captured_arrays(
+    hoisted = hoist_captured_arrays(
         replace(call, query=at_least_one_row(call.query), key=at_least_one_row(call.key)),
         [(SINGLE_ROW, [SINGLE_ROW])],
     )
-    return replace(call, score=found.score, rule=found.rule)
+    return replace(call, score=hoisted.score, rule=hoisted.rule)
 
 
 @dataclass(eq=False)
 class ReplicatedQueries:
-    """Queries that are the same on all processes."""
+    """The strategy for queries that are the same on all processes."""
 
     group: ProcessGroup
     needs_gradient: bool
     backward_function: BackwardFunction | None = None
-    """Waits for the gradients, so that nothing runs twice."""
+    """The backward function of the forward pass, so that the engine does not run twice."""
 
     def forward(self, call: Call) -> tuple[Array, State]:
         single = detach_from_group(call) if self.needs_gradient else None
@@ -147,8 +150,10 @@ class ReplicatedQueries:
 
 
 class GatheredQueries(ReplicatedQueries):
-    """Sharded queries whose rows must be searched: a search asks all keys several times, so all
-    processes look at all queries together."""
+    """The strategy for sharded queries under a weighting that searches rows.
+
+    A search reads all keys several times, so every process works on all queries.
+    """
 
     def gather_call(self, call: Call) -> Call:
         assert call.at is not None
@@ -173,27 +178,27 @@ class GatheredQueries(ReplicatedQueries):
 
 @dataclass(eq=False)
 class RingQueries:
-    """Sharded queries that travel from process to process until they are home again."""
+    """The strategy for other sharded queries: they travel around a ring of all processes."""
 
     group: ProcessGroup
     needs_gradient: bool
 
     def visiting_positions(self, call: Call) -> list[ShardPosition]:
-        """Where the queries lie that come by, one's own first."""
+        """Return the positions of the queries that visit this process, its own first."""
         assert call.at is not None
         rows, rank = self.group.query_counts, self.group.rank
         owners = [(rank - step) % len(rows) for step in range(len(rows))]
         return [call.at._replace(row=sum(rows[:owner])) for owner in owners]
 
     def visiting_call(self, call: Call, query: Array, at: ShardPosition) -> Call:
-        """The call of the queries that lie there."""
+        """Return the call for visiting queries at this position."""
         bias = call.bias
         if bias is not None:
             bias = call.fw.slice_span(bias, Span(at.row, call.fw.static_shape(query)[-2]), -2)
         return replace(call, query=query, bias=bias, at=at)
 
     def next_row_count(self, step: int) -> int:
-        """How many rows the next guests are."""
+        """Return the number of queries that visit next."""
         rows = self.group.query_counts
         return rows[(self.group.rank - step - 1) % len(rows)]
 
@@ -236,7 +241,7 @@ class RingQueries:
     def scatter_bias_gradient(
         self, call: Call, at: ShardPosition, slopes: Sequence[Array | None]
     ) -> list[Array | None]:
-        """The gradients with that of the guests' rows of a bias among all its rows."""
+        """Return the gradients, with that of the visiting rows of a bias placed among all rows."""
         if call.bias is None:
             return list(slopes)
         fw = call.fw
@@ -256,8 +261,11 @@ def _add_optional(one: Array | None, two: Array | None) -> Array | None:
 
 
 def local_tiling(call: Call) -> Tiling:
-    """The blocks of the keys that are here; rows that are searched are laid out alike everywhere,
-    as all processes search them together."""
+    """Return the blocks of this process's keys.
+
+    For rows that are searched, all processes use the same blocks of queries, because they search
+    them together.
+    """
     if call.rule is not None:
         call = replace(call, rule=masks.localize_mask(call.rule, call.at))
     if not call.weighting.needs_search:
@@ -269,7 +277,7 @@ def local_tiling(call: Call) -> Tiling:
 
 
 def fold_local_keys(call: Call, across: ProcessGroup | None) -> tuple[State, State]:
-    """What a search over all processes has found, and the state of the keys that are here."""
+    """Return the result of a search over all processes, and the state of this process's keys."""
     single = detach_from_group(call)
     if single is not None:
         return (), _softmax_state(single, *choose_engine(single).run(single)[:2])
@@ -332,7 +340,7 @@ def detach_from_group(call: Call) -> Call | None:
 
 
 def run_with_backward(call: Call) -> tuple[State, BackwardFunction]:
-    """The same, and the way back through it."""
+    """Return the state of a call that runs on one process, and its backward function."""
     fw, leaves = call.fw, tree.array_leaves(call.fw, call)
 
     def compute_output_and_lse(*arrays: Array) -> Array:
@@ -367,6 +375,6 @@ def _softmax_state(call: Call, out: Array | None, lse: Array | None) -> State:
 
 
 def upcast_array(call: Call, x: Array) -> Array:
-    """x in the precision that sums run in."""
+    """Return x in the dtype in which sums run."""
     fw = call.fw
     return fw.astype(x, "float32") if fw.dtype_name(x) in ("float16", "bfloat16") else x

@@ -1,9 +1,9 @@
-"""Attention in blocks: any score and weighting in O(n + m) memory, forward and backward.
+"""The streaming engine: attention in blocks, with O(n + m) memory for any score and weighting.
 
-Forward, each span of queries folds the blocks of keys into the weighting's state. Backward, the
-blocks are scored again: the weighting gives the gradient of a block's scores from what it kept of
-the row, and the framework's own vjp carries that to the query, the key and every array inside
-the score.
+Forward: for each span of queries, the blocks of keys are reduced to one state of the weighting.
+
+Backward: the scores of each block are computed again. The weighting's `score_gradient` gives the
+gradient of the scores. The framework's vjp carries it to the query, the key and the score's arrays.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkv import masks, scores
 from qkv.engines import call as calls
 from qkv.engines import dense
-from qkv.engines.block_passes import BlockOperands, BlockPasses, load_operands, load_value
 from qkv.engines.call import Call
 from qkv.engines.out_of_core.backward import (
     SavedScores,
@@ -27,10 +26,10 @@ from qkv.engines.out_of_core.backward import (
 from qkv.errors import format_count
 from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
-from qkv.frameworks.stored_rows import RowSpans, UnreadArray
+from qkv.frameworks.stored_rows import RowSpan, RowSpans, UnreadArray, to_framework_array
 from qkv.scores import user_functions
 from qkv.util.caches import create_table, insert_bounded
-from qkv.util.types import Array, Arrays, Gradients, Span
+from qkv.util.types import Array, Arrays, Gradients, LiveMask, MergeFunction, Span
 from qkv.weightings import State, Weighting
 from qkv.weightings.base import weighting_for_rows
 
@@ -38,40 +37,40 @@ NAME = "streaming"
 UPCASTS = True
 
 MAX_NUMBERS_PER_BLOCK = 2**21
-"""Numbers held at once by a block's scores, or by what a score makes on the way to them."""
+"""Numbers in memory for the scores of a block, including the score's intermediate arrays."""
 
 MAX_FEW_QUERIES = 64
-"""Queries, over all leading axes, for which reading the keys takes longer than the arithmetic."""
+"""Queries, over all leading axes, up to which reading the keys takes longer than the arithmetic."""
 
 MAX_KEY_NUMBERS_PER_READ = 2**22
-"""Numbers of the keys that are read at a time for a few queries."""
+"""Numbers of the keys that are read at a time if there are few queries."""
 
 MAX_SEARCHED_NUMBERS_PER_BLOCK = 2**20
-"""The same where rows are searched: each core reads its block from the cache several times."""
+"""Numbers of a block whose rows are searched: each core reads it from its cache several times."""
 
 MIN_WIDE_QUERY_WIDTH = 512
-"""Numbers of a query from which its products outweigh all else."""
+"""Width of a query from which the matrix product dominates the time."""
 
 MAX_DENSE_NUMBERS = 2**18
-"""Numbers below which the whole matrix is one block, and dense does it at once."""
+"""Numbers up to which the whole matrix fits one block, so that `dense` is as good."""
 
 
-UNKNOWN_LENGTH_REASON = "a length is unknown until the graph runs, so no blocks can be laid out"
+UNKNOWN_LENGTH_REASON = "a length is unknown until the graph runs, so there are no fixed blocks"
 
 
 def unsupported_reason(call: Call) -> str | None:
     fw = call.fw
     if call.has_unknown_length:
         return UNKNOWN_LENGTH_REASON
-    lacks = call.weighting.missing_methods_reason(False)
-    if lacks is None and (lacks := call.weighting.missing_methods_reason(True)):
-        lacks = lacks if fw.needs_gradient(tree.array_leaves(fw, call)) else None
-    if lacks:
-        return lacks
+    reason = call.weighting.missing_methods_reason(False)
+    if reason is None and (reason := call.weighting.missing_methods_reason(True)):
+        reason = reason if fw.needs_gradient(tree.array_leaves(fw, call)) else None
+    if reason:
+        return reason
     if any(fw.may_capture_arrays(function) for function in user_functions(call.score)):
         return (
-            f"the score is a function that holds arrays, whose gradient {fw.name} would lose in "
-            "blocks: make them fields of a frozen dataclass with __call__(query, key)"
+            f"the score is a function that captures arrays, whose gradients {fw.name} would lose "
+            "in blocks: make them fields of a frozen dataclass with __call__(query, key)"
         )
     return None
 
@@ -79,17 +78,17 @@ def unsupported_reason(call: Call) -> str | None:
 def slower_reason(call: Call) -> str | None:
     numbers = math.prod(call.lead) * call.n * call.m * numbers_per_pair(call)
     if call.fw.is_traced(call.query) and not call.fw.needs_equal_spans:
-        return "a graph would hold every block, so it holds the equation, for any length"
+        return "a traced graph would contain every block; dense is shorter and fits any length"
     if numbers <= MAX_DENSE_NUMBERS:
         return (
-            f"the call holds {format_count(numbers)} numbers in all: one block, which dense does "
-            "at once"
+            f"the scores need only {format_count(numbers)} numbers, which fit one block: dense is "
+            "as good"
         )
     return None
 
 
 def is_data_dependent(call: Call) -> bool:
-    """Whether it may run because the numbers forbid a faster engine."""
+    """Return whether values may have excluded a faster engine."""
     return call.score.needs_range
 
 
@@ -103,32 +102,33 @@ def numbers_per_pair(call: Call) -> int:
 
 
 def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array | None, None]:
-    """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
+    """Return the output and, if requested, the log-sum-exp; `size` overrides the block size."""
     call = calls.ensure_seed(call.upcast())
-    fewer = call.weighting if call.m is None else call.weighting.limit_to_keys(call.m)
-    call = call if fewer is call.weighting else replace(call, weighting=fewer)
+    limited = call.weighting if call.m is None else call.weighting.limit_to_keys(call.m)
+    call = call if limited is call.weighting else replace(call, weighting=limited)
     if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return *dense.run(load_all_rows(call))[:2], None
     fw = call.fw
     tiling = build_tiling(call, *(size or block_size(call)))
     if not any(keys for _, keys in tiling):
         return *dense.run(call)[:2], None
-    own = scores.has_user_code(call.score) or masks.has_user_functions(call.rule)
+    has_user_code = scores.has_user_code(call.score) or masks.has_user_functions(call.rule)
     call = hoist_captured_arrays(call, tiling)
     leaves = tree.array_leaves(fw, call)
     learning = fw.needs_gradient(leaves)
-    held = SavedScores.create_for(call) if learning and len(tiling) == 1 else None
+    saved_scores = SavedScores.create_for(call) if learning and len(tiling) == 1 else None
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.replace_arrays(fw, call, arrays)
-        lent = None if own else _as_numpy_call(fresh)
-        if lent is None:
-            return _run_forward(fresh, tiling, learning, held)
-        outputs, kept = _run_forward(lent, tiling, learning, held)
-        return tuple(map(fw.from_numpy_view, outputs)), tuple(map(fw.from_numpy_view, kept))
+        numpy_call = None if has_user_code else _as_numpy_call(fresh)
+        if numpy_call is None:
+            return _run_forward(fresh, tiling, learning, saved_scores)
+        outputs, saved = _run_forward(numpy_call, tiling, learning, saved_scores)
+        return tuple(map(fw.from_numpy_view, outputs)), tuple(map(fw.from_numpy_view, saved))
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
-        return run_backward(tree.replace_arrays(fw, call, arrays), tiling, kept, gradients, held)
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
+        fresh = tree.replace_arrays(fw, call, arrays)
+        return run_backward(fresh, tiling, saved, gradients, saved_scores)
 
     def reference(*arrays: Array) -> Arrays:
         out, lse, _ = dense.run(load_all_rows(tree.replace_arrays(fw, call, arrays)))
@@ -139,24 +139,24 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
 
 
 def _as_numpy_call(call: Call) -> Call | None:
-    """The call on NumPy's arrays over the same memory, where its search picks scores by a mask.
+    """Return the call on NumPy views of its arrays, for weightings that gather by a mask; or None.
 
-    NumPy does that several times faster than others, and for some rows on each core.
+    NumPy gathers several times faster than other frameworks, and uses all cores.
     """
     fw = call.fw
     if fw.supports_masked_gather or not call.weighting.needs_search or call.weighting.has_lse:
         return None
-    lent = [fw.as_numpy_view(x) for x in tree.array_leaves(fw, call)]
-    return None if any(x is None for x in lent) else tree.replace_arrays(fw, call, lent)
+    views = [fw.as_numpy_view(x) for x in tree.array_leaves(fw, call)]
+    return None if any(x is None for x in views) else tree.replace_arrays(fw, call, views)
 
 
 def has_few_queries(call: Call) -> bool:
-    """Whether there is little to do for each key but read it."""
+    """Return whether reading the keys takes longer than the arithmetic."""
     return math.prod(call.lead) * call.n <= MAX_FEW_QUERIES and call.m > MAX_FEW_QUERIES
 
 
 def hoist_captured_arrays(call: Call, tiling: Tiling) -> Call:
-    """The call with the arrays that the caller's functions hold among its leaves."""
+    """Return the call with the arrays that the caller's functions capture as leaves."""
     in_score, in_rule = user_functions(call.score), masks.has_user_functions(call.rule)
     if not (in_score or in_rule):
         return call
@@ -183,15 +183,15 @@ def hoist_captured_arrays(call: Call, tiling: Tiling) -> Call:
 
 
 def block_size(call: Call) -> tuple[int, int]:
-    """Queries and keys per block: near a square, within BLOCK numbers for all leading axes."""
+    """Return queries and keys per block: about a square of MAX_NUMBERS_PER_BLOCK numbers."""
     each = max(math.prod(call.lead) * numbers_per_pair(call), 1)
     area = max(MAX_NUMBERS_PER_BLOCK // each, 1)
-    if isinstance(call.key, UnreadArray):  # whatever is read serves as many queries as it can
+    if isinstance(call.key, UnreadArray):  # as many queries as possible share what is read
         rows = max(min(call.n, area // 512), 1)
         return rows, max(
             min(area // rows, 4 * MAX_KEY_NUMBERS_PER_READ // max(call.key.shape[-1], 1)), 512
         )
-    if call.weighting.needs_search and call.m <= area:  # searched in one go
+    if call.weighting.needs_search and call.m <= area:  # whole rows in one block
         numbers = each * call.n * call.m
         parts = -(
             -numbers
@@ -201,17 +201,16 @@ def block_size(call: Call) -> tuple[int, int]:
                 else MAX_NUMBERS_PER_BLOCK
             )
         )
-        parts += min(
-            -parts % threads.CORE_COUNT, numbers // MAX_DENSE_NUMBERS
-        )  # every core has as many
+        # The same number of blocks for every core.
+        parts += min(-parts % threads.CORE_COUNT, numbers // MAX_DENSE_NUMBERS)
         return max(-(-call.n // max(parts, 1)), 1), max(call.m, 1)
     side = 2 ** int(math.log2(math.sqrt(area))) if area > 1 else 1
     wide = call.fw.static_shape(call.query)[-1] >= MIN_WIDE_QUERY_WIDTH
-    if wide and call.fw.name == "torch":  # its product is the work, and the larger the better
+    if wide and call.fw.name == "torch":  # larger matrix products run faster
         side, area = 4 * side, 2 * area
     rows = max(min(side, 1024 if wide else 256, call.n), 1)
     if call.rule is not None:
-        # No more queries at once than share most of their keys.
+        # Queries of a block should share most of their keys.
         start, end = call.rule.key_extent(Span(call.n // 2, 1), call.n, call.m)
         rows = min(rows, max(end - start, 64))
     cols = max(min(area // rows, call.m), 1)
@@ -223,6 +222,7 @@ def block_size(call: Call) -> tuple[int, int]:
 
 
 def split_spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Span]:
+    """Return spans from start to total; of equal size, overlapping, if the framework needs that."""
     size = max(min(size, total - start), 1)
     starts = range(start, total, size)
     if not fw.needs_equal_spans:
@@ -235,14 +235,14 @@ MAX_CACHED_TILINGS = 64
 
 
 def build_tiling(call: Call, rows: int, cols: int) -> Tiling:
-    """The blocks that the mask leaves, and whether it must be looked at inside them.
+    """Return the blocks that the mask does not exclude, and where the mask must be evaluated.
 
-    That of a rule on distances is kept: a loop asks for it again and again.
+    Tilings of masks on distances are cached, because loops request them again and again.
     """
     fw, rule, n, m = call.fw, call.rule, call.n, call.m
     if isinstance(call.key, UnreadArray):
-        cuts: Any = call.key.rows.iter_spans(cols)
-        return [(Span(at, min(rows, n - at)), cuts) for at in range(0, n, rows)]
+        key_spans: Any = call.key.rows.iter_spans(cols)
+        return [(Span(at, min(rows, n - at)), key_spans) for at in range(0, n, rows)]
     if rule is None:
         keys = split_spans(fw, m, cols)
         return [(span, keys) for span in split_spans(fw, n, rows)]
@@ -265,46 +265,158 @@ def _build_masked_tiling(
     def visible_spans(queries: Span) -> list[Span]:
         start, end = rule.key_extent(queries, n, m)
         if fw.needs_disjoint_spans:
-            near = [span for span in grid if span.start < end and start < span.start + span.size]
+            spans = [span for span in grid if span.start < end and start < span.start + span.size]
         else:
-            near = split_spans(fw, end, cols, start)
-        told = ((span, rule.block_verdict(queries, span, n, m)) for span in near)
-        return [span._replace(is_unmasked=yes is True) for span, yes in told if yes is not False]
+            spans = split_spans(fw, end, cols, start)
+        verdicts = ((span, rule.block_verdict(queries, span, n, m)) for span in spans)
+        return [
+            span._replace(is_unmasked=verdict is True)
+            for span, verdict in verdicts
+            if verdict is not False
+        ]
 
     return [(span, visible_spans(span)) for span in split_spans(fw, n, rows)]
+
+
+# Passes over the blocks of one span of queries
+
+
+class BlockOperands(NamedTuple):
+    """The arrays of one block."""
+
+    block: Any
+    live: LiveMask
+    query: Array
+    key: Array
+    bias: Array | None
+
+
+def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
+    """Return the arrays of a block; masked keys and queries are 0, so that their NaN stays out."""
+    fw = call.fw
+    block = calls.make_block(call, rows, cols)
+    if isinstance(cols, RowSpan):
+        live, key = (
+            cols.allowed_mask(fw, call.query),
+            to_framework_array(fw, cols.read_keys(), call.query),
+        )
+    else:
+        live, key = calls.compute_live_pairs(call, block), fw.slice_span(call.key, cols, -2)
+    key = calls.zero_dead_rows(call, key, live)
+    bias = call.bias
+    if bias is not None:
+        bias = fw.slice_span(fw.slice_span(bias, rows, -2), cols, -1)
+    query = calls.zero_dead_queries(call, fw.slice_span(call.query, rows, -2), live)
+    return BlockOperands(block, live, query, key, bias)
+
+
+def load_value(call: Call, cols: Any, live: LiveMask) -> Array:
+    """Return the values of a block, with 0 in rows that no query may see."""
+    fw = call.fw
+    stored = isinstance(cols, RowSpan)
+    value = (
+        to_framework_array(fw, cols.read_values(), call.query)
+        if stored
+        else fw.slice_span(call.value, cols, -2)
+    )
+    return calls.zero_dead_rows(call, value, live)
+
+
+class BlockPasses:
+    """The passes over the key blocks of one span of queries.
+
+    Scores are cached between passes if there is one block, or if stored rows are searched.
+    """
+
+    def __init__(self, call: Call, rows: Span, keys: Any, saved_scores: SavedScores | None = None):
+        self.call, self.rows, self.keys, self.saved_scores = call, rows, keys, saved_scores
+        self.weighting = weighting_for_rows(call.fw, call.weighting, rows, call.n)
+        self.template = call.fw.full((*call.lead, rows.size, 1), 0.0, call.query)
+        self._reduce = choose_loops(call).reduce_spans
+        self._is_out_of_core = isinstance(keys, RowSpans)
+        one = isinstance(keys, list) and len(keys) == 1
+        self._caches_scores = one or (self._is_out_of_core and call.weighting.needs_search)
+        self._score_cache: dict[int, tuple[Array, LiveMask, Array, Any]] = {}
+
+    def _score_block(self, cols: Any) -> tuple[Array, LiveMask, Array, Any]:
+        call, at = self.call, cols.start if self._is_out_of_core else 0
+        if at in self._score_cache:
+            return self._score_cache[at]
+        part = load_operands(call, self.rows, cols)
+        s = calls.compute_scores(calls.slice_weighting_rows(call, self.rows), *part[2:], part.block)
+        scored = s, part.live, part.block.k, part.block
+        if self._caches_scores:
+            self._score_cache[at] = scored
+        return scored
+
+    def fold(self, lift: Callable[..., State], merge: MergeFunction, init: Any) -> State:
+        """Reduce the scores of all blocks: the argument of `Weighting.find_threshold`."""
+
+        def lift_block(cols: Any) -> State:
+            return lift(*self._score_block(cols)[:3])
+
+        return self._reduce(lift_block, merge, init(self.template), self.keys)  # type: ignore[no-any-return]
+
+    def state(self, found: State) -> State:
+        """Return the weighting's state over all keys, given the result of `find_threshold`."""
+        call, weighting = self.call, self.weighting
+
+        def lift_values(cols: Any) -> State:
+            s, live, k, block = self._score_block(cols)
+            if self.saved_scores is not None:
+                self.saved_scores.add_block(cols.start, s)
+            value = calls.repeat_shared_heads(call, load_value(call, cols, live))
+            return weighting.partial_state(
+                s, live, k, found, value, calls.dropout_factors(call, block)
+            )
+
+        start = weighting.init(self.template, call.fw.static_shape(call.value)[-1])
+        return self._reduce(lift_values, weighting.merge, start, self.keys)  # type: ignore[no-any-return]
+
+
+def compute_output(blocks: Any, weighting: Weighting) -> tuple[Array, State, Array | None]:
+    """Run both passes and `Weighting.finish`; `blocks` has the methods of `BlockPasses`.
+
+    Return the output, the row facts and the centre.
+    """
+    found = weighting.find_threshold(blocks.fold)
+    out, row_facts, centre = weighting.finish(blocks.state(found), found)
+    weighting.check_row_state(row_facts)
+    return out, row_facts, centre
 
 
 # Forward
 
 
 def _run_forward(
-    call: Call, tiling: Tiling, learning: bool, held: SavedScores | None
+    call: Call, tiling: Tiling, learning: bool, saved_scores: SavedScores | None
 ) -> tuple[State, State]:
-    """The outputs, and what is kept of each row for the way back where there is one."""
+    """Return the outputs, and the row facts that the backward pass needs."""
     fw, loops = call.fw, choose_loops(call)
     unscaled = replace(call, weighting=Weighting())
-    keeps = learning or call.wants_lse or call.weighting.raises_on_empty
+    needs_row_facts = learning or call.wants_lse or call.weighting.raises_on_empty
 
     def pool_rows(rows: Span, keys: Any) -> Arrays:
         weighting = weighting_for_rows(fw, call.weighting, rows, call.n)
-        if isinstance(keys, list) and len(keys) == 1 and call.weighting.needs_search and not keeps:
+        is_one_block = isinstance(keys, list) and len(keys) == 1
+        if is_one_block and call.weighting.needs_search and not needs_row_facts:
             part = load_operands(call, rows, keys[0])
             s = calls.compute_scores(unscaled, part.query, part.key, part.bias, part.block)
             value = calls.repeat_shared_heads(call, load_value(call, keys[0], part.live))
             keep = calls.dropout_factors(call, part.block)
             return (weighting.pool_whole_rows(s, part.live, part.block.k, value, keep),)
-        passes = BlockPasses(call, rows, keys, held)
+        passes = BlockPasses(call, rows, keys, saved_scores)
         found = weighting.find_threshold(passes.fold)
-        out, found_all, centre = weighting.finish(passes.state(found), found)
-        if not keeps:
+        out, row_facts, centre = weighting.finish(passes.state(found), found)
+        if not needs_row_facts:
             return (out,)
-        return out, *found_all, *(() if centre is None else (centre,))
+        return out, *row_facts, *(() if centre is None else (centre,))
 
-    out, *kept = loops.map_tiles(pool_rows, tiling)
+    out, *saved = loops.map_tiles(pool_rows, tiling)
     if call.weighting.raises_on_empty:
-        call.weighting.check_row_state(tuple(kept))
-    outputs = (out, call.weighting.lse_from_state(tuple(kept))) if call.wants_lse else (out,)
-    return outputs, (*kept, *(() if held is None else held.take_blocks()))
+        call.weighting.check_row_state(tuple(saved))
+    outputs = (out, call.weighting.lse_from_state(tuple(saved))) if call.wants_lse else (out,)
+    return outputs, (*saved, *(() if saved_scores is None else saved_scores.take_blocks()))
 
 
 # Backward
@@ -313,22 +425,22 @@ def _run_forward(
 def run_backward(
     call: Call,
     tiling: Tiling,
-    kept: Sequence[Array],
+    saved: Sequence[Array],
     gradients: Sequence[Array],
-    held: SavedScores | None,
+    saved_scores: SavedScores | None,
 ) -> Gradients:
-    """One gradient for each leaf of the call."""
-    kept, known = (kept, {}) if held is None else held.split_saved(kept)
+    """Return one gradient for each leaf of the call."""
+    saved, known_scores = (saved, {}) if saved_scores is None else saved_scores.split_saved(saved)
     fw, weighting, loops = call.fw, call.weighting, choose_loops(call)
     parameters = tree.array_leaves(fw, (call.score, weighting))
     stored = isinstance(call.key, UnreadArray)
 
     def score_block(part: BlockOperands, rows: Span) -> tuple[Array, Callable[[Array], Gradients]]:
-        """The scores of a block, and their gradients to gradients of what `moves` in it."""
-        moves = part.query, None if stored else part.key, part.bias, call.score, weighting
+        """Return the scores of a block and their vjp to the leaves of `inputs`."""
+        inputs = part.query, None if stored else part.key, part.bias, call.score, weighting
 
         def compute_block_scores(*arrays: Array) -> Array:
-            query, key, bias, score, weighting = tree.replace_arrays(fw, moves, arrays)
+            query, key, bias, score, weighting = tree.replace_arrays(fw, inputs, arrays)
             changed = replace(
                 call, score=score, weighting=weighting_for_rows(fw, weighting, rows, call.n)
             )
@@ -336,16 +448,16 @@ def run_backward(
                 changed, query, part.key if stored else key, bias, part.block
             )
 
-        return fw.vjp(compute_block_scores, *tree.array_leaves(fw, moves))
+        return fw.vjp(compute_block_scores, *tree.array_leaves(fw, inputs))
 
-    def weigh_block(rows: Span, *given: Any) -> tuple[Array, Callable[[Array], Gradients] | None]:
-        """The weights of a block, and their gradients to those of arrays that act in `weight`."""
+    def weigh_block(rows: Span, *block: Any) -> tuple[Array, Callable[[Array], Gradients] | None]:
+        """Return the weights of a block, and their vjp to the weighting's arrays or None."""
         if not weighting.has_learned_shape:
-            return weighting_for_rows(fw, weighting, rows, call.n).block_weights(*given), None
+            return weighting_for_rows(fw, weighting, rows, call.n).block_weights(*block), None
 
         def compute_block_weights(*arrays: Array) -> Array:
-            bent = tree.replace_arrays(fw, weighting, arrays)
-            return weighting_for_rows(fw, bent, rows, call.n).block_weights(*given)
+            changed = tree.replace_arrays(fw, weighting, arrays)
+            return weighting_for_rows(fw, changed, rows, call.n).block_weights(*block)
 
         return fw.vjp(compute_block_weights, *tree.array_leaves(fw, weighting))
 
@@ -353,12 +465,12 @@ def run_backward(
         return total if new is None else fw.add_to_span(total, new, rows, cols)
 
     def sweep_keys(totals: Any, rows: Span, keys: Any) -> Any:
-        found = tuple(fw.slice_span(x, rows, -2) for x in kept)
+        found = tuple(fw.slice_span(x, rows, -2) for x in saved)
         along_out = fw.slice_span(gradients[0], rows, -2)
         centre = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
         if weighting.needs_centre:
-            found, middle = found[:-1], found[-1]
-            centre = fw.xp.sum(middle * along_out, axis=-1, keepdims=True)
+            found, row_centre = found[:-1], found[-1]
+            centre = fw.xp.sum(row_centre * along_out, axis=-1, keepdims=True)
         if call.wants_lse:
             centre = centre - fw.slice_span(gradients[1], rows, -2)
 
@@ -366,46 +478,50 @@ def run_backward(
             dq, dk, dv, dbias, dparameters = totals
             part = load_operands(call, rows, cols)
             live, keep = part.live, calls.dropout_factors(call, part.block)
-            if known and cols.start in known:  # a traced start has no hash
-                s, pull = known[cols.start], query_gradient_function(call, part.query, part.key)
+            if known_scores and cols.start in known_scores:  # a traced start has no hash
+                s = known_scores[cols.start]
+                score_vjp = query_gradient_function(call, part.query, part.key)
             elif weighting.is_differentiable:
-                s, pull = score_block(part, rows)
+                s, score_vjp = score_block(part, rows)
             else:
                 s = calls.compute_scores(call, *part[2:], part.block)
-            weight, bend = weigh_block(rows, s, live, part.block.k, found)
+            weight, weight_vjp = weigh_block(rows, s, live, part.block.k, found)
             value = load_value(call, cols, live)
             if not stored:
-                spread = weighting.value_gradient_weights(weight)
-                spread = spread if keep is None else spread * keep
-                gained = fw.xp.matmul(fw.xp.matrix_transpose(spread), along_out)
+                factors = weighting.value_gradient_weights(weight)
+                factors = factors if keep is None else factors * keep
+                new_dv = fw.xp.matmul(fw.xp.matrix_transpose(factors), along_out)
                 dv = fw.add_to_span(
-                    dv, calls.sum_shared_heads(call, gained, value.shape[:-2]), cols, None
+                    dv, calls.sum_shared_heads(call, new_dv, value.shape[:-2]), cols, None
                 )
             if weighting.is_differentiable:
                 shared = calls.repeat_shared_heads(call, value)
                 along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
                 along = along if keep is None else along * keep
-                slope = weighting_for_rows(fw, weighting, rows, call.n).score_gradient(
+                ds = weighting_for_rows(fw, weighting, rows, call.n).score_gradient(
                     s, weight, along, centre, found
                 )
-                new = iter(pull(fw.fill_unless(slope, live)))
+                new = iter(score_vjp(fw.fill_unless(ds, live)))
                 dq = add_gradient(dq, next(new), rows)
                 dk = dk if stored else add_gradient(dk, next(new), cols)
                 dbias = dbias if call.bias is None else add_gradient(dbias, next(new), rows, cols)
-                bent = () if bend is None else bend(fw.fill_unless(along - centre, live))
-                more = [None] * (len(dparameters) - len(bent)) + [*bent]
-                parts = zip(dparameters, new, more, strict=True)
+                shape_gradients = (
+                    () if weight_vjp is None else weight_vjp(fw.fill_unless(along - centre, live))
+                )
+                # The weighting's arrays are the last of the parameters.
+                padding = [None] * (len(dparameters) - len(shape_gradients))
+                parts = zip(dparameters, new, [*padding, *shape_gradients], strict=True)
                 dparameters = [sum(y for y in x if y is not None) for x in parts]
             return [dq, dk, dv, dbias, dparameters]
 
         return loops.fold_spans(add_block, totals, keys)
 
-    none = fw.full((1, 1), 0.0, call.query)
+    unused = fw.full((1, 1), 0.0, call.query)
     start = [
         fw.new_accumulator(call.query),
-        fw.new_accumulator(none if stored else call.key),
-        fw.new_accumulator(none if stored else call.value),
-        fw.new_accumulator(none if call.bias is None else call.bias),
+        fw.new_accumulator(unused if stored else call.key),
+        fw.new_accumulator(unused if stored else call.value),
+        fw.new_accumulator(unused if call.bias is None else call.bias),
         [fw.full(fw.static_shape(x), 0.0, x) for x in parameters],
     ]
     dq, dk, dv, dbias, dparameters = loops.fold_tiles(sweep_keys, start, tiling)
@@ -415,7 +531,7 @@ def run_backward(
 
 
 def _order_gradients(call: Call, main: list[Array], parameters: list[Array]) -> Gradients:
-    """The gradients in the order of the call's leaves; positions and seeds have none."""
+    """Return the gradients in the order of the call's leaves; masks and seeds have none."""
     dq, dk, dv, dbias = main
     stored = isinstance(call.key, UnreadArray)
     out: list[Array | None] = [dq, *(() if stored else (dk, dv)), *parameters]

@@ -1,7 +1,7 @@
-"""The output and the weights together, some queries at a time.
+"""The weights engine: output and weights together, in blocks of queries.
 
-The scores of all heads are never held, nor their weights where only the mean over the heads is
-wanted; on the way back each piece is made again.
+It never stores the scores of all heads, nor their weights if only the mean over the heads is
+requested. The backward pass computes each block again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ NAME = "weights"
 UPCASTS = True
 
 MAX_SCORES_PER_BLOCK = 2**20
-"""Scores of all heads that are held at once, with what the score makes on the way to them."""
+"""Scores of all heads in memory at once, including the score's intermediate arrays."""
 
 MAX_SCORES_PER_DEVICE_BLOCK = 2**23
-"""The same on a device that a smaller block would leave idle."""
+"""The same on a GPU, which a smaller block would leave idle."""
 
 
 def unsupported_reason(call: Call) -> str | None:
     if not call.wants_weights:
-        return "no weights are asked for"
+        return "the call does not return weights"
     return None
 
 
@@ -45,11 +45,11 @@ def describe(call: Call) -> str:
 
 
 def run(call: Call) -> tuple[Array | None, Array | None, Array]:
-    found = None
+    fused = None
     if call.fw.name == "torch" and call.value is not None:
-        found = _run_from_lse(call)
-    if found is not None:
-        return found[0], None, found[1]
+        fused = _run_from_lse(call)
+    if fused is not None:
+        return fused[0], None, fused[1]
     call = call.upcast()
     spans = _query_spans(call)
     if len(spans) < 2:
@@ -58,31 +58,34 @@ def run(call: Call) -> tuple[Array | None, Array | None, Array]:
 
 
 def build_runner(call: Call) -> Callable[[Call], Any]:
-    """`run` for later calls of this kind. On a device no number is looked at, so that what the
-    fused kernel takes once it takes again; a few weights on a CPU are made at once."""
+    """Return `run` for later calls with the same signature.
+
+    On a GPU the choice of a fused kernel does not depend on values, so later calls can use it
+    directly. On a CPU, weights that fit one block are computed directly.
+    """
     if not _is_plain_softmax(call):
         return run
     from qkv.engines.native import weights
 
-    quick = weights.run
+    fused_run = weights.run
     if call.query.is_cpu:
         if not _fits_one_block(call):
             return run
-        quick = weights.run_dense
+        fused_run = weights.run_dense
     elif call.rule is not None or native.unsupported_reason(replace(call, wants_weights=None)):
         return run
     elif weights.fits_flash_kernel(call):
-        quick = weights.run_on_device
+        fused_run = weights.run_on_device
 
     def run_fused(call: Call) -> Any:
-        found = quick(call)
-        return run(call) if found is None else (found[0], None, found[1])
+        fused = fused_run(call)
+        return run(call) if fused is None else (fused[0], None, fused[1])
 
     return run_fused
 
 
 def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None] | None:
-    """Those few, under a mask that is an array."""
+    """Return a direct runner for weights on a CPU that fit one block, under an array mask."""
     if (
         call.rule is None
         or not call.rule.list_arrays()
@@ -95,31 +98,31 @@ def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]
 
 
 def _is_plain_softmax(call: Call) -> bool:
-    """Whether they are torch's, of a softmax of dot products, and beside the output alone."""
-    plain = (
+    """Return whether it is PyTorch's softmax of dot products, without bias, dropout and lse."""
+    is_softmax_dot = (
         call.fw.name == "torch"
         and call.value is not None
         and not native.not_softmax_dot_reason(call)
     )
-    return plain and not (call.bias is not None or call.dropout or call.wants_lse)
+    return is_softmax_dot and not (call.bias is not None or call.dropout or call.wants_lse)
 
 
 def _fits_one_block(call: Call) -> bool:
-    """Whether a CPU holds the weights at once, under a mask."""
+    """Return whether the weights of a masked call on a CPU fit one block."""
     from qkv.engines.native import weights
 
-    few = call.query.is_cpu and call.rule is not None and len(_query_spans(call)) < 2
-    return few and weights.has_equal_leads(call)
+    is_one_block = call.query.is_cpu and call.rule is not None and len(_query_spans(call)) < 2
+    return is_one_block and weights.has_equal_leads(call)
 
 
 def _run_from_lse(call: Call) -> tuple[Array, Array] | None:
-    """Both from a fused kernel and the log-sum-exp that it finds, where there is one."""
+    """Return output and weights from a fused kernel's log-sum-exp; None if there is no kernel."""
     if call.rule is None and native.unsupported_reason(replace(call, wants_weights=None)) is None:
         from qkv.engines.native import weights
 
-        found = weights.run(call)
-        if found is not None:
-            return found
+        fused = weights.run(call)
+        if fused is not None:
+            return fused
     if call.query.device.type != "cuda" or call.wants_lse:
         return None
     return triton.run_with_weights(replace(call, wants_weights=None), call.wants_weights == "mean")
@@ -131,14 +134,14 @@ def _query_spans(call: Call) -> list[Span]:
         fw.is_traced(call.query) and not fw.needs_equal_spans
     ):
         return [Span(0, call.n)]
-    wide = max(math.prod(call.lead) * call.m * streaming.numbers_per_pair(call), 1)
+    numbers_per_query = max(math.prod(call.lead) * call.m * streaming.numbers_per_pair(call), 1)
     on_device = fw.name == "torch" and call.query.device.type != "cpu"
     block = MAX_SCORES_PER_DEVICE_BLOCK if on_device else MAX_SCORES_PER_BLOCK
-    return streaming.split_spans(fw, call.n, max(block // wide, 1))
+    return streaming.split_spans(fw, call.n, max(block // numbers_per_query, 1))
 
 
 def _compute_rows(call: Call, rows: Span | None) -> tuple[Array | None, Array | None, Array]:
-    """The output, the log-sum-exp and the weights of some queries."""
+    """Return the output, the log-sum-exp and the weights of some queries; None: of all."""
     out, lse, alpha = dense.run(call, rows)
     if call.wants_weights == "mean":
         alpha = call.fw.xp.mean(alpha, axis=-3)
@@ -194,7 +197,7 @@ def _run_in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array |
 
 
 def _zero_overlap(call: Call, gradient: Array, rows: Span) -> Array:
-    """0 for queries that an overlapping span has counted already."""
+    """Return the gradient with 0 for queries that the overlapping span before has counted."""
     if rows.first_new is None:
         return gradient
     at = call.fw.position_range(rows.start, rows.size, gradient)[:, None]

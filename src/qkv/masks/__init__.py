@@ -1,8 +1,8 @@
-"""Which keys a query may look at. Masks combine by `&`, `|` and `~`.
+"""Masks: which keys a query may attend to. Combine them with `&`, `|` and `~`.
 
 `causal`, `window`, `dilated`, `strided`, `global_tokens`, `blocks`, `lengths`, `documents` and
-`custom` are rules on positions; `array` holds a boolean array (True: may attend) or a float array
-(added to the scores, −∞ rules out). What a rule excludes for a whole block is not computed.
+`custom` are rules on positions. `array` holds a boolean array (True: may attend) or a float array
+(added to the scores; −∞ excludes a pair). Engines skip blocks that a mask excludes completely.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ NAMES: dict[str, Mask | Callable[..., Mask]] = {
     "strided": strided,
     "window": window,
 }
-"""The masks by name. A call takes the name of one that needs no argument: `mask="causal"`."""
+"""The masks by name. Calls accept the name of a mask without parameters: `mask="causal"`."""
 
 Name = Literal["causal"]
 MaskLike = Mask | Name | Shaped | NestedLists
@@ -52,6 +52,6 @@ __all__ = [
     "window",
 ]
 
-# TensorFlow's AutoGraph leaves alone what bears this mark.
+# TensorFlow's AutoGraph does not rewrite functions with this attribute.
 for _function in (blocks, custom, dilated, documents, global_tokens, lengths, strided, window):
     setattr(_function, "autograph_info__", None)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Masks by the distance between a query and a key, and by where they stand."""
+"""Masks on positions: causal, windows, strides and global tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qkv.util.types import Array, Block, Shape, Span
 
 @dataclass(frozen=True, repr=False)
 class Band(Mask):
-    """Keys from i − left to i + right (None: no bound), i the query's position among the keys."""
+    """Keys from i − left to i + right (None: no bound) for the query at position i of the keys."""
 
     left: int | None
     right: int | None
@@ -31,11 +31,11 @@ class Band(Mask):
 
     def __post_init__(self) -> None:
         if is_array(self.align) or self.align not in ("top_left", "bottom_right"):
-            told = "an array" if is_array(self.align) else repr(self.align)
-            raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {told}")
+            received = "an array" if is_array(self.align) else repr(self.align)
+            raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {received}")
         if isinstance(self.offset, int):
-            near = max(-MAX_POSITION, min(self.offset, MAX_POSITION))
-            object.__setattr__(self, "offset", near)
+            clipped = max(-MAX_POSITION, min(self.offset, MAX_POSITION))
+            object.__setattr__(self, "offset", clipped)
         elif self.offset is not None:
             object.__setattr__(self, "offset", validate_integers("offset", self.offset))
 
@@ -44,16 +44,16 @@ class Band(Mask):
         return self.offset is None or isinstance(self.offset, int)
 
     def alignment_arguments(self) -> str:
-        """How the positions are aligned, as its arguments."""
-        told = [] if self.align == "top_left" else [f"align={self.align!r}"]
-        return ", ".join(told + ([] if self.offset is None else [f"offset={self.offset!r}"]))
+        """Return the arguments `align` and `offset` as source text, without defaults."""
+        arguments = [] if self.align == "top_left" else [f"align={self.align!r}"]
+        return ", ".join(arguments + ([] if self.offset is None else [f"offset={self.offset!r}"]))
 
     def __repr__(self) -> str:
         bounds = [str(float("inf") if x is None else x) for x in (self.left, self.right)]
         return f"window({', '.join([*bounds, *filter(None, [self.alignment_arguments()])])})"
 
     def position_shift(self, block: Block) -> Any:
-        """How far the queries' positions lie behind the keys'."""
+        """Return the position of query 0 among the keys."""
         if self.offset is None:
             return block.m - block.n if self.align == "bottom_right" else 0
         if isinstance(self.offset, int):
@@ -72,7 +72,7 @@ class Band(Mask):
         return out
 
     def shift_range(self, n: int, m: int) -> tuple[int, int] | None:
-        """The least and the largest shift, where they are known."""
+        """Return the smallest and the largest shift; None if the offsets are not readable here."""
         if self.offset is None:
             return (m - n, m - n) if self.align == "bottom_right" else (0, 0)
         host = host_values(self.offset)
@@ -115,10 +115,10 @@ class Causal(Band):
     right: int | None = 0
 
     def __call__(self, align: str = "top_left", offset: Any = None) -> Mask:
-        """The same rule aligned otherwise: key j may be seen by query i where j ≤ i + offset.
+        """Return the causal mask with another alignment: query i sees key j if j ≤ i + offset.
 
-        "top_left" is offset 0, "bottom_right" is m − n, so that the last query sees every key.
-        An integer array (B,) gives each sequence of the batch its own.
+        "top_left" is offset 0. "bottom_right" is offset m − n: the last query sees every key.
+        An integer array (B,) holds one offset for each sequence of the batch.
         """
         return Causal(align=align, offset=offset)
 
@@ -127,12 +127,12 @@ class Causal(Band):
 
 
 def is_plain_causal(rule: Mask | None) -> bool:
-    """Whether a rule is plain `causal`, the one that fused kernels know."""
+    """Return whether a rule is `causal` without options, which fused kernels support."""
     return isinstance(rule, Causal) and rule.align == "top_left" and rule.offset is None
 
 
 causal = Causal()
-"""Key j may be seen by query i where j ≤ i.
+"""Query i sees key j if j ≤ i.
 
 >>> import qkv
 >>> qkv.weights([[0.0], [0.0]], [[0.0], [0.0]], mask=causal)
@@ -144,9 +144,9 @@ array([[1. , 0. ],
 def window(
     left: float, right: float | None = None, align: str = "top_left", offset: Any = None
 ) -> Mask:
-    """Keys from i − left to i + right; right is left where not given, and ∞ is no bound.
+    """Query i sees keys i − left to i + right. right=None means left; ∞ means no bound.
 
-    Positions are aligned as for `causal`.
+    `align` and `offset` are those of `causal`.
 
     >>> window(2) & window(float("inf"), 0)
     window(2, 2) & window(inf, 0)
@@ -172,7 +172,7 @@ class Strided(Mask):
 
 
 def strided(step: int) -> Mask:
-    """The keys whose distance from the query is a multiple of step.
+    """Query i sees key j if i − j is a multiple of step.
 
     >>> strided(4)
     strided(4)
@@ -205,7 +205,7 @@ class Dilated(Strided):
 
 
 def dilated(window: int, step: int) -> Mask:
-    """Every step-th key to either side of the query, `window` of them.
+    """Query i sees every step-th key on both sides, `window` keys on each.
 
     >>> dilated(2, 3)  # i − 6, i − 3, i, i + 3, i + 6
     dilated(2, 3)

@@ -1,4 +1,4 @@
-"""What a mask is, how masks combine, and arrays as masks."""
+"""The base class of masks, combined masks, and arrays as masks."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from qkv.masks.integers import host_values
 from qkv.util.types import Array, Block, Shape, ShardPosition, Span
 
 BlockVerdict = bool | None
-"""Of a whole block: True, all may be attended to; False, nothing may; None, it depends."""
+"""For a whole block: True: all pairs count; False: no pair counts; None: compute each pair."""
 
 
 class Mask(Record):
-    """A rule that says, for a block of positions, which pairs may attend."""
+    """A rule that decides which pairs of a query and a key count."""
 
     role: ClassVar[str] = "mask"
-    __array_ufunc__ = None  # so that `numpy_array & mask` is ours to answer
+    __array_ufunc__ = None  # so that NumPy leaves `numpy_array & mask` to __rand__
 
     has_key_axis: ClassVar[bool] = False
-    """Whether it holds something for each key."""
+    """Whether a field has one entry for each key."""
 
     @property
     def is_relative(self) -> bool:
-        """Whether the rule sees the distance of a pair alone, not where it lies."""
+        """Whether the rule depends only on the distance between query and key."""
         return False
 
     @property
     def is_shared_by_queries(self) -> bool:
-        """Whether all queries of a sequence may look at the same keys."""
+        """Whether all queries of a sequence see the same keys."""
         return False
 
     def allowed_pairs(self, block: Block) -> Array | None:
-        """A boolean array that broadcasts against (…, r, c), or None for all."""
-        raise NotImplementedError("a mask says which pairs may attend")
+        """Return booleans that broadcast to the block's scores (…, r, c); None: all count."""
+        raise NotImplementedError(f"{type(self).__name__} does not define allowed_pairs(block)")
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
-        """What holds for the whole block, as far as it is known without looking at each pair."""
+        """Return whether all (True) or no (False) pairs of a block count; None: not known."""
         return None
 
     def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        """Keys outside start … end are ruled out for all these queries."""
+        """Return start and end of the keys that these queries may see."""
         return 0, m
 
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
-        """Raise where the mask does not fit scores of shape (*lead, n, m)."""
+        """Raise ShapeError if the mask does not fit scores of shape (*lead, n, m)."""
 
     def list_arrays(self) -> list[Array]:
-        """The arrays that must be of the call's own framework."""
+        """Return the arrays that must belong to the framework of the call."""
         return []
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A mask beside a tensor: torch.compile asks here, and names the tensor first."""
+        """Combine a tensor and a mask: PyTorch calls this for `tensor & mask`."""
         name = func.__name__
         if name in ("__and__", "bitwise_and"):
             return AndMask(*map(array, args))
@@ -85,13 +85,13 @@ class Mask(Record):
 
     def __bool__(self) -> bool:
         raise DtypeError(
-            "a mask is neither true nor false, and `and` would drop one of two: write & for and, "
+            "a mask has no truth value, and `and` would drop one of two masks: use & for and, "
             "| for or, ~ for not"
         )
 
 
 class CompoundMask(Mask):
-    """A mask made of others, its fields."""
+    """A mask whose fields are masks."""
 
     @property
     def operand_masks(self) -> tuple[Mask, ...]:
@@ -115,7 +115,7 @@ class CompoundMask(Mask):
 
 @dataclass(frozen=True, repr=False)
 class PairMask(CompoundMask):
-    """Two masks as one."""
+    """A combination of two masks."""
 
     one: Mask
     two: Mask
@@ -171,7 +171,7 @@ class NotMask(CompoundMask):
     def allowed_pairs(self, block: Block) -> Array | None:
         a = self.one.allowed_pairs(block)
         if a is None:
-            return block.q - block.k != block.q - block.k  # nowhere
+            return block.q - block.k != block.q - block.k  # False everywhere
         return get_framework(a).xp.logical_not(a)
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
@@ -222,15 +222,15 @@ class ArrayMask(Mask):
             fits = fits and (a == b or a == 1 or a is None or b is None)
         if not fits:
             raise ShapeError(
-                f"mask: an array of shape {shape} does not broadcast to {full}: it has a row for "
-                "each query and a column for each key"
+                f"mask: an array of shape {shape} does not broadcast to the scores' shape {full}: "
+                "it needs one row for each query and one column for each key"
             )
 
 
 def array(values: Any) -> Mask:
-    """A boolean array (True: may attend), or a float array (added; −∞ rules out), as a mask.
+    """Return a boolean array (True: may attend) or a float array (added to the scores) as a mask.
 
-    A mask stays as it is; one that needs no argument may be given by its name.
+    Also accepts a mask, or the name of a mask without parameters.
 
     >>> array("causal")
     causal
@@ -241,38 +241,38 @@ def array(values: Any) -> Mask:
         if isinstance(values, str):
             return _mask_by_name(values)
         if not isinstance(values, list | tuple):
-            told = type(values).__name__
+            received = type(values).__name__
             if isinstance(values, bool):
-                told += ": masks.causal is the mask that flags such as is_causal=True stand for"
+                received += ": for is_causal=True pass masks.causal"
             elif callable(values):
-                ours = getattr(values, "__module__", "").startswith("qkv.masks")
+                is_ours = getattr(values, "__module__", "").startswith("qkv.masks")
                 name = getattr(values, "__name__", "")
-                step = f"call it, masks.{name}(…)" if ours else "wrap it as masks.custom(f)"
-                told = f"a function: {step}"
-            elif hasattr(values, "mask_mod"):  # what FlexAttention makes of such a function
-                told = f"a {type(values).__name__}: pass masks.custom(mask.mask_mod)"
+                step = f"call it, masks.{name}(…)" if is_ours else "wrap it as masks.custom(f)"
+                received = f"a function: {step}"
+            elif hasattr(values, "mask_mod"):  # FlexAttention's BlockMask
+                received = f"a {type(values).__name__}: pass masks.custom(mask.mask_mod)"
             raise DtypeError(
                 "mask must be a mask of qkv.masks, its name, or a boolean or float array, not "
-                + told
+                + received
             )
         try:
             values = np.asarray(values)
         except ValueError:
-            raise DtypeError("mask is no rectangle: its rows differ in length") from None
-    if hasattr(values, "variant"):  # torch's `causal_upper_left` has a shape, and memory unset
+            raise DtypeError("mask: the rows of the nested list differ in length") from None
+    if hasattr(values, "variant"):  # PyTorch's CausalBias has a shape but uninitialized memory
         raise DtypeError(
-            f"mask is a {type(values).__name__} of torch, which holds no numbers: pass "
-            "masks.causal, or masks.causal('bottom_right') for the lower right"
+            f"mask is PyTorch's {type(values).__name__}, which holds no numbers: pass "
+            "masks.causal, or masks.causal('bottom_right') for causal_lower_right"
         )
     values = as_plain_array(values, "mask")
     kind = get_framework(values).dtype_name(values)
     if kind != "bool" and "float" not in kind:
-        step = "mask == 1 of zeros and ones"
-        if len(values.shape) < 2:  # a row for each query is what a mask mostly has
-            step = "masks.lengths(mask) where these are lengths, " + step
+        step = "pass mask == 1 if it holds zeros and ones"
+        if len(values.shape) < 2:  # two axes are usual for a mask, so these may be lengths
+            step = "pass masks.lengths(mask) if it holds lengths, or " + step[len("pass ") :]
         raise DtypeError(
-            f"mask is an array of {kind}: pass booleans (True: may attend) or floats (added to the "
-            f"scores), so that 0 and 1 cannot be misread: {step}"
+            f"mask is an array of {kind}, which is ambiguous; expected booleans (True: may attend) "
+            f"or floats (added to the scores): {step}"
         )
     while len(values.shape) < 2:
         values = values[None, ...]
@@ -284,15 +284,15 @@ def _mask_by_name(name: str) -> Mask:
 
     if name not in NAMES:
         raise unknown_name_error("mask", name, NAMES)
-    found = NAMES[name]
-    if not isinstance(found, Mask):
-        given = ", ".join(signature(found).parameters)
-        raise DtypeError(f"mask {name!r} has parameters: build it, masks.{name}({given})")
-    return found
+    mask = NAMES[name]
+    if not isinstance(mask, Mask):
+        parameters = ", ".join(signature(mask).parameters)
+        raise DtypeError(f"mask {name!r} has parameters: pass masks.{name}({parameters})")
+    return mask
 
 
 def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
-    """A mask as its rule and, where it adds to the scores, the array that it adds."""
+    """Return the rule of a mask, and the array that it adds to the scores; None: there is none."""
     if mask is None:
         return None, None
     rules, biases = _split_bias(array(mask))
@@ -318,16 +318,16 @@ def _split_bias(mask: Mask) -> tuple[list[Mask], list[ArrayMask]]:
 def _require_boolean(mask: Mask) -> Mask:
     if _split_bias(mask)[1]:
         raise DtypeError(
-            "a float mask adds to the scores, so it combines by & only: | and ~ take booleans"
+            "a float mask is added to the scores, so it supports only &: use booleans for | and ~"
         )
     return mask
 
 
 @dataclass(frozen=True)
 class ShardMask(Mask):
-    """What a rule says of blocks of a call that lies at `at` of a larger one.
+    """A rule for a call that is one shard, at position `at` of a larger call.
 
-    `allowed_pairs` is the rule's own: a block knows the positions that it lies at.
+    Shards call `allowed_pairs` of the rule itself, because a block knows its global positions.
     """
 
     rule: Mask
@@ -342,8 +342,8 @@ class ShardMask(Mask):
     def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
         at = self.at
         rows = rows._replace(start=rows.start + at.row)
-        found = self.rule.key_extent(rows, at.n, m if self.rule.has_key_axis else at.m)
-        start, end = (min(max(x - self.key_shift, 0), m) for x in found)
+        extent = self.rule.key_extent(rows, at.n, m if self.rule.has_key_axis else at.m)
+        start, end = (min(max(x - self.key_shift, 0), m) for x in extent)
         return start, end
 
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
@@ -355,15 +355,14 @@ class ShardMask(Mask):
 
 
 def localize_mask(rule: Mask, at: ShardPosition | None) -> Mask:
-    """The rule for blocks of a call that lies there; None: it is the whole call.
+    """Return the rule for a call that is one shard; `at` None: it is not sharded.
 
-    Positions are those of the whole; an array has a row for each query of the whole, and a column
-    for each key that is here.
+    Positions are global. An array has one row for each query of the whole call, and one column for
+    each key of the shard.
 
     >>> from qkv.masks import causal
-    >>> localize_mask(causal, ShardPosition(0, 4, 8, 8)).key_extent(
-    ...     Span(0, 6), 8, 4
-    ... )  # key 4 is the first one here
+    >>> shard = ShardPosition(0, 4, 8, 8)  # the shard's first key is key 4
+    >>> localize_mask(causal, shard).key_extent(Span(0, 6), 8, 4)
     (0, 2)
     """
     if at is None:

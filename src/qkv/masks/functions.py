@@ -1,4 +1,4 @@
-"""Masks by a function of the caller's."""
+"""Masks from functions of the caller, as in FlexAttention."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ class CustomMask(Mask):
         fw = get_framework(block.q)
         if not is_array(out) or get_framework(out) is not fw or fw.dtype_name(out) != "bool":
             kind = fw.dtype_name(out) if is_array(out) else type(out).__name__
-            raise DtypeError(f"masks.custom: mask_mod must give booleans of {fw.name}, not {kind}")
-        shape, due = fw.static_shape(out), (block.rows.size, block.cols.size)
-        near = zip(shape[::-1], due[::-1], strict=False)
-        if len(shape) > block.lead_axes + 2 or any(a not in (1, b, None) for a, b in near):
-            raise ShapeError(
-                f"masks.custom: mask_mod gave shape {shape}, which does not broadcast to "
-                f"the scores' {due}"
+            raise DtypeError(
+                f"masks.custom: mask_mod must return booleans of {fw.name}, not {kind}"
             )
-        while (
-            len(fw.static_shape(out)) < 2
-        ):  # one word for all pairs, or a row: kernels want both axes
+        shape, expected = fw.static_shape(out), (block.rows.size, block.cols.size)
+        sizes = zip(shape[::-1], expected[::-1], strict=False)
+        if len(shape) > block.lead_axes + 2 or any(a not in (1, b, None) for a, b in sizes):
+            raise ShapeError(
+                f"masks.custom: mask_mod returned shape {shape}, which does not broadcast to "
+                f"the scores' shape {expected}"
+            )
+        while len(fw.static_shape(out)) < 2:  # kernels need both axes
             out = out[None, ...]
         return out
 
 
 def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:
-    """mask_mod(b, h, q_idx, kv_idx) → boolean, FlexAttention's; the positions are arrays.
+    """Query q_idx sees key kv_idx if mask_mod(b, h, q_idx, kv_idx) is True, as in FlexAttention.
+
+    The four positions are integer arrays that broadcast against the scores.
 
     >>> import qkv
     >>> even = custom(lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0)
@@ -63,7 +65,7 @@ def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:
 
 @dataclass(frozen=True)
 class HoistedMask(Mask):
-    """A rule whose functions held arrays, with those arrays among its fields."""
+    """A mask whose functions captured arrays, with those arrays as a field."""
 
     function: Callable[..., Array]
     captured: tuple[Array, ...]
@@ -72,11 +74,14 @@ class HoistedMask(Mask):
         return self.function(block.q[:, 0], block.k[0, :], *self.captured)
 
 
-def hoist_mask(rule: Mask, block: Block, place: Any) -> Mask:
-    """The rule of such a block as a function of arrays alone; `place(rows, cols)` is a Block."""
+def hoist_mask(rule: Mask, block: Block, make_block: Any) -> Mask:
+    """Return the rule with the arrays that its functions capture as a field.
+
+    The block is an example for tracing. `make_block(rows, cols)` returns the Block at a position.
+    """
 
     def allowed_at(q: Array, k: Array) -> Array:
-        return rule.allowed_pairs(place(Span(q[0], q.shape[0]), Span(k[0], k.shape[0])))
+        return rule.allowed_pairs(make_block(Span(q[0], q.shape[0]), Span(k[0], k.shape[0])))
 
     return HoistedMask(
         *get_framework(block.q).hoist_captures(allowed_at, block.q[:, 0], block.k[0, :])
@@ -84,6 +89,6 @@ def hoist_mask(rule: Mask, block: Block, place: Any) -> Mask:
 
 
 def has_user_functions(rule: Any) -> bool:
-    """Whether a rule holds a function of the caller's, and maybe arrays that no field shows."""
+    """Return whether a rule contains a function of the caller, which may capture arrays."""
     inner = rule.operand_masks if isinstance(rule, CompoundMask) else ()
     return isinstance(rule, CustomMask) or any(map(has_user_functions, inner))

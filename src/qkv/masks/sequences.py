@@ -1,4 +1,4 @@
-"""Masks by what is known of each sequence: its length, its documents, its blocks."""
+"""Masks from data about each sequence: its length, its documents, its blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Blocks(Mask):
         flat = fw.xp.reshape(fw.cached_constant(self.layout, block.q, "bool"), (-1,))
         high, wide = self.layout.shape[-2:]
         at = rows * wide + cols
-        if self.layout.ndim > 2:  # one layout a head
+        if self.layout.ndim > 2:  # one layout for each head
             at = at + block.h * (high * wide)
         return fw.take_positions(flat, at)
 
@@ -60,27 +60,28 @@ class Blocks(Mask):
             )
         if self.layout.ndim > 2 and (not lead or lead[-1] not in (self.layout.shape[0], None)):
             raise ShapeError(
-                f"masks.blocks: a layout for {self.layout.shape[0]} heads met scores of shape "
-                f"{(*lead, n, m)}, whose axis −3 is the heads"
+                f"masks.blocks: the layout is for {self.layout.shape[0]} heads, but the scores "
+                f"have shape {(*lead, n, m)}, whose axis −3 is the heads"
             )
 
 
 def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
-    """layout[i // size, j // size] decides; layout (blocks, blocks) or (heads, blocks, blocks).
+    """Query i sees key j if layout[i // size, j // size] is True.
 
-    A layout on a device is copied to the host once, when the mask is built.
+    The layout is (blocks, blocks) or (heads, blocks, blocks). `size` is one number or a pair. A
+    layout on a device is copied to the host once, when the mask is created.
 
     >>> blocks([[1, 0], [1, 1]], 64).layout.tolist()
     [[True, False], [True, True]]
     """
     host = copied_to_host(layout)
     if host is None:
-        raise DtypeError("masks.blocks: layout must be known outside jit: pass a NumPy array")
+        raise DtypeError("masks.blocks: layout must not be traced: pass a NumPy array")
     if host.ndim not in (2, 3):
         raise ShapeError(f"masks.blocks: layout must have 2 or 3 axes, not shape {host.shape}")
     pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
     if len(pair) != 2:
-        raise ShapeError(f"masks.blocks: size is one number or a pair, not {size!r}")
+        raise ShapeError(f"masks.blocks: size must be one number or a pair, not {size!r}")
     tall, wide = (validate_integer("blocks", "size", side, 1) for side in pair)
     return Blocks(host.astype(bool), (tall, wide))
 
@@ -116,9 +117,9 @@ class Lengths(Mask):
 
 
 def lengths(valid: Any) -> Mask:
-    """The first valid[b] keys of each sequence b: valid (B,), or (B, n) for each query its own.
+    """Queries see the first valid[b] keys of sequence b. valid is (B,), or (B, n) for each query.
 
-    B is the first axis of the query; without one, valid is a number, or (n,).
+    B is the first axis of the query. For a query without one, valid is a number, or (n,).
 
     >>> lengths([3, 5])
     lengths of shape (2,)
@@ -161,7 +162,9 @@ class Documents(Mask):
 
 
 def documents(ids: Any, key_ids: Any = None) -> Mask:
-    """Query i sees key j where both belong to one document: ids (n,) or (B, n), key_ids if other.
+    """Query i sees key j if both have the same id. ids is (n,) or (B, n).
+
+    Pass key_ids, (m,) or (B, m), if the keys are not those of the queries.
 
     >>> documents([0, 0, 1, 1]).query_ids
     array([0, 0, 1, 1])
@@ -172,7 +175,7 @@ def documents(ids: Any, key_ids: Any = None) -> Mask:
 
 
 def _renumber_ids(ids: Any, key_ids: Any) -> tuple[Any, Any]:
-    """Ids of NumPy's that 32 bits do not hold, numbered anew: other frameworks may have no more."""
+    """Renumber NumPy ids that do not fit 32 bits: other frameworks may have no 64-bit integers."""
     if not (type(ids) is type(key_ids) is np.ndarray):
         return ids, key_ids
     known, at = np.unique(np.concatenate([ids.ravel(), key_ids.ravel()]), return_inverse=True)

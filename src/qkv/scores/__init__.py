@@ -1,4 +1,7 @@
-"""a(q, k): how well a key matches a query. Pick one by name, build one, or write a function."""
+"""Scores s(q, k): how well a key matches a query.
+
+Pass a score by name, as an object of this module, or as a function (query, key) → (…, n, m).
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ Name = Literal[
     "constant",
     "exact",
 ]
-"""The names that are enough for a call, to a type checker; `resolve` takes any other."""
+"""Names of scores without required fields, for type checkers. `resolve` also accepts aliases."""
 LearnedName = Literal["multiplicative", "additive", "gated"]
-"""Those for which a layer, which knows its widths, makes the arrays."""
+"""Names of scores with parameters. Layers accept them and create the parameters."""
 ScoreLike = Name | Score | Callable[[Any, Any], Any]
 
 __all__ = [
@@ -90,17 +93,17 @@ __all__ = [
 
 
 def resolve(score: str | Score | Callable[..., Any]) -> Score:
-    """A score from its name, itself, or a function.
+    """Return the score for a name, a score object or a function.
 
     >>> resolve("gaussian")
     Gaussian(bandwidth=1.0)
     """
-    found = NAMES.resolve(score)
-    if found is not None:
-        return found
-    if isinstance(score, Record) and score.role:  # which would else be taken for a function
-        what = score.role
-        raise DtypeError(f"score must be a score, not the {what} {score!r}: give it as {what}=")
+    resolved = NAMES.resolve(score)
+    if resolved is not None:
+        return resolved
+    if isinstance(score, Record) and score.role:  # a weighting or a mask is callable too
+        role = score.role
+        raise DtypeError(f"score must be a score, not the {role} {score!r}: pass it as {role}=")
     if callable(score):
         return UserScore(score)
     raise DtypeError(f"score must be a name, a score or a function, not {type(score).__name__}")

@@ -1,4 +1,4 @@
-"""The score of a network with one hidden layer."""
+"""The additive score: a network with one hidden layer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from qkv.scores.base import (
 )
 from qkv.scores.tanh_factors import HiddenUnits, build_units
 from qkv.scores.tanh_features import evaluate_features
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 MAX_TANH_RANGE = 40.0
-"""The range of W₁q + W₂k + b from which so many products are needed that tanh itself is faster."""
+"""Largest |W₁q + b| + |W₂k| at which a sum of products is faster than tanh itself."""
 
 TANH_TOLERANCE = {"float16": 2.0**-14, "bfloat16": 2.0**-11, "float32": 1e-6}
-"""What each tanh may be off by where no tolerance is given; float64 keeps tanh. Its slope is off by
-some eight times as much: gradients of 16 bits show that."""
+"""Default error of each tanh, by dtype; float64 keeps tanh. The error of its derivative is about
+eight times as large, which shows in 16-bit gradients."""
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Additive(Score):
     """s = vᵀ tanh(W₁q + W₂k + b), with w_query (h, d_q), w_key (h, d_k), v (h,), bias (h,).
 
-    Without w_key the keys are W₂k already, (…, m, h): for those that many queries look at in turn.
+    With w_key=None the keys must already be W₂k, (…, m, h). This saves the projection when the
+    same keys serve many calls.
 
     >>> import numpy as np
     >>> one = np.array([[1.0]])
@@ -60,7 +59,7 @@ class Additive(Score):
         if self.bias is not None:
             sizes["bias"] = require_array_field(self, "bias", "h")[-1]
         check_equal_sizes(
-            self, "the hidden width h, rows of w_query and w_key and numbers of v,", **sizes
+            self, "the hidden widths (rows of w_query and w_key, length of v and bias)", **sizes
         )
 
     def __call__(self, query: Array, key: Array) -> Array:
@@ -69,7 +68,7 @@ class Additive(Score):
         return fw.dot_vector(fw.tanh(q + k, spend=True), self.v)
 
     def hidden_terms(self, query: Array, key: Array) -> tuple[Array, Array]:
-        """W₁q + b (…, n, h) and W₂k (…, m, h)"""
+        """Return W₁q + b (…, n, h) and W₂k (…, m, h)."""
         fw = get_framework(query)
         from_query = fw.inner_products(query, self.w_query)
         if self.bias is not None:
@@ -86,40 +85,40 @@ class Additive(Score):
         mass = float(fw.xp.sum(fw.xp.abs(fw.detach(self.v))))
         allowed = max(least, 0.0 if tolerance is None else tolerance / max(mass, 1e-30))
         if not allowed > 0:
-            return "float64 keeps tanh itself: give a tolerance to trade digits for speed"
+            return "float64 keeps tanh: pass tolerance= to trade precision for speed"
         reach = [_max_abs_per_unit(x) for x in self.hidden_terms(query, key)]
         farthest = max((a + b for a, b in zip(*reach, strict=True)), default=0.0)
         if not farthest <= MAX_TANH_RANGE:
             return (
-                f"|W₁q + b| + |W₂k| reaches {farthest:.3g}: over so wide a range a sum of products "
+                f"|W₁q + b| + |W₂k| reaches {farthest:.3g}: over such a range a sum of products "
                 "is slower than tanh"
             )
-        found = build_units(reach[0], reach[1], min(allowed, 0.1))
-        error = float(np.sum(fw.to_numpy(fw.xp.abs(fw.detach(self.v))) * found.errors))
-        return SeparableAdditive(self.w_query, self.w_key, self.v, self.bias, found), error
+        units = build_units(reach[0], reach[1], min(allowed, 0.1))
+        error = float(np.sum(fw.to_numpy(fw.xp.abs(fw.detach(self.v))) * units.errors))
+        return SeparableAdditive(self.w_query, self.w_key, self.v, self.bias, units), error
 
     def check_shapes(self, query: Shape, key: Shape) -> None:
         if self.w_key is None and sizes_differ(key[-1], self.v.shape[-1]):
             raise ShapeError(
-                f"Additive: without w_key the keys must be (…, m, h) = (…, m, {self.v.shape[-1]}), "
-                f"not rows of {key[-1]} numbers"
+                f"Additive: without w_key, key must be (…, m, h) = (…, m, {self.v.shape[-1]}), "
+                f"but it has {key[-1]} columns"
             )
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
             if w is not None and sizes_differ(w.shape[-1], width[-1]):
                 raise ShapeError(
-                    f"Additive: {name} must be (h, {width[-1]}) for rows of {width[-1]} numbers, "
+                    f"Additive: {name} must be (h, {width[-1]}) for vectors of width {width[-1]}, "
                     f"not {tuple(w.shape)}"
                 )
 
     def numbers_per_pair(self, width: int) -> int:
-        return int(self.v.shape[-1] or width)  # a graph may not know it
+        return int(self.v.shape[-1] or width)  # None in a graph with unknown widths
 
 
 @dataclass(frozen=True)
-class SeparableAdditive(Additive):
+class SeparableAdditive(Additive, new_formula=True):
     """s = Σₕ vₕ Σⱼ fₕⱼ(aₕ) gₕⱼ(bₕ) ≈ vᵀ tanh(a + b), with a = W₁q + b and b = W₂k.
 
-    One dot product, of as many numbers as the units have products together.
+    This is one dot product. Its width is the number of products of all units.
     """
 
     needs_range: ClassVar[bool] = True
@@ -143,7 +142,7 @@ class SeparableAdditive(Additive):
 
 
 def _max_abs_per_unit(x: Array) -> list[float]:
-    """The largest |x| of each unit (…, h)."""
+    """Return the largest |x| of each unit, over all axes but the last of x (…, h)."""
     fw = get_framework(x)
     largest = fw.xp.max(fw.xp.abs(fw.detach(x)), axis=tuple(range(len(x.shape) - 1)))
     return [float(y) for y in fw.to_numpy(largest)]

@@ -1,4 +1,4 @@
-"""What a score is: a function of a query and a key, and a few facts about it."""
+"""The base class of scores, and the forms in which fast engines compute a score."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from qkv.util.types import Array, Shape
 
 
 class DotProductForm(NamedTuple):
-    """s = (scale φ·ψ + bias + offset) σ(gate_query + gate_key): the one form fast engines know.
+    """s = (scale φ·ψ + bias + offset) σ(gate_query + gate_key): the form that fast engines compute.
 
-    query φ (…, n, w), key ψ (…, m, w); bias (…, m, 1), offset (…, n, 1), and the gate's two
-    halves likewise. A weighting that is not moved by a shift of the whole row needs no offset.
+    Shapes: query φ (…, n, w), key ψ (…, m, w), bias (…, m, 1), offset (…, n, 1),
+    gate_query (…, n, 1), gate_key (…, m, 1). Engines may leave out the offset under a weighting
+    that a shift of the whole row does not change.
     """
 
     query: Array
@@ -26,7 +27,7 @@ class DotProductForm(NamedTuple):
     scale: float = 1.0
 
     def augmented_vectors(self) -> tuple[Array, Array]:
-        """φ and ψ with the scale in φ, and bias and offset as two more of their numbers."""
+        """Return φ and ψ with the scale in φ, and bias and offset as two further columns."""
         query = self.query if self.scale == 1 else self.query * self.scale
         if self.bias is None and self.offset is None:
             return query, self.key
@@ -41,7 +42,7 @@ class DotProductForm(NamedTuple):
         return fw.xp.concat(query, axis=-1), fw.xp.concat(key, axis=-1)
 
     def compute_scores(self) -> Array:
-        """s (…, n, m)"""
+        """Return the scores s (…, n, m)."""
         s = get_framework(self.query).inner_products(*self.augmented_vectors())
         if self.gate_query is None or self.gate_key is None:
             return s
@@ -50,11 +51,14 @@ class DotProductForm(NamedTuple):
 
 
 class AffineForm(NamedTuple):
-    """s = factor(k) φ(q)·k + bias(k) + offset(q), of keys that are known by their lengths; then
-    cap · tanh(s / cap), if there is one; or φ(q)·k σ(a(q) + w·k), with `gate` = (a, w, a
-    number that no sum on the way to a goes beyond).
+    """The score as an affine function of the key, for error bounds over quantized keys.
 
-    φ (n, d), factor and bias (m,), offset and a (n,), w (d,)."""
+    s = key_factor(k) φ(q)·k + bias(k) + offset(q), then softcap · tanh(s / softcap) if set.
+    With `gate` = (a, w, bound): s = φ(q)·k σ(a(q) + w·k), where `bound` limits every partial sum
+    of a. Factor and bias depend on the key only through its norm.
+
+    Shapes: φ (n, d), factor and bias (m,), offset and a (n,), w (d,).
+    """
 
     query: Array
     key_factor: Array | None = None
@@ -65,37 +69,54 @@ class AffineForm(NamedTuple):
 
 
 Lowering: TypeAlias = "tuple[Score, float] | str"
-"""A score that has a `dot_product_form`, and a bound on its error; or why there is none."""
+"""A score with a `dot_product_form` and a bound on its error; or the reason why there is none."""
 
 
 class Score(Record):
     """s = score(query, key): (…, n, d_q), (…, m, d_k) → (…, n, m).
 
-    Every entry depends on its own pair alone, so any block of scores can be made by itself.
-    Subclasses are frozen dataclasses; each array among their fields receives gradients.
+    Entry (i, j) depends only on query i and key j, so any block of scores can be computed alone.
+    Subclasses are frozen dataclasses. Each array field receives gradients.
+
+    A subclass of a concrete score that overrides `__call__` computes another formula. The members
+    in `FORMULA_MEMBERS` would still describe the formula of its base, so it must either define
+    those that it inherits, or state `class Mine(Dot, new_formula=True)`, which resets them.
     """
 
     is_nonnegative: ClassVar[bool] = False
-    """Whether no score is ever below zero, so that scores can be weights as they are."""
+    """Whether no score is negative, so that scores can be used as weights."""
 
     compares_keys: ClassVar[bool] = False
-    """Whether a database compares the keys themselves, which need not be vectors."""
+    """Whether a database compares the keys themselves and not their vectors."""
 
     needs_range: ClassVar[bool] = False
-    """Whether `find_lowering` must look at the range of its arguments first."""
+    """Whether `find_lowering` reads the values of its arguments."""
 
     number_fields: ClassVar[dict[str, bool]] = {}
-    """Fields that are a number, above 0 unless the class says else, or an array of one for each
-    batch; and whether it may be of one for each column too."""
+    """Fields that hold one number, or an array with one number for each batch. The value says
+    whether one number for each column is allowed too. `__post_init__` requires them positive."""
 
     compares_elementwise: ClassVar[bool] = False
-    """Whether a query and a key are compared number by number, all of which are held at once."""
+    """Whether it computes the (…, n, m, d) array of a comparison of each pair's components."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, *, new_formula: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__call__" in vars(cls):  # another formula: what its base says of its own is not so here
-            for name in FORMULA_MEMBERS.difference(vars(cls)):
+        if "__call__" not in vars(cls):
+            return
+        inherited = [
+            name
+            for name in sorted(FORMULA_MEMBERS.difference(vars(cls)))
+            if getattr(cls, name) is not getattr(Score, name)
+        ]
+        if new_formula:
+            for name in inherited:
                 setattr(cls, name, vars(Score)[name])
+        elif inherited:
+            raise DtypeError(
+                f"{cls.__name__} overrides __call__ but inherits {', '.join(inherited)}, which "
+                f"describe the formula of {cls.__mro__[1].__name__}: define them too, or write "
+                f"class {cls.__name__}({cls.__mro__[1].__name__}, new_formula=True) to reset them"
+            )
 
     def __post_init__(self) -> None:
         for name in self.number_fields:
@@ -108,63 +129,65 @@ class Score(Record):
 
     @property
     def is_radial(self) -> bool:
-        """Whether s falls with ‖q − k‖₂ and hangs on nothing else."""
+        """Whether s is a decreasing function of ‖q − k‖₂ only."""
         return False
 
     @property
     def ranking_score(self) -> Score | None:
-        """The same score, which still ranks the keys beyond its reach; None where it has none."""
+        """A score with the same ranking that also ranks keys with score 0; None: it ranks all."""
         return None
 
     def __call__(self, query: Array, key: Array) -> Array:
-        raise NotImplementedError("a score says how a query and a key are compared")
+        raise NotImplementedError(f"{type(self).__name__} does not define __call__(query, key)")
 
     def dot_product_form(self, query: Array, key: Array) -> DotProductForm:
-        """The same as a dot product, for a score that is one."""
-        raise NotImplementedError(f"{type(self).__name__} is no dot product")
+        """Return the pieces of the score as a dot product."""
+        raise NotImplementedError(f"{type(self).__name__} has no dot product form")
 
     def find_lowering(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> Lowering:
-        """A score that has a `dot_product_form`, as near to this one as asked, and a bound on its
-        error.
+        """Return a score with a `dot_product_form` and a bound on its error, or a reason.
 
-        `tolerance` None asks for the accuracy of the caller's dtype. Or why there is none.
+        The error of a score is at most `tolerance`. None asks for the accuracy of `dtype`, the
+        dtype of the caller's arrays.
         """
         if type(self).dot_product_form is Score.dot_product_form:
-            return f"{type(self).__name__} has no form as a dot product"
+            return f"{type(self).__name__} has no dot product form"
         return self, 0.0
 
     def key_terms(self, key: Array) -> Array | None:
-        """What of each key (m, d) hangs on no query, (m,): whoever scores these keys again may keep
-        it. None where there is nothing to keep, or digits would be lost."""
+        """Return a term (m,) of each key (m, d) that callers may cache between queries.
+
+        None if there is no such term, or if using it would lose precision.
+        """
         return None
 
-    def score_with_key_terms(self, query: Array, key: Array, aside: Array) -> Array:
-        """The scores, with what was kept of the keys."""
-        raise NotImplementedError(f"{type(self).__name__} keeps nothing of a key")
+    def score_with_key_terms(self, query: Array, key: Array, terms: Array) -> Array:
+        """Return the scores, given the `key_terms` of the keys."""
+        raise NotImplementedError(f"{type(self).__name__} has no key terms")
 
     def affine_form(self, query: Array, norm: Array) -> AffineForm | None:
-        """The score as a product with the key itself, for keys of these lengths (m,) and beside
-        arrays of NumPy's; None where it is none."""
+        """Return the affine form for keys with these norms (m,), in NumPy; None: there is none."""
         return None
 
     def dot_product_width(self, width: int) -> int:
-        """Numbers in each vector of the form, for a query of this width."""
+        """Return the width of the vectors in the dot product form, for queries of this width."""
         return width
 
     def check_shapes(self, query: Shape, key: Shape) -> None:
-        """Raise where arrays of these shapes cannot be compared."""
+        """Raise ShapeError if arrays of these shapes cannot be compared."""
         if query[-1] != key[-1]:
             raise ShapeError(
-                f"{type(self).__name__} compares vectors of one width: query has {query[-1]} "
-                f"numbers a row and key {key[-1]}. Multiplicative and Additive take two widths."
+                f"{type(self).__name__} needs query and key of the same width, but query has "
+                f"{query[-1]} columns and key {key[-1]}. Multiplicative and Additive accept two "
+                "widths."
             )
         for name, by_column in self.number_fields.items():
             check_number_field(self, name, query, query[-1] if by_column else 1)
 
     def numbers_per_pair(self, width: int) -> int:
-        """Numbers held at once per pair, for vectors of this width: it sets the block size."""
+        """Return how many numbers a pair needs in memory; engines derive the block size from it."""
         return max(width, 1) if self.compares_elementwise else 1
 
 
@@ -177,13 +200,14 @@ FORMULA_MEMBERS = {
     "dot_product_width",
     "is_linear",
     "find_lowering",
+    "is_radial",
+    "needs_range",
 }
-FORMULA_MEMBERS |= {"is_radial", "needs_range"}
-"""What a score says of its formula, or how it comes to the same in another way."""
+"""Members that describe the formula of `__call__`, or compute the same in another way."""
 
 
 def require_array_field(owner: Any, name: str, *axes: str) -> Shape:
-    """The shape of an array field, refused unless it has these axes."""
+    """Check that a field is an array with these axes, and return its shape."""
     value = getattr(owner, name)
     if not is_array(value):
         step = ": pass its .weight" if hasattr(value, "weight") else ""
@@ -200,15 +224,17 @@ def require_array_field(owner: Any, name: str, *axes: str) -> Shape:
 
 
 def sizes_differ(one: int | None, two: int | None) -> bool:
-    """Whether two sizes are not the same; one that only a run will tell may be any."""
+    """Return whether two sizes differ. None, a size unknown until a graph runs, equals any."""
     return one is not None and two is not None and one != two
 
 
 def check_number_field(owner: Any, name: str, query: Shape, columns: int = 1) -> None:
-    """Refuse an array field unless it is one number, one for each of these columns, or (…, 1, 1)
-    one for each batch of the query's: one for each row would have no meaning in a block of them."""
+    """Check that a field holds one number, one for each column, or (…, 1, 1) one for each batch.
+
+    One number for each row is an error: a block of rows would not know which rows it has.
+    """
     value = getattr(owner, name)
-    if value is None or isinstance(value, int | float):  # a graph's is not asked for more
+    if value is None or isinstance(value, int | float):
         return
     shape = tuple(getattr(value, "shape", ()))
     row = zip(reversed(shape), (columns, 1), strict=False)
@@ -217,7 +243,9 @@ def check_number_field(owner: Any, name: str, query: Shape, columns: int = 1) ->
     ]
     if any(sizes_differ(axis, 1) and sizes_differ(axis, size) for axis, size in (*row, *lead)):
         each = (
-            f"of the {columns} columns, ({columns},), or of each batch" if columns != 1 else "batch"
+            f"of the {columns} columns, ({columns},), or for each batch"
+            if columns != 1
+            else "batch"
         )
         batch = ", ".join(map(str, query[:-2])) or "…"
         raise ShapeError(
@@ -227,17 +255,17 @@ def check_number_field(owner: Any, name: str, query: Shape, columns: int = 1) ->
 
 
 def check_equal_sizes(owner: Any, what: str, **sizes: int) -> None:
-    """Refuse sizes that should be one size."""
+    """Check that all sizes are equal."""
     first, *others = sizes.values()
-    if any(sizes_differ(size, first) for size in others):  # a size that is traced has no hash
-        told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise ShapeError(f"{type(owner).__name__}: {what} must be one number, but {told}")
+    if any(sizes_differ(size, first) for size in others):  # no set: a traced size has no hash
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ShapeError(f"{type(owner).__name__}: {what} must be equal, but {listed}")
 
 
 def broadcast_pairs(query: Array, key: Array) -> tuple[Array, Array]:
-    """(…, n, 1, d) and (…, 1, m, d), ready to be compared number by number."""
+    """Return query (…, n, 1, d) and key (…, 1, m, d), which broadcast to (…, n, m, d)."""
     if len(query.shape) == len(key.shape) > 4 and query.shape[:-2] != key.shape[:-2]:
-        # TensorFlow broadcasts no six axes of which now the one and now the other array has 1.
+        # TensorFlow cannot broadcast both arrays, on different axes, when there are six axes.
         fw, axes = get_framework(key), range(len(key.shape) - 2)
         lead = [fw.axis_length(query if key.shape[axis] == 1 else key, axis) for axis in axes]
         query, key = (
@@ -247,7 +275,7 @@ def broadcast_pairs(query: Array, key: Array) -> tuple[Array, Array]:
 
 
 def resolve_inner_score(owner: Any) -> None:
-    """Let the `score` field of a score be given by name or as a function too."""
+    """Replace the `score` field, which may be a name or a function, by a score object."""
     from qkv.scores import resolve
 
     object.__setattr__(owner, "score", resolve(owner.score))

@@ -1,4 +1,4 @@
-"""Scores that fall with the distance between a query and a key."""
+"""Scores that decrease with the distance between a query and a key."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import ClassVar
 
 from qkv.frameworks import divide_unless_one, get_framework, is_array, tree
 from qkv.scores.base import AffineForm, DotProductForm, Lowering, Score, broadcast_pairs
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
 
 def squared_distance(query: Array, key: Array, width: float | Array) -> Array:
-    """‖q − k‖² / width², by differences: the expanded square loses its digits far from the origin.
+    """Return ‖q − k‖² / width² (…, n, m), computed from differences.
 
-    Scaled before it is squared: a narrow width must not underflow."""
-    fw, _ = get_framework(query), get_framework(key)  # a list is refused in our words
+    The expanded square would lose precision far from the origin. Dividing before squaring keeps a
+    small width from underflowing.
+    """
+    fw, _ = get_framework(query), get_framework(key)  # raises our error for a list
     q, k = broadcast_pairs(divide_unless_one(query, width), divide_unless_one(key, width))
     difference = q - k
     return fw.xp.sum(difference * difference, axis=-1)
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Gaussian(Score):
     """s = −‖q − k‖² / 2σ²; its softmax is the Nadaraya–Watson estimator.
@@ -54,36 +54,37 @@ class Gaussian(Score):
     ) -> Lowering:
         fw = get_framework(query)
         if dtype in ("float16", "bfloat16"):
-            # Products of 16-bit numbers are exact in float32, and its sums lose less than the
-            # rounding to 16 bits has lost already, however far the range.
+            # Products of 16-bit numbers are exact in float32. Its sums lose less than the rounding
+            # to 16 bits lost before, at any range.
             return ExpandedGaussian(self.bandwidth), 0.0
         if 0 in (*query.shape, *key.shape):
-            return "there is nothing to compare"
+            return "an array is empty"
         rows = fw.xp.reshape(fw.detach(key), (-1, key.shape[-1]))
         expanded = ExpandedGaussian(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
-        looked = tree.map_arrays(fw, fw.detach, expanded)  # an activation checkpoint counts nodes
+        # Detached: an activation checkpoint counts the nodes that a call adds to the graph.
+        detached = tree.map_arrays(fw, fw.detach, expanded)
         reach = sum(
             math.sqrt(float(fw.xp.max(fw.xp.sum(x * x, axis=-1))))
-            for x in (looked.center_and_scale(fw.detach(x)) for x in (query, key))
+            for x in (detached.center_and_scale(fw.detach(x)) for x in (query, key))
         )
         unit = 2.0**-53 if dtype == "float64" else 2.0**-24
-        near = reach * reach * unit
-        error = near * (query.shape[-1] + 3)
-        if near <= unit * MAX_SQUARED_REACH or (tolerance is not None and error <= tolerance):
+        rounding = reach * reach * unit
+        error = rounding * (query.shape[-1] + 3)
+        if rounding <= unit * MAX_SQUARED_REACH or (tolerance is not None and error <= tolerance):
             return expanded, error
         return (
-            f"queries and keys lie up to {reach:.3g} bandwidths from their middle, where the "
-            f"expanded square is off by up to {error:.1g}"
+            f"queries and keys are up to {reach:.3g} bandwidths from the mean key, where the "
+            f"expanded square has an error of up to {error:.1g}"
         )
 
 
 MAX_SQUARED_REACH = 2.0**10
-"""(‖q‖ + ‖k‖)² / σ² up to which the expanded square keeps its digits as well as a dot product."""
+"""Largest (‖q‖ + ‖k‖)² / σ² at which the expanded square is as precise as a dot product."""
 
 
 @dataclass(frozen=True)
 class ExpandedGaussian(Score):
-    """s = q′ᵀk′ − ‖q′‖²/2 − ‖k′‖²/2, with x′ = (x − centre) / σ: the Gaussian's as a product.
+    """s = q′ᵀk′ − ‖q′‖²/2 − ‖k′‖²/2, with x′ = (x − centre) / σ: the Gaussian score, expanded.
 
     >>> import numpy as np
     >>> ExpandedGaussian(0.5, np.zeros(1))(np.array([[1.0]]), np.array([[1.0], [2.0]]))
@@ -98,12 +99,14 @@ class ExpandedGaussian(Score):
 
     def center_and_scale(self, x: Array) -> Array:
         if self.centre is not None:
-            x = x - self.centre[(*[None] * (len(x.shape) - 1), ...)]  # JAX may forbid to add axes
+            # With explicit axes: JAX can be set to reject implicit rank promotion.
+            x = x - self.centre[(*[None] * (len(x.shape) - 1), ...)]
         return divide_unless_one(_repeat_heads_for(x, self.bandwidth), self.bandwidth)
 
     def dot_product_form(self, query: Array, key: Array) -> DotProductForm:
         if self.centre is None and not is_array(self.bandwidth):
-            scale = 1 / self.bandwidth**2  # 16-bit vectors as they stand, and the rest in float32
+            # 16-bit vectors stay as they are; only bias and offset are float32.
+            scale = 1 / self.bandwidth**2
             bias, offset = (_squared_norm(x, -0.5 * scale) for x in (key, query))
             return DotProductForm(query, key, bias, offset, scale=scale)
         query, key = self.center_and_scale(query), self.center_and_scale(key)
@@ -111,13 +114,14 @@ class ExpandedGaussian(Score):
 
 
 SAFE_BANDWIDTHS = (1e-6, 1e6)
-"""Bandwidths whose squares no dtype loses."""
+"""Range of bandwidths whose squares every dtype can represent."""
 
 
 @dataclass(frozen=True)
-class QuickGaussian(Gaussian):
-    """The Gaussian's scores as products where these queries and keys lose no digits by it, else by
-    differences: for a call so short that choosing between the two would take longest.
+class QuickGaussian(Gaussian, new_formula=True):
+    """The Gaussian score for small calls: expanded if that is precise, else by differences.
+
+    The decision is part of `__call__`. A separate `find_lowering` would take longer than the call.
 
     >>> import numpy as np
     >>> QuickGaussian(0.5)(np.array([[1.0]]), np.array([[1.0], [2.0]]))
@@ -135,17 +139,16 @@ class QuickGaussian(Gaussian):
 
 
 def _repeat_heads_for(x: Array, bandwidth: float | Array) -> Array:
-    """x (…, few, r, d) with each head repeated for those that share it, where (…, h, 1, 1)
-    bandwidths are of more heads."""
+    """Return x with its shared heads repeated, if `bandwidth` (…, h, 1, 1) has more heads."""
     heads = tuple(getattr(bandwidth, "shape", ()))[-3:-2]
-    few = x.shape[-3:-2]
-    if () in (heads, few) or heads[0] == 1 or few[0] in (1, heads[0]):
+    shared_heads = x.shape[-3:-2]
+    if () in (heads, shared_heads) or heads[0] == 1 or shared_heads[0] in (1, heads[0]):
         return x
     return get_framework(x).repeat_heads(x, heads[0])
 
 
 def _squared_norm(x: Array, factor: float) -> Array:
-    """‖x‖² · factor (…, r, 1), in float32 at least."""
+    """Return ‖x‖² · factor (…, r, 1), at least in float32."""
     fw = get_framework(x)
     x = fw.astype(x, "float32") if fw.dtype_name(x) in ("float16", "bfloat16") else x
     return fw.xp.sum(x * x, axis=-1, keepdims=True) * factor
@@ -154,7 +157,7 @@ def _squared_norm(x: Array, factor: float) -> Array:
 def affine_squared_distance(
     query: Array, norm: Array, width: float, factor: float
 ) -> AffineForm | None:
-    """−factor ‖q − k‖² / width², expanded; None where a float does not hold the square."""
+    """Return the form of −factor ‖q − k‖² / width²; None if width² overflows or underflows."""
     if not 1e-150 < width < 1e150:
         return None
     factor /= width**2
@@ -162,7 +165,6 @@ def affine_squared_distance(
     return AffineForm(query * (2 * factor), None, norm * norm * -factor, offset * -factor)
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Laplace(Score):
     """s = −‖q − k‖₁ / b

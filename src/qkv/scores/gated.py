@@ -1,4 +1,4 @@
-"""A score times a gate that opens and closes with its query and key."""
+"""The gated score: another score times a sigmoid of query and key."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from qkv.scores.base import (
     resolve_inner_score,
     sizes_differ,
 )
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Gated(Score):
     """s = σ(w_query·q + w_key·k + bias) · score(q, k), with w_query (d_q,), w_key (d_k,).
@@ -34,7 +32,8 @@ class Gated(Score):
     w_query: Array
     w_key: Array
     bias: float | Array | None = None
-    score: Score = "dot"  # type: ignore[assignment]  # no object: torch.compile traces none here
+    # The default is a name because torch.compile cannot trace an object here.
+    score: Score = "dot"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         require_array_field(self, "w_query", "d_q")
@@ -43,7 +42,9 @@ class Gated(Score):
         if not (self.bias is None or is_array(self.bias) or isinstance(self.bias, Real)):
             raise DtypeError(f"Gated: bias must be a number or an array, not {self.bias!r}")
         if is_array(self.bias) and tuple(self.bias.shape) not in ((), (1,)):  # type: ignore[union-attr]
-            raise ShapeError("Gated: bias is one number, not an array of many")
+            raise ShapeError(
+                f"Gated: bias must be one number, not an array of shape {tuple(self.bias.shape)}"  # type: ignore[union-attr]
+            )
 
     def __call__(self, query: Array, key: Array) -> Array:
         from_query, from_key = self.gate_terms(query, key)
@@ -55,7 +56,7 @@ class Gated(Score):
         return self.score.needs_range
 
     def gate_terms(self, query: Array, key: Array) -> tuple[Array, Array]:
-        """The two summands of the gate's logit, (…, n, 1) and (…, m, 1)."""
+        """Return the query's and the key's part of the gate's logit, (…, n, 1) and (…, m, 1)."""
         xp = get_framework(query).xp
         from_query = xp.matmul(query, self.w_query[..., :, None])
         if self.bias is not None:
@@ -72,7 +73,7 @@ class Gated(Score):
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> Lowering:
         if isinstance(self.score, Gated):
-            return "a gate within a gate is no dot product"
+            return "a gate inside a gate has no dot product form"
         inner = self.score.find_lowering(query, key, tolerance, dtype)
         if isinstance(inner, str):
             return inner
@@ -93,7 +94,7 @@ class Gated(Score):
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
             if sizes_differ(w.shape[-1], width[-1]):
                 raise ShapeError(
-                    f"Gated: {name} must be ({width[-1]},) for rows of {width[-1]} numbers, "
+                    f"Gated: {name} must be ({width[-1]},) for vectors of width {width[-1]}, "
                     f"not {tuple(w.shape)}"
                 )
         self.score.check_shapes(query, key)

@@ -1,4 +1,4 @@
-"""Scores that are products of a query and a key."""
+"""Scores that multiply a query with a key."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from qkv.scores.base import (
     require_array_field,
     sizes_differ,
 )
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Dot(Score):
     """s = qᵀk
@@ -54,10 +52,9 @@ class Dot(Score):
         return AffineForm(query)
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class ScaledDot(Score):
-    """s = qᵀk · scale, scale = 1/√d unless given; then softcap · tanh(s / softcap) if asked.
+    """s = qᵀk · scale, then softcap · tanh(s / softcap) if set. The default scale is 1/√d.
 
     >>> import numpy as np
     >>> ScaledDot()(np.array([[1.0, 1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0, 4.0]]))
@@ -76,7 +73,7 @@ class ScaledDot(Score):
         if self.scale is None or is_array(self.scale):
             return
         if type(self.scale) is float and -math.inf < self.scale < math.inf:
-            return  # also one that torch.compile leaves open, which nothing of math takes
+            return  # torch.compile may pass a symbolic float here, which math.isfinite rejects
         if not isinstance(self.scale, Real):
             raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
         if not math.isfinite(as_float(self.scale)):
@@ -116,13 +113,12 @@ class ScaledDot(Score):
     def find_lowering(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> Lowering:
-        return (self, 0.0) if self.softcap is None else "a softcap bends the dot product"
+        return (self, 0.0) if self.softcap is None else "a softcap makes the score nonlinear"
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Cosine(Score):
-    """s = qᵀk / (‖q‖ ‖k‖ τ); 0 where a vector is zero.
+    """s = qᵀk / (‖q‖ ‖k‖ τ), with τ = temperature; 0 if a vector is zero.
 
     >>> import numpy as np
     >>> Cosine()(np.array([[3.0, 0.0]]), np.array([[5.0, 0.0], [0.0, 2.0]]))
@@ -153,7 +149,7 @@ class Cosine(Score):
         )
 
     def key_terms(self, key: Array) -> Array | None:
-        """1 / ‖k‖, and 0 for 0; None where a square would overflow or vanish."""
+        """Return 1 / ‖k‖, and 0 for zero vectors; None if a square overflows or underflows."""
         fw = get_framework(key)
         xp = fw.xp
         square = xp.sum(key * key, axis=-1)
@@ -162,15 +158,17 @@ class Cosine(Score):
             return None
         return fw.fill_unless(1 / xp.sqrt(fw.fill_unless(square, some, 1.0)), some)
 
-    def score_with_key_terms(self, query: Array, key: Array, aside: Array) -> Array:
+    def score_with_key_terms(self, query: Array, key: Array, terms: Array) -> Array:
         return (
-            get_framework(query).inner_products(unit_vectors(query) / self.temperature, key) * aside
+            get_framework(query).inner_products(unit_vectors(query) / self.temperature, key) * terms
         )
 
 
 def _unit_vectors_safe_gradient(x: Array) -> Array:
-    """unit(x), where a row that is not finite passes its gradient on as it comes: by its length,
-    which is NaN, the 0 that comes from behind a mask would be NaN too."""
+    """Return `unit_vectors(x)` whose gradient passes unchanged through rows that are not finite.
+
+    The norm of such a row is NaN. It would turn the gradient 0 of a masked row into NaN.
+    """
     fw = get_framework(x)
     if not fw.needs_gradient([x]) or fw.is_surely_finite(x):
         return unit_vectors(x)
@@ -179,7 +177,10 @@ def _unit_vectors_safe_gradient(x: Array) -> Array:
 
 
 def unit_vectors(x: Array) -> Array:
-    """x / ‖x‖ along the last axis, and 0 for 0: scaled first, so that no square overflows."""
+    """Return x / ‖x‖ along the last axis, and 0 for zero vectors.
+
+    x is first divided by its largest component, so that no square overflows.
+    """
     fw = get_framework(x)
     xp = fw.xp
     if x.shape[-1] == 0:
@@ -191,7 +192,6 @@ def unit_vectors(x: Array) -> Array:
     return x / xp.sqrt(fw.fill_unless(square, some, 1.0))
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Multiplicative(Score):
     """s = qᵀWk, with w (d_q, d_k).

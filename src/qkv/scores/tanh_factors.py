@@ -14,48 +14,49 @@ from qkv.frameworks import threads
 from qkv.util.caches import memoize
 
 CHECKS_PER_NODE = 4
-"""Points looked at per point of interpolation, along each axis."""
+"""Points at which the error is measured, per point of interpolation and axis."""
 RANGE_STEP = 1.1
-"""Ranges are rounded up by at most this factor, so that one set of functions serves many."""
+"""Ranges are rounded up by at most this factor, so that many ranges share one set of functions."""
 FINE_RANGE_STEP = 1.04
-"""The same in the table, where reaches are rounded for nothing."""
+"""The same factor in the table of `build_pair_table`, where a finer step costs nothing."""
 MAX_COEFFICIENTS = 10
-"""Coefficients of a function in it, at most."""
+"""Most coefficients of a function in that table."""
 BEND_RADIUS = 5.0
-"""From where on functions of the table are nearly flat."""
+"""Argument beyond which the functions of the table are nearly constant."""
 UNITS_PER_GROUP = 8
-"""Units whose functions are made together: their polynomials stay in the cache."""
+"""Units that are evaluated together: their polynomials fit the processor's cache."""
 RISE_FACTOR = 1 / math.cos(math.pi / (2 * CHECKS_PER_NODE)) ** 2
-"""What a polynomial may rise to between the points looked at, along both axes."""
+"""Largest factor by which a polynomial exceeds its values at the measured points, on both axes."""
 
 
 class TanhFactors(NamedTuple):
     """tanh(a + b) ≈ Σⱼ eⱼ(a) oⱼ(b) + Σⱼ oⱼ′(a) eⱼ′(b), e even and o odd, for |a| ≤ A and |b| ≤ B.
 
-    Of all sums of so many products it is the nearest in the mean square: the singular functions
-    of the kernel tanh(a + b). A series of sines is a sum of the same kind, sin a cos b +
-    cos a sin b, and needs over half as many terms again. Each function is p(y) or x p(y), with
-    x = a / A, y = 2x² − 1 and p given by its coefficients on Chebyshev's T₀, T₁, …: (J, K).
+    The functions are the singular functions of the kernel tanh(a + b). Among all sums of that many
+    products, this one has the least mean square error. A sine series, sin a cos b + cos a sin b,
+    needs over 50 % more terms. Each function is p(y) or x p(y), with x = a / A, y = 2x² − 1, and p
+    given by its coefficients (J, K) on the Chebyshev polynomials T₀, T₁, ….
 
-    `error` bounds the difference everywhere in the rectangle. Interpolation at N points errs by
-    at most 4 M ρ⁻ᴺ / (ρ − 1), as tanh is analytic in |Im| < π/2 (Bernstein); the rest is a
-    polynomial, which between 4 N Chebyshev points rises above what they show by a known factor.
+    `error` bounds the difference everywhere in the rectangle. The error of interpolation at N
+    points is at most 4 M ρ⁻ᴺ / (ρ − 1), because tanh is analytic in |Im| < π/2 (Bernstein). The
+    remainder is a polynomial. Between 4 N Chebyshev points it exceeds its values there by at most
+    a known factor.
     """
 
     reach: tuple[float, float]
     even: tuple[np.ndarray, np.ndarray]
-    """Of the products that are even in a: p for a, and p for b."""
+    """The coefficients of the products that are even in a: those of a's and of b's functions."""
     odd: tuple[np.ndarray, np.ndarray]
     error: float
 
     @property
     def term_count(self) -> int:
-        """Products in the sum."""
+        """The number of products in the sum."""
         return len(self.even[0]) + len(self.odd[0])
 
 
 def find_factors(reach_query: float, reach_key: float, error: float) -> TanhFactors:
-    """The fewest products within the error for |a| and |b| up to their reach, kept once found.
+    """Return the shortest sum within the error, for |a| and |b| up to their reach; cached.
 
     >>> (
     ...     find_factors(4.0, 4.0, 1e-6).term_count,
@@ -70,8 +71,8 @@ def find_factors(reach_query: float, reach_key: float, error: float) -> TanhFact
 def _factors_of_steps(step_query: int, step_key: int, error: float) -> TanhFactors:
     if step_query <= step_key:
         return _compute_factors(step_query, step_key, error)
-    found = _compute_factors(step_key, step_query, error)  # tanh(a + b) = tanh(b + a)
-    return TanhFactors(found.reach[::-1], found.odd[::-1], found.even[::-1], found.error)
+    swapped = _compute_factors(step_key, step_query, error)  # tanh(a + b) = tanh(b + a)
+    return TanhFactors(swapped.reach[::-1], swapped.odd[::-1], swapped.even[::-1], swapped.error)
 
 
 def _range_step(reach: float) -> int:
@@ -80,18 +81,18 @@ def _range_step(reach: float) -> int:
 
 @memoize("scores.tanh_factors", max_entries=4096)
 def _compute_factors(step_query: int, step_key: int, error: float) -> TanhFactors:
-    with threads.single_threaded_blas():  # the matrices are small, and others may hold the cores
+    with threads.single_threaded_blas():  # the matrices are small, and other threads may be busy
         kernel = _TanhKernel((RANGE_STEP**step_query, RANGE_STEP**step_key), error)
         terms = kernel.sufficient_terms()
-        while (found := kernel.best_factors(terms)).error > error and terms < len(
-            kernel.singular_values
-        ):
+        factors = kernel.best_factors(terms)
+        while factors.error > error and terms < len(kernel.singular_values):
             terms += 1
-        return found
+            factors = kernel.best_factors(terms)
+        return factors
 
 
 class _TanhKernel:
-    """tanh(a + b) on a rectangle, at points that show it within a fraction of the error."""
+    """tanh(a + b) on a rectangle, sampled finely enough for a fraction of the error."""
 
     def __init__(self, reach: tuple[float, float], error: float) -> None:
         self.reach, self.error = reach, error
@@ -104,14 +105,13 @@ class _TanhKernel:
         self.exact_halves = self.even_odd_halves(self.fine_nodes)
 
     def even_odd_halves(self, x: np.ndarray) -> list[np.ndarray]:
-        """The part that is even in a, and the part that is odd."""
+        """Return the part of the kernel that is even in a, and the part that is odd."""
         left, right = self.reach[0] * x[:, None], self.reach[1] * x
         one, two = np.tanh(right + left), np.tanh(right - left)
         return [(one + two) / 2, (one - two) / 2]
 
     def sufficient_terms(self) -> int:
-        """A number of products that keeps the error, but for what polynomials cut short add."""
-        # What each further product takes off the rest, in the order in which they are taken.
+        """Return a number of products within the error, before coefficients are truncated."""
         order = [(size, odd, i) for odd, (_, sizes, _) in enumerate(self.svd_parts)
                  for i, size in enumerate(sizes)]  # fmt: skip
         order.sort(reverse=True)
@@ -124,13 +124,13 @@ class _TanhKernel:
             )
             for odd, (left, _, right) in enumerate(self.svd_parts)
         ]
-        # The products left out together are at most the sum of what each is: a number that does,
-        # and it is seldom far too large.
+        # The sum of the maxima of the omitted products bounds their sum. It gives an upper limit
+        # for the bisection, which is rarely far too large.
         most = [np.abs(left).max(1) * np.abs(right).max(1) for left, right in both]
         left_out = np.cumsum([most[odd][i] for _, odd, i in order[::-1]])[::-1]
         spare = (self.error - self.interpolation_error) / RISE_FACTOR - self.interpolation_error
         low, high = 1, min(int(np.sum(left_out > spare)) + 1, len(order))
-        while low < high:  # the error falls with the number of products
+        while low < high:  # the error decreases with the number of products
             middle = max((low + high) // 2, high - 3)
             off = np.zeros(())
             for odd, (left, right) in enumerate(both):
@@ -145,31 +145,31 @@ class _TanhKernel:
         return low
 
     def best_factors(self, terms: int) -> TanhFactors:
-        """The nearest sum of so many products."""
+        """Return the best sum of this many products, with its error bound."""
         least = self.singular_values[min(terms, len(self.singular_values)) - 1]
-        found, off = [], np.zeros(())
+        halves, difference = [], np.zeros(())
         for odd, part in enumerate(self.svd_parts):
             one, two = _leading_polynomials(part, least, odd, self.error)
-            near = _evaluate_polynomials(one, odd, self.fine_nodes).T @ _evaluate_polynomials(
+            half = _evaluate_polynomials(one, odd, self.fine_nodes).T @ _evaluate_polynomials(
                 two, 1 - odd, self.fine_nodes
             )
-            off = off + np.abs(near - self.exact_halves[odd])
-            found.append((one, two))
+            difference = difference + np.abs(half - self.exact_halves[odd])
+            halves.append((one, two))
         bound = (
-            float(off.max()) + self.interpolation_error
+            float(difference.max()) + self.interpolation_error
         ) * RISE_FACTOR + self.interpolation_error
-        return TanhFactors(self.reach, found[0], found[1], bound)
+        return TanhFactors(self.reach, halves[0], halves[1], bound)
 
 
 def _chebyshev_nodes(points: int) -> np.ndarray:
-    """The positive half of an even number of Chebyshev's points."""
+    """Return the positive half of an even number of Chebyshev points."""
     return np.cos(np.pi * (np.arange(points // 2) + 0.5) / points)
 
 
 def _point_count(reach: float, error: float, bent: bool = False) -> tuple[int, float]:
-    """Points along an axis at which interpolation errs by less, and a bound on what it errs by.
+    """Return how many points per axis keep the interpolation error below `error`, and its bound.
 
-    With `bent` they are Chebyshev's of what `_unbend` takes.
+    With `bent` the points are Chebyshev points of the argument of `_unbend`.
     """
     high = 0.8 * math.pi / 2  # |tanh| ≤ max(1, tan v) where |Im| ≤ v
     largest = max(1.0, math.tan(high))
@@ -182,7 +182,7 @@ def _point_count(reach: float, error: float, bent: bool = False) -> tuple[int, f
 
     def interpolation_error(n: int) -> float:
         along = 4 * largest * rho ** (1 - n) / (rho - 1)
-        return along * (2 + 2 / math.pi * math.log(n))  # the second axis, after the first
+        return along * (2 + 2 / math.pi * math.log(n))  # first axis, then second
 
     n = 8
     while interpolation_error(n) > error:
@@ -198,7 +198,7 @@ def _scaled_svd(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def _leading_polynomials(
     part: tuple[np.ndarray, ...], least: float, odd: int, error: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The functions of a and of b whose product counts for more than the least."""
+    """Return the functions of a and of b with singular values of at least `least`."""
     left, size, right = part
     count = int((size >= least).sum())
     return _truncated_coefficients(left[:count], odd, error), _truncated_coefficients(
@@ -207,25 +207,25 @@ def _leading_polynomials(
 
 
 def _chebyshev_coefficients(values: np.ndarray, odd: int) -> np.ndarray:
-    """Values at the nodes as coefficients of p."""
+    """Return the coefficients of p, from the function's values at the nodes."""
     half = values.shape[-1]
     if odd:
         values = values / _chebyshev_nodes(2 * half)
-    angles = np.pi * (np.arange(half) + 0.5) / half  # of y, where x is at its nodes
-    found = 2 / half * values @ np.cos(angles[:, None] * np.arange(half))
-    found[:, 0] /= 2
-    return np.asarray(found)
+    angles = np.pi * (np.arange(half) + 0.5) / half  # of y at the nodes of x
+    coefficients = 2 / half * values @ np.cos(angles[:, None] * np.arange(half))
+    coefficients[:, 0] /= 2
+    return np.asarray(coefficients)
 
 
 def _truncated_coefficients(values: np.ndarray, odd: int, error: float) -> np.ndarray:
-    """The same, less those that do not count."""
-    found = _chebyshev_coefficients(values, odd)
-    counts = np.abs(found).sum(0)[::-1].cumsum()[::-1] > error / 16
-    return np.asarray(found[:, : max(int(counts.sum()), 1)])
+    """Return the coefficients of p without a tail that is negligible for this error."""
+    coefficients = _chebyshev_coefficients(values, odd)
+    is_significant = np.abs(coefficients).sum(0)[::-1].cumsum()[::-1] > error / 16
+    return np.asarray(coefficients[:, : max(int(is_significant.sum()), 1)])
 
 
 def _evaluate_polynomials(coefficients: np.ndarray, odd: int, x: np.ndarray) -> np.ndarray:
-    """The functions (J, r) at x."""
+    """Return the values of the functions at x, (J, r)."""
     orders = np.arange(coefficients.shape[-1])[:, None]
     values = np.asarray(coefficients @ np.cos(2 * np.arccos(x) * orders))
     return values * x if odd else values
@@ -233,44 +233,45 @@ def _evaluate_polynomials(coefficients: np.ndarray, odd: int, x: np.ndarray) -> 
 
 @memoize("scores.tanh_pair_tables")
 def build_pair_table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reaches A, ascending, what up to `pairs` pairs of functions are off by, and these.
+    """Return reaches A in ascending order, relative errors, and coefficients, for CUDA kernels.
 
-    tanh(a + b) ≈ m(a) + m(b) + Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b) for |a|, |b| ≤ A, m and o odd and e
-    even: by all pairs within the error. What is added for a or for b alone takes no product, and is
-    most of it. The mean square that the first j pairs make least counts the middle most: numbers
-    are seldom as large as their largest.
+    For |a|, |b| ≤ A, tanh(a + b) ≈ m(a) + m(b) + Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b), with m and o odd
+    and e even. All pairs together are within the error. The terms m(a) and m(b) need no product
+    and are most of the sum. The fit of the first j pairs minimizes a weighted mean square that
+    emphasizes small arguments, because few arguments are as large as the largest.
 
-    What j pairs are off by (2, reaches, pairs) is beside the error. First, two thirds of the most
-    that they are, or 2.5 times that mean if that is more; then, for gradients, the most, or twice
-    that mean of their slopes. Coefficients (reaches, 2 · pairs + 1, K) are of e, then of o / x and
-    m / x on T₀, T₁, … of 2x² − 1, where x = bent(a) / bent(A) and bent(a) = a / √(1 + a²/BEND²):
-    that takes a third fewer than a / A would.
+    Errors (2, reaches, pairs) of the first j pairs are divided by `error`. The first is 2/3 of the
+    maximum, or 2.5 times the mean if that is larger. The second, for gradients, is the maximum, or
+    twice the mean error of the derivatives. Coefficients (reaches, 2 · pairs + 1, K) are those of
+    e, then of o / x and m / x, on T₀, T₁, … of 2x² − 1. Here x = bent(a) / bent(A) with
+    bent(a) = a / √(1 + a²/BEND_RADIUS²), which needs a third fewer coefficients than a / A.
     """
-    reaches, offs, found = [], [], []
+    reaches, errors, coefficients = [], [], []
     for step in itertools.count(-15):
         reach = FINE_RANGE_STEP**step
-        off, parts = _fit_pairs(reach, pairs, error)
-        most, mean, slope = off
-        if most[-1] > error:
+        (largest, mean, slope), parts = _fit_pairs(reach, pairs, error)
+        if largest[-1] > error:
             break
         reaches.append(reach)
-        offs.append(np.maximum([most / 1.5, most], [2.5 * mean, 2 * slope]) / error)
-        found.append(parts)
-    longest = max(x.shape[-1] for x in found)
-    padded = [np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in found]
-    return np.array(reaches), np.stack(offs, 1), np.array(padded)
+        errors.append(np.maximum([largest / 1.5, largest], [2.5 * mean, 2 * slope]) / error)
+        coefficients.append(parts)
+    longest = max(x.shape[-1] for x in coefficients)
+    padded = [np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in coefficients]
+    return np.array(reaches), np.stack(errors, 1), np.array(padded)
 
 
 def _fit_pairs(reach: float, pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
-    """What the first j pairs are off by at most, in the mean and in their slopes (3, j), and the
-    coefficients."""
+    """Return the errors (3, j) of the first j pairs, and the coefficients.
+
+    The errors are the maximum, the mean, and the mean of the derivatives.
+    """
     top = reach / math.sqrt(1 + reach**2 / BEND_RADIUS**2)
     points, slip = _point_count(reach, error / 64, bent=True)
     points = max(points, 2 * pairs)
     x, fine = _chebyshev_nodes(points), _chebyshev_nodes(CHECKS_PER_NODE * points)
     (kernel, *slopes), (exact, *_) = (_even_half(_unbend(top * at)) for at in (x, fine))
-    # Weights of Chebyshev's points of a / A: 1/5 everywhere, and those of numbers whose largest
-    # are five times as large as they spread.
+    # Density of a / A in the mean square: uniform, plus a normal distribution whose standard
+    # deviation is a fifth of the reach.
     near, steep = _unbend(top * x) / reach, top * (1 - (top * x / BEND_RADIUS) ** 2) ** -1.5
     share = (0.2 + np.exp(-((near / 0.2) ** 2) / 2)) * steep * np.sqrt((1 - x**2) / (1 - near**2))
     share /= share.sum()
@@ -293,7 +294,7 @@ def _fit_pairs(reach: float, pairs: int, error: float) -> tuple[np.ndarray, np.n
     for j in range(1, pairs + 1):
         gap = np.abs(e_fine[:j].T @ o_fine[:j] + m_fine - exact)
         along, across = de[:j].T @ o[:j] - slopes[0], e[:j].T @ do[:j] + dm - slopes[1]
-        # The odd half is the same, turned.
+        # The odd half is the transpose of the even one.
         most = (float((gap + gap.T).max()) + slip) * RISE_FACTOR + slip
         means = ((e[:j].T @ o[:j] + m - kernel) ** 2 * 2, along**2 + across**2)
         off.append((most, *(math.sqrt(share @ mean @ share) for mean in means)))
@@ -303,29 +304,29 @@ def _fit_pairs(reach: float, pairs: int, error: float) -> tuple[np.ndarray, np.n
 
 
 def _unbend(x: np.ndarray) -> np.ndarray:
-    """a of x = bent(a)"""
+    """Return a for x = bent(a)."""
     return np.asarray(x / np.sqrt(1 - (x / BEND_RADIUS) ** 2))
 
 
 def _even_half(a: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The part of tanh(a + b) that is even in a, and its slopes along a and b."""
+    """Return the part of tanh(a + b) that is even in a, and its derivatives along a and b."""
     one, two = np.tanh(a + a[:, None]), np.tanh(a - a[:, None])
     return (one + two) / 2, (two**2 - one**2) / 2, 1 - (one**2 + two**2) / 2
 
 
 class HalfFactors(NamedTuple):
-    """The products of some units that are even in a, or those that are odd, for one side.
+    """One side's functions in the products that are even in a, or in those that are odd.
 
     `weights` (units, J, K) holds the coefficients of p.
     """
 
     odd: bool
-    """Whether this side's functions are x p(y), not p(y)."""
+    """Whether the functions are x p(y) and not p(y)."""
     weights: np.ndarray
 
 
 class UnitGroup(NamedTuple):
-    """A few neighbours whose tanh takes as many products: halves[side] are the two of a side."""
+    """Consecutive units with the same number of products; halves[side] holds one side's halves."""
 
     start: int
     end: int
@@ -333,30 +334,30 @@ class UnitGroup(NamedTuple):
 
 
 class HiddenUnits:
-    """The factors of every hidden unit, each over its own range, in groups of one shape.
+    """The factors of every hidden unit, each for its own range, in groups of equal shape.
 
-    `order` puts the units of a group side by side; `reach` has two arrays, in the units' own order.
+    `order` lists the units group by group. `reach` holds one array per side, in the units' order.
     """
 
     def __init__(self, steps: tuple[tuple[int, int], ...], error: float) -> None:
-        found = [_factors_of_steps(*pair, error) for pair in steps]
-        shapes = [(len(f.even[0]), len(f.odd[0])) for f in found]
-        self.order = sorted(range(len(found)), key=lambda unit: shapes[unit])
-        self.reach = tuple(np.array([f.reach[side] for f in found]) for side in (0, 1))
-        self.errors = np.array([f.error for f in found])
-        self.width = sum(f.term_count for f in found)
+        factors = [_factors_of_steps(*pair, error) for pair in steps]
+        shapes = [(len(f.even[0]), len(f.odd[0])) for f in factors]
+        self.order = sorted(range(len(factors)), key=lambda unit: shapes[unit])
+        self.reach = tuple(np.array([f.reach[side] for f in factors]) for side in (0, 1))
+        self.errors = np.array([f.error for f in factors])
+        self.width = sum(f.term_count for f in factors)
         self.groups = []
         for _, run in itertools.groupby(enumerate(self.order), lambda item: shapes[item[1]]):
             places = list(run)
             for at in range(0, len(places), UNITS_PER_GROUP):
-                some = places[at : at + UNITS_PER_GROUP]
-                parts = [found[unit] for _, unit in some]
+                members = places[at : at + UNITS_PER_GROUP]
+                parts = [factors[unit] for _, unit in members]
                 one, two = (_stack_halves(parts, side) for side in (0, 1))
-                self.groups.append(UnitGroup(some[0][0], some[-1][0] + 1, (one, two)))
+                self.groups.append(UnitGroup(members[0][0], members[-1][0] + 1, (one, two)))
 
     @functools.cached_property
     def derivative_groups(self) -> list[UnitGroup]:
-        """The derivatives of all functions, in the same places."""
+        """The derivatives of all functions, in the same layout."""
         return [
             group._replace(halves=(_differentiate_side(one), _differentiate_side(two)))
             for group in self.groups
@@ -370,7 +371,7 @@ class HiddenUnits:
 def build_units(
     reach_query: Sequence[float], reach_key: Sequence[float], error: float
 ) -> HiddenUnits:
-    """The factors of units with these ranges, kept for the next call."""
+    """Return the factors of units with these ranges; cached."""
     pairs = zip(reach_query, reach_key, strict=True)
     return _cached_units(tuple((_range_step(a), _range_step(b)) for a, b in pairs), error)
 
@@ -400,7 +401,7 @@ def _differentiate_side(
 
 
 def _differentiate_half(half: HalfFactors) -> HalfFactors:
-    """(p(y))′ = 4x p′(y), and (x p(y))′ = p(y) + 2 (1 + y) p′(y)"""
+    """Return the derivatives: (p(y))′ = 4x p′(y), and (x p(y))′ = p(y) + 2 (1 + y) p′(y)."""
     from numpy.polynomial.chebyshev import chebder
 
     p = np.moveaxis(half.weights, -1, 0)

@@ -1,4 +1,7 @@
-"""The functions of `separable.Units` at arrays of any framework, with their gradient."""
+"""The factor functions of `tanh_factors.HiddenUnits`, evaluated on arrays of any framework.
+
+Includes their gradient.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from qkv.util.types import Array
 
 
 def evaluate_features(units: HiddenUnits, side: int, x: Array, v: Array | None = None) -> Array:
-    """fₕⱼ(xₕ), or vₕ fₕⱼ(xₕ), for all units h and their products j: (…, r, h) → (…, r, w).
+    """Return fₕⱼ(xₕ), or vₕ fₕⱼ(xₕ), for all units h and products j: (…, r, h) → (…, r, w).
 
     >>> import numpy as np
     >>> from qkv.scores.tanh_factors import build_units
@@ -52,7 +55,7 @@ def _is_writable(x: Array) -> bool:
 
 
 def _scale_units(units: HiddenUnits, side: int, x: Array) -> Array:
-    """x in units of its reach, a row for each unit (h, 1, r), in the order of the groups."""
+    """Return x / reach as one row for each unit, (h, 1, r), in the order of the groups."""
     fw = get_framework(x)
     flat = fw.xp.matrix_transpose(fw.xp.reshape(x, (-1, x.shape[-1])))
     flat = flat * fw.array_from_host(1 / units.reach[side][:, None], x, fw.dtype_name(x))
@@ -73,7 +76,7 @@ def _half_weights(half: HalfFactors, like: Array, v: Array | None) -> Array:
 def _features_by_group(
     units: HiddenUnits, side: int, x: Array, v: Array | None = None
 ) -> list[Array]:
-    """The functions (·, r) of each half of each group."""
+    """Return the values (·, r) of the functions, for each half of each group."""
     xp, flat = get_framework(x).xp, _scale_units(units, side, x)
     basis = _chebyshev_basis(flat * flat * 2.0 - 1.0, _max_order_count(units.groups, side))
     by = None if v is None else _in_group_order(units, xp.reshape(v, (-1, 1, 1)))
@@ -89,12 +92,12 @@ def _features_by_group(
 
 
 def _max_order_count(groups: Sequence[UnitGroup], side: int) -> int:
-    """Polynomials that the functions are made of."""
+    """Return the largest number of Chebyshev polynomials that a function of the groups has."""
     return max((half.weights.shape[-1] for g in groups for half in g.halves[side]), default=1)
 
 
 def _chebyshev_basis(y: Array, count: int) -> Array:
-    """T₀(y) … of a count, (h, 1, r) → (h, count, r), by Tₖ₊₁ = 2y Tₖ − Tₖ₋₁."""
+    """Return T₀(y), T₁(y), …, (h, 1, r) → (h, count, r), by Tₖ₊₁ = 2y Tₖ − Tₖ₋₁."""
     terms = [y * 0.0 + 1.0, y]
     twice = y + y
     while len(terms) < count:
@@ -102,11 +105,11 @@ def _chebyshev_basis(y: Array, count: int) -> Array:
     return get_framework(y).xp.concat(terms[:count], axis=1)
 
 
-# Where memory can be written, a group at a time
+# In-place evaluation, one group at a time
 
 
 class _GroupBasis:
-    """The polynomials of a group's x (u, 1, r), each group's in the place of the last."""
+    """The polynomials of one group at x (u, 1, r); all groups share the buffer."""
 
     def __init__(self, flat: Array, groups: Sequence[UnitGroup], side: int) -> None:
         self.xp, self.flat, self.side = get_framework(flat).xp, flat, side
@@ -120,7 +123,7 @@ class _GroupBasis:
         basis[:, :1] = 1.0
         basis[:, 1:2] = x * x * 2.0 - 1.0
         known, orders = 2, _max_order_count([group], self.side)
-        while known < orders:  # Tₖ₊ₛ = 2 Tₛ Tₖ − Tₖ₋ₛ, for as many k as are known
+        while known < orders:  # Tₖ₊ₛ = 2 Tₛ Tₖ − Tₖ₋ₛ, for all known k at once
             s = known // 2
             end = min(known + s, orders)
             new, old = basis[:, known:end], basis[:, known - 2 * s : end - 2 * s]
@@ -129,7 +132,7 @@ class _GroupBasis:
             known = end
 
     def evaluate_half(self, half: HalfFactors, weights: Array, out: Array | None = None) -> Array:
-        """(u, J, r)"""
+        """Return the functions of one half, (u, J, r)."""
         made = self.xp.matmul(weights, self.basis[:, : weights.shape[-1]], out=out)
         if half.odd:
             made *= self.x
@@ -137,7 +140,7 @@ class _GroupBasis:
 
 
 def _write_features(units: HiddenUnits, side: int, x: Array, v: Array | None = None) -> Array:
-    """All functions (w, r)."""
+    """Return all functions (w, r)."""
     xp, flat = get_framework(x).xp, _scale_units(units, side, x)
     by = None if v is None else _in_group_order(units, xp.reshape(v, (-1, 1, 1)))
     pieces = _GroupBasis(flat, units.groups, side)
@@ -156,7 +159,7 @@ def _write_features(units: HiddenUnits, side: int, x: Array, v: Array | None = N
 def _feature_gradients(
     units: HiddenUnits, side: int, gradient: Array, x: Array, v: Array | None = None
 ) -> tuple[Array, ...]:
-    """The gradients of x (…, r, h) and, where there is one, of v (h,), from that of the output."""
+    """Return the gradients of x (…, r, h) and, if given, of v (h,), from that of the output."""
     fw, flat = get_framework(x), _scale_units(units, side, x)
     xp = fw.xp
     along = xp.matrix_transpose(xp.reshape(gradient, (-1, units.width)))

@@ -1,4 +1,4 @@
-"""Scores that are weights as they are: nonnegative, and 0 beyond a width."""
+"""Nonnegative scores that can be used as weights: windows, constant and exact match."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import ClassVar
 from qkv.frameworks import get_framework, is_array
 from qkv.scores.base import AffineForm, Score, broadcast_pairs
 from qkv.scores.distance import affine_squared_distance, squared_distance
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 
 @dataclass(frozen=True)
 class Window(Score):
-    """A nonnegative function of r = ‖q − k‖₂ / width, its `profile`; 0 where r > 1."""
+    """s = profile(r²) with r = ‖q − k‖₂ / width; nonnegative, and 0 for r > 1."""
 
     width: float | Array = 1.0
     number_fields: ClassVar[dict[str, bool]] = {"width": True}
@@ -25,7 +24,7 @@ class Window(Score):
         return self.profile(self.squared_ratio(query, key))
 
     def squared_ratio(self, query: Array, key: Array) -> Array:
-        """r²"""
+        """Return r² (…, n, m)."""
         return squared_distance(query, key, self.width)
 
     @property
@@ -33,12 +32,12 @@ class Window(Score):
         return not is_array(self.width)
 
     def affine_form(self, query: Array, norm: Array) -> AffineForm | None:
-        """−r², of which the score is the `profile`."""
+        """Return the affine form of −r²; `profile` turns r² into the score."""
         return affine_squared_distance(query, norm, self.width, 1.0) if self.is_radial else None
 
     def profile(self, square: Array) -> Array:
-        """The score at r²."""
-        raise NotImplementedError("a window says how a score falls with the distance")
+        """Return the score at r²."""
+        raise NotImplementedError(f"{type(self).__name__} does not define profile(square)")
 
     @property
     def ranking_score(self) -> Score:
@@ -47,7 +46,7 @@ class Window(Score):
 
 @dataclass(frozen=True)
 class RankingWindow(Score):
-    """s = the window's score where it is above 0, else −r²"""
+    """s = the window's score where it is positive, else −r²"""
 
     window: Window
 
@@ -60,7 +59,6 @@ class RankingWindow(Score):
         return self.window.numbers_per_pair(width)
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Boxcar(Window):
     """s = 1 where r ≤ 1, else 0
@@ -75,13 +73,12 @@ class Boxcar(Window):
     def profile(self, square: Array) -> Array:
         fw = get_framework(square)
         square = fw.detach(square)
-        # A NaN is neither inside nor outside, and is not hidden.
+        # NaN stays NaN: `square <= 1` would turn it into 0.
         return fw.xp.where(
             fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype_name(square))
         )
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Triangular(Window):
     """s = max(0, 1 − r)
@@ -93,14 +90,13 @@ class Triangular(Window):
 
     def profile(self, square: Array) -> Array:
         fw = get_framework(square)
-        # The root has no slope at 0, and none is needed beyond 1.
+        # sqrt has no derivative at 0, and none is needed for r > 1.
         inside = fw.xp.logical_and(square > 0, square < 1)
         inside = fw.xp.logical_or(inside, fw.xp.isnan(square))
         r = fw.xp.sqrt(fw.fill_unless(square, inside, 1.0))
         return 1.0 - r + fw.astype(square == 0, fw.dtype_name(square))
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Epanechnikov(Window):
     """s = max(0, 1 − r²)
@@ -115,7 +111,6 @@ class Epanechnikov(Window):
         return fw.fill_unless(s, fw.xp.logical_not(s <= 0))
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Constant(Score):
     """s = 1
@@ -128,22 +123,21 @@ class Constant(Score):
     is_nonnegative: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        # Sums of zeros, so that the shape comes out right even where it is not known yet.
+        # Sums of zeros give the right shape even if a graph does not know the lengths yet.
         fw = get_framework(query)
         rows, cols = (fw.astype(x == x, fw.dtype_name(x)) * 0.0 for x in (query, key))
         ones = fw.xp.sum(rows, axis=-1)[..., :, None] + 1.0
         return ones + fw.xp.sum(cols, axis=-1)[..., None, :]
 
     def check_shapes(self, query: Shape, key: Shape) -> None:
-        """Any two widths do."""
+        """Accept all shapes: the score does not depend on the vectors."""
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Exact(Score):
-    """s = 1 where k = q, else 0: the classical database's own comparison.
+    """s = 1 if k = q, else 0: the comparison of a classical database.
 
-    Under "normalized" a query that is no key gives 0; under "hard", the first row.
+    For a query that equals no key, weighting "normalized" gives 0 and "hard" the first row.
 
     >>> import numpy as np
     >>> Exact()(np.array([[1.0, 2.0]]), np.array([[1.0, 2.0], [1.0, 3.0]]))

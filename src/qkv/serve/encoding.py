@@ -118,5 +118,5 @@ class ServerBackend(AnswerBackend):
         raise CombinationError(
             f"the set has {told['set_rows']:,} rows, too many to travel: ask the database itself"
             if "coverage" in told
-            else "no prediction set: call calibrate(pairs) first, for this score and weighting"
+            else "the server promises no set: it was not calibrated, or not for such questions"
         )

@@ -1,4 +1,4 @@
-"""A score, a weighting or an encoder of one's own, tested against the equation in float64.
+"""Tests for your own scores, weightings and encoders, against the equation in float64.
 
     from qkv.testing import battery
 
@@ -6,10 +6,11 @@
     def test_mine(check):
         check()
 
-is one test for each check, framework and engine: values, weights, gradients by finite differences,
-keys that are masked out, queries without a key, dropout, blocks in any order, 32 and 16 bits. An
-engine that cannot serve a call says why, and its test is skipped. `check_score`, `check_weighting`
-and `check_encoder` run all of them at once. The battery of this package runs the same checks.
+This is one test for each check, framework and engine. The checks cover values, weights, gradients
+(by finite differences), masked keys, queries without a key, dropout, the order of blocks, and 16-
+and 32-bit dtypes. If an engine does not support a call, its test is skipped with the reason.
+`check_score`, `check_weighting` and `check_encoder` run all checks in one test. The tests of qkv
+run the same checks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ QUERY_COUNT, KEY_COUNT, VALUE_WIDTH = 7, 9, 5
 
 @dataclass(frozen=True)
 class Check:
-    """One check, to be called; its name says what, where and how."""
+    """One check. Call it to run it; its name contains the case, the framework and the engine."""
 
     name: str
     run: Callable[[], None]
@@ -50,40 +51,44 @@ class Check:
         self.run()
 
 
-def battery(*things: Any, **how: Any) -> Any:
-    """Parametrize a pytest function by `check`: every check of these scores and weightings.
+def battery(*objects: Any, **options: Any) -> Any:
+    """Parametrize a pytest function by `check`, with every check of these scores and weightings.
 
-    `attend_options` is what `check_score` and `check_weighting` take.
+    The options are those of `check_score` and `check_weighting`.
     """
     import pytest
 
-    found = [check for thing in things for check in _build_checks(thing, **how)]
-    return pytest.mark.parametrize("check", found, ids=[check.name for check in found])
+    built = [check for thing in objects for check in _build_checks(thing, **options)]
+    return pytest.mark.parametrize("check", built, ids=[check.name for check in built])
 
 
-def check_score(score: str | Score, **how: Any) -> None:
-    """Every check of a score: `width` is that of queries and keys, if it takes one width only.
+def check_score(score: str | Score, **options: Any) -> None:
+    """Run every check of a score.
 
-    `frameworks` and `engines` name some of them, else all that are installed. Its arrays are
-    NumPy's; each framework gets its own.
+    - `width`: the width of queries and keys, or a pair of both (default 3).
+    - `frameworks`, `engines`: names; by default all that are installed.
+
+    Arrays inside the score are NumPy's; the checks convert them for each framework.
 
     >>> check_score("laplace", frameworks=["numpy"], engines=["streaming"])
     """
-    _run_checks(_build_checks(scores.resolve(score), **how))
+    _run_checks(_build_checks(scores.resolve(score), **options))
 
 
-def check_weighting(weighting: str | Weighting, **how: Any) -> None:
-    """Every check of a weighting; `score` makes the scores that it is given.
+def check_weighting(weighting: str | Weighting, **options: Any) -> None:
+    """Run every check of a weighting. Options beyond those of `check_score`:
 
-    `follows` is the weighting whose gradient the scores get, where that is not its own.
+    - `score`: the score that produces its scores.
+    - `follows`: the weighting whose gradient the scores receive, if it is not this one
+      (straight-through gradients).
 
     >>> check_weighting("sigmoid", frameworks=["numpy"], engines=["streaming"])
     """
-    _run_checks(_build_checks(weightings.resolve(weighting), **how))
+    _run_checks(_build_checks(weightings.resolve(weighting), **options))
 
 
-def _run_checks(found: Iterable[Check]) -> None:
-    for check in found:
+def _run_checks(checks: Iterable[Check]) -> None:
+    for check in checks:
         try:
             check()
         except SkipTest:
@@ -117,7 +122,7 @@ def _build_checks(
     widths = width if isinstance(width, tuple) else (width, width)
     for pair in pairs:
         for name, case in _build_cases(*pair, widths, follows):
-            told = (
+            label = (
                 f"{title}-{tree.format_record(pair[1])}-{name}"
                 if thing is pair[0]
                 else f"{title}-{name}"
@@ -125,26 +130,32 @@ def _build_checks(
             for fw in frameworks or installed_frameworks():
                 for engine in engines or choice.ENGINES_BY_NAME:
                     yield from _engine_checks(
-                        f"{told}-{fw}-{engine}", case, fw, engine, name == "plain"
+                        f"{label}-{fw}-{engine}", case, fw, engine, name == "plain"
                     )
 
 
-def _engine_checks(name: str, case: Case, fw: str, engine: str, widen: bool) -> Iterator[Check]:
+def _engine_checks(
+    name: str, case: Case, fw: str, engine: str, all_dtypes: bool
+) -> Iterator[Check]:
     if fw not in FRAMEWORKS:
         raise unknown_name_error("framework", fw, FRAMEWORKS)
-    made = FRAMEWORKS[fw]
-    kinds = {"values": checks.check_values, "gradients": checks.check_gradients}
-    for told, check in list(kinds.items())[: 2 if made.has_gradients else 1]:
-        yield Check(f"{told}-{name}", partial(check, case, made, engine))
-    for dtype in checks.TOLERANCE if widen else ():
-        if dtype in made.dtypes:
-            yield Check(f"{dtype}-{name}", partial(checks.check_dtype, case, made, engine, dtype))
+    framework = FRAMEWORKS[fw]
+    yield Check(f"values-{name}", partial(checks.check_values, case, framework, engine))
+    if framework.has_gradients:
+        yield Check(f"gradients-{name}", partial(checks.check_gradients, case, framework, engine))
+    for dtype in checks.TOLERANCE if all_dtypes else ():
+        if dtype in framework.dtypes:
+            run = partial(checks.check_dtype, case, framework, engine, dtype)
+            yield Check(f"{dtype}-{name}", run)
 
 
 def _build_cases(
     score: Score, weighting: Weighting, widths: tuple[int, int], follows: Weighting | None
 ) -> Iterator[tuple[str, Case]]:
-    """Without a mask, with grouped heads; a query without a key; a masked key that is NaN; …"""
+    """Yield the cases by name: without a mask, causal, a query without a key, masked NaN and so on.
+
+    All cases have grouped heads.
+    """
     rng, host = np.random.default_rng(7), load_framework("numpy")
     arrays = {
         "query": rng.normal(size=(2, 4, QUERY_COUNT, widths[0])),
@@ -156,47 +167,40 @@ def _build_cases(
             arrays[f"{name} {i}"] = np.asarray(x, "float64")
     live = rng.random((QUERY_COUNT, KEY_COUNT)) > 0.4
     live[2] = False
-    spoiled = {**arrays, "key": arrays["key"].copy(), "value": arrays["value"].copy()}
-    spoiled["key"][..., 6:, :] = spoiled["value"][..., 6:, :] = np.nan
+    with_nan = {**arrays, "key": arrays["key"].copy(), "value": arrays["value"].copy()}
+    with_nan["key"][..., 6:, :] = with_nan["value"][..., 6:, :] = np.nan
 
-    def build_case(given: dict[str, np.ndarray], **more: Any) -> Case:
-        def attend_options(now: Any) -> dict[str, Any]:
-            def rebuild_record(what: str, record: Any) -> Any:
-                inside = [x for name, x in now.items() if name.startswith(f"{what} ")]
-                return tree.replace_arrays(host, record, inside)
+    def build_case(inputs: dict[str, np.ndarray], **fixed: Any) -> Case:
+        def attend_options(current: Any) -> dict[str, Any]:
+            def rebuild_record(role: str, record: Any) -> Any:
+                leaves = [x for name, x in current.items() if name.startswith(f"{role} ")]
+                return tree.replace_arrays(host, record, leaves)
 
-            mask = now.get("mask", more.get("mask"))
-            how = {
+            formula = {
                 "score": rebuild_record("score", score),
                 "weighting": rebuild_record("weighting", weighting),
             }
-            return {**how, **more, "mask": mask}
+            return {**formula, **fixed, "mask": current.get("mask", fixed.get("mask"))}
 
-        return Case(given, attend_options, follows)
+        return Case(inputs, attend_options, follows)
 
     yield "plain", build_case(arrays)
     yield "causal", build_case(arrays, mask=masks.causal)
     yield "no key", build_case({**arrays, "mask": live})
-    yield "NaN", build_case(spoiled, mask=masks.lengths([6, 4]))
+    yield "NaN", build_case(with_nan, mask=masks.lengths([6, 4]))
     yield "dropout", build_case(arrays, dropout_p=0.4, seed=3)
     if not weighting.needs_nonnegative:
-        yield (
-            "bias",
-            build_case(
-                {
-                    **arrays,
-                    "mask": np.where(live, rng.normal(size=(QUERY_COUNT, KEY_COUNT)), -np.inf),
-                }
-            ),
-        )
+        bias = np.where(live, rng.normal(size=(QUERY_COUNT, KEY_COUNT)), -np.inf)
+        yield "bias", build_case({**arrays, "mask": bias})
 
 
 def check_encoder(encoder: Any, keys: Sequence[Any]) -> None:
-    """Every check of an encoder, fitted to these keys.
+    """Run every check of an encoder, fitted to these keys.
 
-    One float32 vector for each key, whatever is beside it; settings (JSON) and arrays that build
-    it again; a score by which its vectors can be compared; None asks nothing of it as a head, if
-    that score is a product and it can be one.
+    - It returns one finite float32 vector for each key, independent of the other keys.
+    - Its settings (JSON) and arrays build an equal encoder.
+    - Its default score compares its vectors.
+    - If it can be one head of several, None as a query gives a zero vector.
 
     >>> from qkv.database.encoders import Characters
     >>> check_encoder(Characters(64), ["Dracula", "Emma"])
@@ -208,8 +212,8 @@ def check_encoder(encoder: Any, keys: Sequence[Any]) -> None:
         assert vectors.dtype == np.float32, f"vectors of {vectors.dtype}"
         assert np.isfinite(vectors).all(), "vectors that are not finite"
     assert fitted.encode([]).shape == (0, fitted.width), "no keys must give no vectors"
-    alone = np.concatenate([fitted.encode([key]) for key in keys])
-    np.testing.assert_allclose(alone, encoded, atol=1e-6, err_msg="a key alone")
+    one_by_one = np.concatenate([fitted.encode([key]) for key in keys])
+    np.testing.assert_allclose(one_by_one, encoded, atol=1e-6, err_msg="keys one by one")
     np.testing.assert_allclose(fitted.encode(keys[::-1])[::-1], encoded, atol=1e-6)
     settings = json.loads(json.dumps(fitted.settings(), allow_nan=False))
     assert settings.get("kind") == fitted.kind, "settings must have the encoder's kind"
@@ -227,5 +231,6 @@ def check_encoder(encoder: Any, keys: Sequence[Any]) -> None:
         heads = fitted.encode_head(keys)
     except CombinationError:
         return
-    assert heads.shape == (len(keys), fitted.head_width), f"as a head, {heads.shape}"
-    assert not fitted.encode_head([None, keys[0]], query=True)[0].any(), "None must ask nothing"
+    assert heads.shape == (len(keys), fitted.head_width), f"as a head: shape {heads.shape}"
+    none_vector = fitted.encode_head([None, keys[0]], query=True)[0]
+    assert not none_vector.any(), "the query None must be a zero vector"

@@ -1,4 +1,4 @@
-"""What is checked of one call on one framework and engine: each against `dense` in float64."""
+"""Checks of one call on one framework and engine, against `dense` in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qkv.util.types import Array
 from qkv.weightings import Weighting
 
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 2e-5}
-"""How far from float64 a result may lie, once its arguments are rounded to a dtype."""
+"""Largest error relative to float64, for arguments that are already rounded to the dtype."""
 DIFFERENCE_STEP = 1e-6
 
 Arrays = Mapping[str, Any]
@@ -31,10 +31,10 @@ Arrays = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call: NumPy arrays by name, and what `attend` is told beside query, key and value.
+    """One call: NumPy arrays by name, and the options of `attend`.
 
-    `build_options` makes score, weighting and mask of the arrays, whichever framework's they are
-    by then. `follows` is the weighting whose gradient the scores get, where that is not its own.
+    `build_options` builds score, weighting and mask from the arrays of any framework. `follows` is
+    the weighting whose gradient the scores receive, if it is not the case's own.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -57,7 +57,7 @@ class Case:
 
     @cached_property
     def numeric_slopes(self) -> dict[str, tuple[np.ndarray, float]]:
-        """A random direction for each array, and the loss's slope along it by differences."""
+        """A random direction for each array, and the derivative of the loss along it."""
         rng, out = np.random.default_rng(1), {}
 
         def loss(name: str, x: np.ndarray) -> float:
@@ -77,7 +77,7 @@ class Case:
     def compute_gradients(
         self, fw: Framework, arrays: Arrays, engine: str, **more: Any
     ) -> list[np.ndarray]:
-        """Of each array, for the gradient `output_gradient` of the output."""
+        """Return the gradient of each array, for the gradient `output_gradient` of the output."""
         along = fw.make_array(
             self.output_gradient, get_framework(arrays["query"]).dtype_name(arrays["query"])
         )
@@ -95,9 +95,10 @@ class Case:
 
 @contextmanager
 def with_small_blocks(case: Case, fw: Framework, engine: str) -> Iterator[None]:
-    """In blocks that do not divide the call; a refusal skips the test.
+    """Run with blocks that do not divide the call; skip the test if the engine does not support it.
 
-    `dense` and `streaming` serve everything but a function whose arrays the framework cannot find.
+    `dense` and `streaming` must support every call, except functions whose captured arrays the
+    framework cannot find.
     """
     sizes = {
         "block_size": lambda call: (3, 4),
@@ -108,14 +109,15 @@ def with_small_blocks(case: Case, fw: Framework, engine: str) -> Iterator[None]:
             yield
     except EngineError as refusal:
         score = resolve(case.build_options(case.arrays).get("score", "scaled_dot"))
-        closed = isinstance(score, UserScore) and user_functions(score)
-        if engine in ("dense", "streaming") and not (closed and fw.name in ("tensorflow", "mxnet")):
+        may_capture = isinstance(score, UserScore) and user_functions(score)
+        finds_no_captures = fw.name in ("tensorflow", "mxnet")
+        if engine in ("dense", "streaming") and not (may_capture and finds_no_captures):
             raise
         raise SkipTest(str(refusal)) from None
 
 
 def check_values(case: Case, fw: Framework, engine: str) -> None:
-    """The output, and weights that make it of the values."""
+    """Check the output, and that weights times values give the output."""
     with with_small_blocks(case, fw, engine):
         out, alpha = case.attend(case.make_arrays(fw), engine=engine, return_weights=True)
     np.testing.assert_allclose(to_numpy(out), case.expected, atol=1e-10)
@@ -126,36 +128,37 @@ def check_values(case: Case, fw: Framework, engine: str) -> None:
 
 
 def check_gradients(case: Case, fw: Framework, engine: str) -> None:
-    """The gradient of every array, along a random direction, against finite differences."""
+    """Check the gradient of every array along a random direction, by finite differences."""
     with with_small_blocks(case, fw, engine):
-        found = case.compute_gradients(fw, case.make_arrays(fw), engine)
-    for name, gradient in zip(case.arrays, found, strict=True):
+        gradients = case.compute_gradients(fw, case.make_arrays(fw), engine)
+    for name, gradient in zip(case.arrays, gradients, strict=True):
         assert np.isfinite(gradient).all(), f"the gradient of {name} is not finite"
         if name in case.numeric_slopes:
             direction, slope = case.numeric_slopes[name]
             parts = np.nan_to_num(gradient * direction)
             error, size = abs(parts.sum() - slope), np.abs(parts).sum() + 1
-            assert error < 1e-7 * size, f"the gradient of {name} is {error} from {slope}"
+            assert error < 1e-7 * size, f"the gradient of {name} differs by {error} from {slope}"
 
 
 def check_dtype(case: Case, fw: Framework, engine: str, dtype: str) -> None:
-    """Sums run in float32 at least: the error is that of rounding the arguments and the result."""
-    given = case.make_arrays(fw, dtype)
-    want = case.attend(to_float64(given), engine="dense")
+    """Check that sums run at least in float32: only arguments and result are rounded."""
+    arrays = case.make_arrays(fw, dtype)
+    expected = case.attend(to_float64(arrays), engine="dense")
     with with_small_blocks(case, fw, engine):
-        out = case.attend(given, engine=engine)
+        out = case.attend(arrays, engine=engine)
     assert get_framework(out).dtype_name(out) == dtype
-    atol = TOLERANCE[dtype] * (np.abs(want).max() + 1)
-    np.testing.assert_allclose(to_numpy(out), want, atol=atol)
+    atol = TOLERANCE[dtype] * (np.abs(expected).max() + 1)
+    np.testing.assert_allclose(to_numpy(out), expected, atol=atol)
 
 
 def to_float64(arrays: Arrays) -> dict[str, np.ndarray]:
+    """Return NumPy copies in float64; arrays that are not floats keep their dtype."""
     host = {name: to_numpy(x) for name, x in arrays.items()}
     return {n: x.astype("float64") if x.dtype.kind == "f" else x for n, x in host.items()}
 
 
 def check_merging(weighting: Weighting, nonnegative: bool = False) -> None:
-    """The states of three blocks give the same whatever their order, and none is nothing."""
+    """Check that states of three blocks merge to the same result in any order, from `init`."""
     rng = np.random.default_rng(3)
     scores, value = rng.normal(size=(4, 9)), rng.normal(size=(9, 2))
     scores = np.abs(scores) if nonnegative else scores
@@ -182,17 +185,19 @@ def check_merging(weighting: Weighting, nonnegative: bool = False) -> None:
 
 
 def check_leaving(weighting: Weighting, nonnegative: bool = False) -> None:
-    """Without a key the others weigh what `without` makes of them, and as before where a weighting
-    that is sparse gave it nothing."""
+    """Check the weights without one key against `divisor_without`.
+
+    Where it returns None, a sparse weighting must not change if the key had weight 0.
+    """
     scores = np.random.default_rng(4).normal(size=(4, 9))
     scores = np.abs(scores) if nonnegative else scores
     alpha = np.asarray(weighting(scores))
     for i in range(9):
         live = np.arange(9)[None] != i
-        want, rest = np.asarray(weighting(scores, live)), np.where(live, alpha, 0)
-        by = weighting.divisor_without(rest.sum(axis=1, keepdims=True))
-        if by is not None:
-            np.testing.assert_allclose(rest / by, want, atol=1e-10)
+        expected, remaining = np.asarray(weighting(scores, live)), np.where(live, alpha, 0)
+        divisor = weighting.divisor_without(remaining.sum(axis=1, keepdims=True))
+        if divisor is not None:
+            np.testing.assert_allclose(remaining / divisor, expected, atol=1e-10)
         elif weighting.is_sparse:
-            gone = alpha[:, i] == 0
-            np.testing.assert_allclose(alpha[gone], want[gone], atol=1e-10)
+            had_no_weight = alpha[:, i] == 0
+            np.testing.assert_allclose(alpha[had_no_weight], expected[had_no_weight], atol=1e-10)

@@ -1,4 +1,4 @@
-"""The frameworks under test: making arrays, and gradients as a user would take them."""
+"""The frameworks under test: how to create arrays and compute gradients as a user would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NumPy:
     def compute_gradients(
         self, loss: Callable[..., Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
-        """Of each array, 0 for those that are no floats."""
+        """Return the gradient of each array; 0 for arrays that are not floats."""
         at = [i for i, x in enumerate(arrays) if "float" in str(x.dtype)]
 
         def loss_of_floats(*chosen: Any) -> Any:
@@ -36,7 +36,7 @@ class NumPy:
         return [_gradient_or_zeros(x, found.get(i)) for i, x in enumerate(arrays)]
 
     def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
-        """The gradient of each, as a user would take it; None: there is none."""
+        """Return the gradient of each array, or None for an array without one."""
         raise NotImplementedError
 
 
@@ -140,5 +140,5 @@ FRAMEWORKS = {kind.name: kind() for kind in (NumPy, Strict, Torch, Jax, TensorFl
 
 
 def installed_frameworks() -> list[str]:
-    """The names of those that can be imported here."""
+    """Return the names of the frameworks that are installed."""
     return [name for name in FRAMEWORKS if find_spec(name)]

@@ -94,8 +94,8 @@ def clear_caches() -> None:
     >>> attend(np.eye(2), np.eye(2), np.ones((2, 1)))
     array([[1.],
            [1.]])
-    >>> describe_caches()["engines.plans_by_signature"]
-    1
+    >>> describe_caches()["engines.plans_by_signature"] > 0
+    True
     >>> clear_caches()
     >>> describe_caches()["engines.plans_by_signature"]
     0

@@ -1,4 +1,4 @@
-"""A time limit for computations, which check it between blocks of work."""
+"""A limit on the time that a computation takes: loops over blocks of work check it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _DEADLINE: ContextVar[float | None] = ContextVar("qkv-deadline", default=None)
 
 
 class DeadlineError(QkvError, TimeoutError):
-    """A computation was stopped at its deadline."""
+    """A computation reached its deadline, and was stopped."""
 
 
 def current_deadline() -> float | None:
-    """Return the deadline of this thread or task in `time.monotonic`; None means no limit."""
+    """When the work of this thread or task must end, by `time.monotonic`; None: never."""
     return _DEADLINE.get()
 
 
 @contextlib.contextmanager
 def limit_time(deadline: float | None) -> Iterator[None]:
-    """Stop the work inside the `with` at this `time.monotonic`; None sets no limit.
+    """Stop what runs inside at this `time.monotonic`; None stops nothing.
 
     >>> with limit_time(time.monotonic() - 1):
     ...     check_deadline()
@@ -39,7 +39,7 @@ def limit_time(deadline: float | None) -> Iterator[None]:
 
 
 def check_deadline() -> None:
-    """Raise `DeadlineError` if the deadline has passed."""
+    """Raise DeadlineError if the deadline has passed. Called between two blocks of work."""
     deadline = _DEADLINE.get()
     if deadline is not None and time.monotonic() > deadline:
         raise DeadlineError("the work took longer than its time limit: ask for less at a time")

@@ -1,4 +1,4 @@
-"""α: how scores become weights. Pick one by name or build one."""
+"""Weightings α: how scores become weights. Pass one by name or as an object of this module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from qkv.errors import CombinationError, DtypeError
 from qkv.scores import Score
 from qkv.util.registry import ClassRegistry
-from qkv.weightings import graph_nodes as _nodes  # noqa: F401, they are found by name
+from qkv.weightings import graph_nodes as _nodes  # noqa: F401, registers the nodes by name
 from qkv.weightings.average import Average
 from qkv.weightings.base import State, Weighting, pool_by_weights
 from qkv.weightings.entmax import Entmax, Sparsemax
@@ -33,7 +33,7 @@ register = NAMES.register
 Name = Literal[
     "softmax", "hard", "average", "normalized", "raw", "sigmoid", "sparsemax", "entmax15"
 ]
-"""The names that are enough for a call, to a type checker; `resolve` takes any other."""
+"""Names of weightings without required fields, for type checkers. `resolve` accepts aliases too."""
 WeightingLike = Name | Weighting
 
 __all__ = [
@@ -59,8 +59,10 @@ __all__ = [
 
 
 def pair_score_with_weighting(score: Score, weighting: Weighting, biased: bool = False) -> Score:
-    """The score as the weighting reads it, refused where the two mean nothing together, a float
-    mask added to the score or not."""
+    """Check that a score fits a weighting, and return the score as the weighting needs it.
+
+    `biased` says whether a float mask is added to the score.
+    """
     reason = weighting.incompatible_reason(score, biased)
     if reason:
         raise CombinationError(reason)
@@ -68,13 +70,13 @@ def pair_score_with_weighting(score: Score, weighting: Weighting, biased: bool =
 
 
 def resolve(weighting: str | Weighting) -> Weighting:
-    """A weighting from its name or itself.
+    """Return the weighting for a name or a weighting object.
 
     >>> resolve("entmax15")
     Entmax(alpha=1.5)
     """
-    found = NAMES.resolve(weighting)
-    if found is None:
+    resolved = NAMES.resolve(weighting)
+    if resolved is None:
         kind = type(weighting).__name__
         raise DtypeError(f"weighting must be a name or a weighting, not {kind}")
-    return found
+    return resolved

@@ -1,4 +1,4 @@
-"""Average pooling: every row counts alike."""
+"""Average pooling: all rows have the same weight."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.frameworks import get_framework
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.base import State, Weighting, pool_by_weights
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Average(Weighting):
     """α = 1 / m over the m live rows
@@ -34,8 +32,8 @@ class Average(Weighting):
         fw = get_framework(scores)
         return fw.fill_unless(fw.astype(scores == scores, fw.dtype_name(scores)) * 0.0 + 1.0, live)
 
-    def divisor_without(self, rest: Array) -> Array:
-        return rest
+    def divisor_without(self, remaining: Array) -> Array:
+        return remaining
 
     def init(self, rows: Array, width: int) -> State:
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)

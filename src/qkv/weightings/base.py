@@ -1,4 +1,4 @@
-"""What a weighting is: scores to weights, whole or in one pass over blocks of keys."""
+"""The base class of weightings: scores to weights, over whole rows or block by block."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from qkv.scores import Score
 from qkv.util.types import Array, DropoutMask, LiveMask, MergeFunction, Shape, Span
 
 State = tuple[Array, ...]
-"""What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
+"""A partial result over some of the keys: a few arrays (…, n, ·)."""
 
 INFINITY = float("inf")
 MAX_SCORES_PER_PIECE = 2**20
-"""Numbers of a piece that its passes find in the cache."""
+"""Scores that are processed at once: they fit the processor's cache."""
 NO_POSITION = 2**31 - 1
-"""The position of no key: behind every other."""
+"""Stands for no key; larger than every position."""
 
 
 FoldFunction = Callable[[Callable[..., State], MergeFunction, Callable[[Array], State]], State]
-"""fold(lift, merge, init): lift(s, live, k) of each block of the rows' scores, merged."""
+"""fold(lift, merge, init): apply lift(s, live, k) to each block of scores, and merge the results.
+
+`init(rows)` is the state of no keys.
+"""
 
 
 class MissingMethodError(CombinationError, NotImplementedError):
-    """A call needs a step that the weighting's class does not write."""
+    """A call needs a method that the weighting's class does not define."""
 
 
 class Weighting(tree.Record):
-    """α = weights(scores): (…, n, m) → (…, n, m), each row by itself.
+    """α = weights(scores): (…, n, m) → (…, n, m), row by row.
 
-    The same in blocks is a monoid. `partial_state` turns one block of scores and values into a
-    state, `merge` joins two states, `init` is the state of no keys, and `finish` gives the output.
-    A weighting that must know something of the whole row first finds it by `find_threshold`.
+    Over blocks of keys a weighting is a monoid. `partial_state` turns one block of scores and
+    values into a state, `merge` joins two states, `init` is the state of no keys, and `finish`
+    returns the output. A weighting that needs a fact about the whole row first, such as a
+    threshold, computes it in `find_threshold`.
 
-    `live` marks the keys a mask leaves (None: all); `keep` is the dropout's factor on each
-    weight (None: no dropout); `k` (1, c) holds the keys' positions.
+    Arguments of the methods:
+
+    - `live` marks the keys that the mask allows (None: all).
+    - `keep` is the dropout factor of each weight (None: no dropout).
+    - `k` (1, c) holds the positions of the keys.
+    - `found` is the result of `find_threshold`, or after `finish` the row facts that it returned.
     """
 
     role: ClassVar[str] = "weighting"
@@ -46,60 +54,69 @@ class Weighting(tree.Record):
     needs_nonnegative: ClassVar[bool] = False
     """Whether the scores must not be negative."""
     is_sparse: ClassVar[bool] = False
-    """Whether a weight may be 0 by design: that row's value then cannot reach the output."""
+    """Whether weights may be exactly 0; such a row's value, even NaN, does not reach the output."""
     has_lse: ClassVar[bool] = False
-    """Whether the row has a log-sum-exp."""
+    """Whether the weighting has a log-sum-exp."""
     needs_centre: bool = False
-    """Whether a weight falls when another of its row rises, so that `score_gradient` needs a
+    """Whether a weight depends on the other scores of its row, so that `score_gradient` needs the
     centre."""
     is_differentiable: bool = True
-    """Whether the weights move with the scores, so that gradients reach them."""
+    """Whether scores receive gradients."""
     has_learned_shape: bool = False
-    """Whether an array of its own acts in `block_weights`, not in `scale_scores` alone."""
+    """Whether an array field acts in `block_weights` and not only in `scale_scores`."""
     raises_on_empty: bool = False
-    """Whether a row may be refused once it is known: `check_row_state` looks at it."""
+    """Whether `check_row_state` may raise an error for a row."""
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Check that a class that overrides `weights` does not inherit methods for other weights.
+
+        `BLOCK_METHODS` compute the same weights block by block, `score_gradient` their gradient.
+        """
         super().__init_subclass__(**options)
-        owner: Any = next(x for x in cls.__mro__ if "score_gradient" in vars(x))
-        if "weights" in vars(cls) and owner is not cls and owner.weights is not Weighting.weights:
-            setattr(cls, "score_gradient", Weighting.score_gradient)  # noqa: B010  # the base's is of other weights
-        if "weights" not in vars(cls) or not vars(cls).keys().isdisjoint(BLOCK_METHODS):
+        if "weights" not in vars(cls):
             return
-        if cls.block_weights not in (Weighting.block_weights, Elementwise.block_weights):
+        name = cls.__name__
+        has_block_methods = not vars(cls).keys().isdisjoint(BLOCK_METHODS)
+        generic = (Weighting.block_weights, Elementwise.block_weights)
+        if not has_block_methods and cls.block_weights not in generic:
             raise DtypeError(
-                f"{cls.__name__} writes other weights than its base, whose blocks would go on as "
-                "they are: say in `scale_scores` what is done to each score, or write "
-                f"{', '.join(BLOCK_METHODS)} "
-                "too, as far as they differ"
+                f"{name} overrides `weights` but inherits block methods for other weights: "
+                "override `scale_scores` if you only transform each score, or define "
+                f"{', '.join(BLOCK_METHODS)} too, where they differ"
+            )
+        owner: Any = next(x for x in cls.__mro__ if "score_gradient" in vars(x))
+        if owner is not cls and owner.weights is not Weighting.weights:
+            raise DtypeError(
+                f"{name} overrides `weights` but inherits `score_gradient` of {owner.__name__}: "
+                "define it too, or set `score_gradient = Weighting.score_gradient` to have none"
             )
 
     @property
     def needs_search(self) -> bool:
-        """Whether something must be known of a whole row before its values are pooled."""
+        """Whether `find_threshold` must see the whole row before values are pooled."""
         return type(self).find_threshold is not Weighting.find_threshold
 
     @property
     def max_support(self) -> int | None:
-        """The most keys of a row that count, in the output and in its gradient; None: all may."""
+        """The largest number of keys in a row with nonzero weight or gradient; None: no limit."""
         return None
 
     def __call__(self, scores: Array, live: LiveMask = None) -> Array:
-        """The weights of scores (…, n, m); `live` marks the keys that count."""
+        """Return the weights of scores (…, n, m); `live` marks the keys that count."""
         fw = get_framework(scores)
         dtype = fw.dtype_name(scores)
         if len(scores.shape) < 2 or "float" not in dtype:
-            told = f"{dtype} of shape {tuple(scores.shape)}"
             raise DtypeError(
-                f"scores must be floats (…, n, m), not {told}; one row is scores[None]"
+                f"scores must be a float array (…, n, m), not {dtype} of shape "
+                f"{tuple(scores.shape)}; for one row pass scores[None]"
             )
         if dtype in ("float16", "bfloat16"):
             return fw.astype(self(fw.astype(scores, "float32"), live), dtype)
-        lent = (
+        view = (
             fw.as_numpy_view(scores) if self.needs_search and not self.has_learned_shape else None
         )
-        if lent is not None:
-            return fw.from_numpy_view(self(lent, None if live is None else fw.as_numpy_view(live)))
+        if view is not None:
+            return fw.from_numpy_view(self(view, None if live is None else fw.as_numpy_view(live)))
         n, m = scores.shape[-2:]
         if (
             fw.needs_equal_spans
@@ -108,159 +125,165 @@ class Weighting(tree.Record):
             or fw.needs_gradient([scores])
         ):
             tiling: list[tuple[Span, list[Span]]] = [(Span(0, fw.axis_length(scores, -2)), [])]
-        else:  # in pieces that stay in the cache
+        else:
             size = max(MAX_SCORES_PER_PIECE // m, 1)
             tiling = [(Span(i, min(size, n - i)), []) for i in range(0, n, size)]
 
         def weigh_tile(rows: Span, _: object) -> State:
             part = None if live is None else fw.slice_span(live, rows, -2)
-            # What is dead may be NaN, which a learned temperature must not meet.
-            how = weighting_for_rows(fw, self, rows, n)
-            s = how.scale_scores(fw.fill_unless(fw.slice_span(scores, rows, -2), part))
-            return (how.weights(s, part, fw.position_range(0, fw.axis_length(scores, -1), scores)),)
+            # Masked scores may be NaN, which would reach the gradient of a learned temperature.
+            weighting = weighting_for_rows(fw, self, rows, n)
+            s = weighting.scale_scores(fw.fill_unless(fw.slice_span(scores, rows, -2), part))
+            k = fw.position_range(0, fw.axis_length(scores, -1), scores)
+            return (weighting.weights(s, part, k),)
 
         with fw.compute_context():
             return fw.map_tiles(weigh_tile, tiling)[0]
 
     def incompatible_reason(self, score: Score, biased: bool) -> str | None:
-        """Why weights of this score mean nothing, with a float mask added to it or without."""
+        """Return why this score cannot be used, or None; `biased`: a float mask is added to it."""
         return None
 
     def adapt_score(self, score: Score) -> Score:
-        """The score as this weighting needs it."""
+        """Return the score as this weighting needs it."""
         return score
 
     def check_shapes(self, lead: Shape, n: int) -> None:
-        """Raise where its arrays do not fit weights of queries (*lead, n, d)."""
+        """Raise ShapeError if an array field does not fit queries (*lead, n, d)."""
 
     def scale_scores(self, scores: Array) -> Array:
-        """What is done to each score before anything else (a temperature)."""
+        """Return the scores after an elementwise transformation, such as a temperature."""
         return scores
 
     def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        """α, literally."""
-        raise NotImplementedError("a weighting says how scores become weights")
+        """Return α (…, n, m) of whole rows, as in the formula."""
+        raise NotImplementedError(f"{type(self).__name__} does not define weights(scores, live, k)")
 
     def pool_whole_rows(
         self, scores: Array, live: LiveMask, k: Array, value: Array, keep: DropoutMask
     ) -> Array:
-        """The output of rows with all their keys in one block.
+        """Return the output of rows whose keys are all in one block.
 
-        The scores are not scaled yet, and may be overwritten.
+        The scores are not scaled yet. The method may overwrite them.
         """
         return self.pool_values(self.weights(self.scale_scores(scores), live, k), value, live, keep)
 
     def pool_values(self, weight: Array, value: Array, live: LiveMask, keep: DropoutMask) -> Array:
-        """Σᵢ αᵢ vᵢ, once the weights are there."""
+        """Return Σᵢ αᵢ vᵢ for given weights."""
         if live is keep is None and not self.is_sparse:
             return get_framework(weight).matmul(weight, value)
         return pool_by_weights(weight, value, live, keep, self.is_sparse)
 
     def value_gradient_weights(self, weight: Array) -> Array:
-        """The weights by which a gradient reaches the values."""
+        """Return the weights of the output's gradient in the gradient of the values."""
         return weight
 
-    def divisor_without(self, rest: Array) -> Array | None:
-        """What the weights of the other keys, which sum to `rest`, are divided by where a key is
-        left out; None where they do not stay in proportion."""
+    def divisor_without(self, remaining: Array) -> Array | None:
+        """Return the divisor of the other weights when one key is left out.
+
+        `remaining` is the sum of the other weights. None if they do not stay in proportion.
+        """
         return None
 
     def missing_methods_reason(self, learning: bool) -> str | None:
-        """Why its rows must be whole, with a gradient or without: a step that is not written."""
+        """Return which method is missing to process rows in blocks, or None.
+
+        `learning`: with a gradient.
+        """
         kind, name = type(self), type(self).__name__
         if kind.block_weights is Weighting.block_weights and (
             learning or kind.partial_state is Weighting.partial_state
         ):
             return (
-                f"{name} weighs whole rows only: write `block_weights`, and the other steps of "
-                "`qkv.weightings.Weighting`, for rows that come in blocks or from several shards"
+                f"{name} can process whole rows only: define `block_weights` and the other methods "
+                "of `qkv.weightings.Weighting` for rows in blocks or in several shards"
             )
         if learning and self.is_differentiable and kind.score_gradient is Weighting.score_gradient:
             return (
-                f"{name} has no `score_gradient`, by which a gradient goes back through rows "
-                "that come in "
-                "blocks: write it, ∂L/∂score of ∂L/∂α, or `is_differentiable = False` where "
-                "there is none"
+                f"{name} has no `score_gradient`, which gradients of rows in blocks need: define "
+                "it (∂L/∂score from ∂L/∂α), or set `is_differentiable = False`"
             )
         return None
 
     def limit_to_keys(self, count: int) -> Weighting:
-        """The weighting that gives the same where there are no more keys than this."""
+        """Return an equivalent weighting for at most `count` keys, such as a smaller TopK."""
         return self
 
     def find_threshold(self, fold: FoldFunction) -> State:
-        """What must be known of a row before its values are pooled."""
+        """Return the facts about a row that pooling needs first."""
         return ()
 
     def init(self, rows: Array, width: int) -> State:
-        """The state of no keys, for rows shaped as `rows` (…, r, 1) and values of this width."""
+        """Return the state of no keys, for rows like `rows` (…, r, 1) and values of this width."""
         return (get_framework(rows).full((*rows.shape[:-1], width), 0.0, rows),)
 
     def partial_state(
         self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
     ) -> State:
-        """The state of one block, whose scores may be overwritten."""
+        """Return the state of one block; the method may overwrite the scores."""
         return (self.pool_values(self.block_weights(scores, live, k, found), value, live, keep),)
 
     def merge(self, one: State, two: State) -> State:
-        """The state of both: here the sums of what each has."""
+        """Return the state of two disjoint sets of keys; by default the sum of both states."""
         return tuple(a + b for a, b in zip(one, two, strict=True))
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
-        """The output; what `block_weights` needs to know of the row; and the centre c of
-        `score_gradient`."""
+        """Return the output, the row facts for `block_weights`, and the centre c.
+
+        The centre (…, r, d_v) is what `score_gradient` needs about the whole row; None: nothing.
+        """
         return state[0], found, None
 
     def check_row_state(self, found: State) -> None:
-        """Raise where a row that is known has no weights."""
+        """Raise an error if a row has no weights and the options forbid that."""
 
     def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
-        """The weights of one block, once the row is known."""
+        """Return the weights of one block, given the row facts of `finish`."""
         raise MissingMethodError(self.missing_methods_reason(False))
 
     def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
-        """The gradient of the block's scores: `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂out."""
+        """Return ∂L/∂score of a block; `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂output."""
         raise MissingMethodError(self.missing_methods_reason(True))
 
     def compute_lse(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        """log Σ exp(score) (…, n, 1), literally."""
-        raise NotImplementedError(f"{type(self).__name__} does not define this")
+        """Return log Σ exp(score) (…, n, 1) of whole rows."""
+        raise NotImplementedError(f"{type(self).__name__} has no log-sum-exp")
 
     def weights_and_lse(
         self, scores: Array, live: LiveMask, k: Array
     ) -> tuple[Array, Array | None]:
-        """Both at once; None for a weighting that has no log-sum-exp."""
+        """Return the weights and the log-sum-exp; None for a weighting that has none."""
         lse = self.compute_lse(scores, live, k) if self.has_lse else None
         return self.weights(scores, live, k), lse
 
     def lse_from_state(self, found: State) -> Array:
-        """The same, of a row that is known."""
-        raise NotImplementedError(f"{type(self).__name__} does not define this")
+        """Return the log-sum-exp (…, n, 1) from the row facts of `finish`."""
+        raise NotImplementedError(f"{type(self).__name__} has no log-sum-exp")
 
 
 class Elementwise(Weighting):
-    """Each weight hangs on its own score alone, so that a block is weighed as a row is."""
+    """Base of weightings whose weight i depends only on score i."""
 
     def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
         return self.weights(scores, live, k)
 
-    def divisor_without(self, rest: Array) -> Array:
-        return get_framework(rest).xp.ones_like(rest)
+    def divisor_without(self, remaining: Array) -> Array:
+        return get_framework(remaining).xp.ones_like(remaining)
 
 
 BLOCK_METHODS = ("find_threshold", "partial_state", "merge", "finish", "block_weights")
-"""What makes the weights of a row from those of its blocks."""
+"""The methods that compute the weights of a row from its blocks."""
 
 
 def has_number_per_row(x: Array, n: int) -> bool:
-    """Whether an array has a number for each of n rows, (…, n, 1)."""
+    """Return whether an array has one number for each of n rows, (…, n, 1)."""
     return n != 1 and tuple(x.shape[-2:]) == (n, 1)
 
 
 def weighting_for_rows(fw: Framework, weighting: Weighting, rows: Span, n: int) -> Weighting:
-    """The weighting of some of n rows: what it has for each is cut."""
+    """Return the weighting for some of n rows, with its arrays (…, n, 1) sliced to these rows."""
     return tree.map_arrays(
         fw, lambda x: fw.slice_span(x, rows, -2) if has_number_per_row(x, n) else x, weighting
     )
@@ -269,7 +292,7 @@ def weighting_for_rows(fw: Framework, weighting: Weighting, rows: Span, n: int) 
 def pool_by_weights(
     weight: Array, value: Array, live: LiveMask, keep: DropoutMask, sparse: bool = False
 ) -> Array:
-    """Σⱼ weightᵢⱼ vⱼ, where a value that is ruled out cannot spoil the sum by being NaN or ∞."""
+    """Return Σⱼ weightᵢⱼ vⱼ; masked values that are NaN or infinite do not reach the sum."""
     fw = get_framework(weight)
     xp = fw.xp
     if live is None and not sparse:
@@ -287,29 +310,28 @@ def pool_by_weights(
     if fw.is_surely_finite(value):
         return pool_finite(weight, value)
     if weight.shape[:-2] == value.shape[:-2]:
-        some = None if sparse and keep is None else live
-        out = fw.call_graph_node("pooled", weight, some, value)
+        out = fw.call_graph_node("pooled", weight, None if sparse and keep is None else live, value)
         if out is not None:
             return out
-    given = () if sparse and keep is None else (live,)
-    return fw.cond(xp.all(xp.isfinite(value)), pool_finite, pool_live, weight, value, *given)
+    masks = () if sparse and keep is None else (live,)
+    return fw.cond(xp.all(xp.isfinite(value)), pool_finite, pool_live, weight, value, *masks)
 
 
 def pool_live_values(weight: Array, value: Array, live: Array) -> Array:
-    """Σⱼ weightᵢⱼ vⱼ over the live pairs, whatever the values of the others are.
+    """Return Σⱼ weightᵢⱼ vⱼ over the live pairs; other values may be NaN or infinite.
 
-    An infinite value with weight makes the sum infinite; NaN where both infinities meet, and where
-    a live value is NaN, or infinite without weight.
+    An infinite live value makes the sum infinite. The sum is NaN if both infinities occur, if a
+    live value is NaN, or if an infinite live value has weight 0.
     """
     fw = get_framework(weight)
     xp = fw.xp
 
     def any_pair(pairs: Array, values: Array) -> Array:
-        """Whether such a pair has such a value."""
+        """Return whether one of the pairs has one of the values, (…, n, d_v)."""
         return xp.matmul(fw.astype(pairs, dtype), fw.astype(values, dtype)) != 0
 
     dtype, out = fw.dtype_name(value), xp.matmul(weight, fw.fill_unless(value, xp.isfinite(value)))
-    live = xp.logical_or(live, xp.isnan(weight))  # in the shape of the weights
+    live = xp.logical_or(live, xp.isnan(weight))  # also broadcasts `live` to the weights' shape
     above, below = (xp.logical_and(live, x) for x in (weight > 0, weight < 0))
     none = xp.logical_and(live, xp.logical_not(xp.logical_or(above, below)))
     top, bottom, unknown = value == INFINITY, value == -INFINITY, xp.isnan(value)
@@ -323,7 +345,7 @@ def pool_live_values(weight: Array, value: Array, live: Array) -> Array:
 
 
 def live_row_max(scores: Array, live: LiveMask) -> Array:
-    """The largest live score of each row (…, n, 1), −∞ where there is none; a constant."""
+    """Return the largest live score of each row (…, n, 1), detached; −∞ for a row without one."""
     fw = get_framework(scores)
     scores = fw.detach(fw.fill_unless(scores, live, -INFINITY))
     if scores.shape[-1] == 0:

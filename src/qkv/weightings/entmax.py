@@ -1,4 +1,4 @@
-"""Weights of the α-entmax family: smooth like softmax, yet exactly 0 for poor matches."""
+"""The α-entmax family: like softmax, but weights of poor matches are exactly 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Never
 
 from qkv.errors import as_float, validate_positive
 from qkv.frameworks import get_framework, is_array, tree
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask, Shape
 from qkv.weightings.base import (
     INFINITY,
@@ -29,26 +28,25 @@ from qkv.weightings.power import (
 MAX_NEWTON_STEPS = 100
 SAMPLE_COUNT = 128
 NEWTON_TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
-"""The last step of Newton for τ in (−1, 0)."""
+"""Newton's method stops at a step of τ in (−1, 0) below this."""
 MAX_SHORT_ROW_KEYS = 64
-"""Keys up to which the steps take less than setting scores aside for them."""
+"""Rows up to this length are iterated whole: gathering candidates would take longer."""
 MIN_QUICK_ALPHA = 1.05
-"""Below it few digits of (alpha − 1) s are left of what its power asks: 7 of float32's at 1.5, 6
-here, none at 1 + 1e-7."""
+"""Smallest alpha for `Entmax` itself. The power of (alpha − 1) s amplifies rounding: in float32,
+7 digits remain at 1.5, 6 at this value, none at 1 + 1e-7."""
 MIN_DIVISOR = 1e-30
-"""A divisor where there is nothing to divide."""
+"""Replaces a divisor of 0 where the numerator is 0 too."""
 MAX_LOG_SUM = 80.0
-"""Above the logarithm of any number of keys; its exponential is one of float32's numbers."""
+"""Above the logarithm of any number of keys; float32 can represent its exponential."""
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Entmax(Weighting):
-    """α = argmax_p pᵀs + H(p) over the simplex, H Tsallis' entropy of order `alpha` > 0.
+    """α = argmax_p pᵀs + H(p) over the simplex, with the Tsallis entropy H of order `alpha` > 0.
 
-    The solution is αᵢ = max(0, (alpha − 1) sᵢ − τ)^e with e = 1/(alpha − 1), where the one
-    threshold τ makes the row sum to one. At alpha = 2 it is sparsemax, at 1 softmax; above 1 some
-    weights are exactly 0, the more the larger it is, and below 1 none is.
+    The solution is αᵢ = max(0, (alpha − 1) sᵢ − τ)^e with e = 1/(alpha − 1). The threshold τ makes
+    the row sum to one. alpha = 2 is sparsemax, alpha = 1 softmax. Above 1 some weights are exactly
+    0, more of them for a larger alpha. Below 1 no weight is 0.
 
     `alpha` may be learned: an array of one number, of one for each head (h,), or of any shape that
     broadcasts to one for each row (…, n, 1).
@@ -82,24 +80,24 @@ class Entmax(Weighting):
         return scores if self.alpha == 2 else scores * (self.alpha - 1)
 
     def gathers_candidates(self, scores: Array) -> bool:
-        """Whether the steps look at the few scores that may have a weight, set aside for them."""
+        """Return whether Newton's method runs on a gathered copy of the candidate scores."""
         return get_framework(scores).supports_masked_gather
 
     def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
         fw = get_framework(scores)
         if self.gathers_candidates(scores):
             return self.weights_of_candidates(scores, live)
-        lent = fw.as_numpy_view(fw.detach(scores))
-        if lent is None:
-            found = fw.call_graph_node("entmax", scores, live, self.alpha)
-            return self.weights_by_search(scores, live, k) if found is None else found
+        view = fw.as_numpy_view(fw.detach(scores))
+        if view is None:
+            node = fw.call_graph_node("entmax", scores, live, self.alpha)
+            return self.weights_by_search(scores, live, k) if node is None else node
 
         def forward(*_: Array) -> tuple[State, State]:
-            # NumPy picks by a mask several times faster than others can.
-            allowed = None if live is None else fw.as_numpy_view(live)
-            with get_framework(lent).compute_context():
-                found = fw.from_numpy_view(self.weights(lent, allowed, k))
-            return (found,), (found,)
+            # NumPy selects by a mask several times faster than other frameworks.
+            live_view = None if live is None else fw.as_numpy_view(live)
+            with get_framework(view).compute_context():
+                alpha = fw.from_numpy_view(self.weights(view, live_view, k))
+            return (alpha,), (alpha,)
 
         def backward(given: State, kept: State, along: State) -> State:
             return (entmax_gradient(kept[0], along[0], self.alpha),)
@@ -112,7 +110,7 @@ class Entmax(Weighting):
         return fw.custom_gradient(forward, backward, reference, [scores])[0]
 
     def weights_by_search(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        """The weights by steps that a framework differentiates."""
+        """Return the weights by a search that the framework can differentiate."""
 
         def fold_whole_row(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
@@ -129,11 +127,11 @@ class Entmax(Weighting):
         return self.block_weights(scores, live, k, found)
 
     def find_threshold(self, fold: FoldFunction) -> State:
-        """The row's largest score and, below it, the threshold τ.
+        """Return the largest score of each row, and the threshold τ relative to it.
 
-        With r = max(0, s − top − τ), ‖r‖ₑ is convex and falls in τ, so Newton's steps on
-        ‖r‖ₑ = 1 climb from τ = −1 to the root without passing it. What lies below τ at the start
-        never counts again: where the rest may be set aside, the steps look at nothing else.
+        With r = max(0, s − top − τ), ‖r‖ₑ is convex and decreasing in τ. Newton's method on
+        ‖r‖ₑ = 1 therefore increases τ from −1 to the root and never passes it. Scores below the
+        initial τ have no weight, so frameworks that can gather iterate over the others only.
         """
         top, start = fold(self.block_start, _merge_starts, _empty_start)
         fw = get_framework(top)
@@ -150,7 +148,7 @@ class Entmax(Weighting):
         return top, self.newton_ascent(kept, start)
 
     def block_start(self, scores: Array, live: LiveMask, k: Array) -> State:
-        """The largest score of a block, and from there a τ below its root, so below the row's."""
+        """Return the largest score of a block, and a τ relative to it that is below the root."""
         fw = get_framework(scores)
         if not self.gathers_candidates(scores):
             top = live_row_max(scores, live)
@@ -159,9 +157,9 @@ class Entmax(Weighting):
         return top, fw.fill_unless(start, top > -INFINITY, -INFINITY)
 
     def initial_threshold(self, scores: Array, live: LiveMask, by: float = 1.0) -> State:
-        """The row's largest score, and a τ below the root: the root of some of the scores.
+        """Return the largest score of each row, and a τ below the root.
 
-        Those are the largest of every SOME-th, so that few are below the root.
+        τ is the root of a sample: the maxima of SAMPLE_COUNT strided subsets of the scores.
         """
         fw = get_framework(scores)
         xp, m = fw.xp, scores.shape[-1]
@@ -183,7 +181,10 @@ class Entmax(Weighting):
     def weights_of_candidates(
         self, scores: Array, live: LiveMask, by: float = 1.0, spend: bool = False
     ) -> Array:
-        """The weights of scores · by, from the few that may have one; `spend`: in their place."""
+        """Return the weights of scores · by, computed from the candidates only.
+
+        With `spend` they overwrite the scores.
+        """
         fw = get_framework(scores)
         if live is None and 0 < scores.shape[-1] < MAX_SHORT_ROW_KEYS:
             kept = (scores - fw.replace_nonfinite(live_row_max(scores, None))) * by
@@ -208,15 +209,16 @@ class Entmax(Weighting):
         return pool_by_weights(weight, value, live, keep, sparse=True)
 
     def candidate_mask(self, scores: Array, live: LiveMask, top: Array, start: Array) -> Array:
-        """What lies above the τ of the start; a NaN is not hidden."""
+        """Return which scores are not below the initial τ; NaN is included, so it propagates."""
         xp = get_framework(scores).xp
         near = xp.logical_not(scores < top + start)
         return near if live is None else xp.logical_and(near, live)
 
     def newton_ascent(self, kept: Array, tau: Array) -> Array:
-        """τ of the scores that were set aside, measured from their top, by Newton's steps.
+        """Return τ of the gathered scores (relative to the row's largest) by Newton's method.
 
-        From below they only climb, so that the mass is at least 1, or 0 in a row without keys.
+        It starts below the root and only increases. So the mass is at least 1 in each step, or 0
+        in a row without keys.
         """
         fw, e = get_framework(kept), self.exponent
         near = NEWTON_TOLERANCE[fw.dtype_name(kept)]
@@ -227,7 +229,7 @@ class Entmax(Weighting):
             size = fw.xp.minimum(mass, 1.0) if e == 1 else mass ** (1 - 1 / e)
             step = (mass - size) / fw.xp.maximum(slope, MIN_DIVISOR)
             tau = tau + step
-            if not (step > near).any():  # a row of NaN does not hold up the others
+            if not (step > near).any():  # False for NaN, so a row of NaN does not prolong the loop
                 break
         return tau
 
@@ -249,8 +251,10 @@ class Entmax(Weighting):
         return top, self.refine_threshold(fold, top, tau)
 
     def refine_threshold(self, fold: FoldFunction, top: Array, tau: Array) -> Array:
-        """Two more steps, which carry the exact first and second derivative of the root: each
-        doubles the order to which τ, a constant where they start, is right."""
+        """Return τ after two more Newton steps from a detached τ.
+
+        Differentiating these steps gives the exact first and second derivative of the root.
+        """
         return self.newton_update(
             fold, top, self.newton_update(fold, top, get_framework(tau).detach(tau))
         )
@@ -265,7 +269,7 @@ class Entmax(Weighting):
         return tau + self.newton_step(*fold(block_sums, self.merge, _zero_sums))
 
     def positive_power(self, r: Array, exponent: float) -> Array:
-        """r^exponent where r > 0, else 0; its slope is finite everywhere."""
+        """Return r^exponent for r > 0, else 0, with a finite derivative everywhere."""
         fw = get_framework(r)
         if exponent == 0:
             return fw.astype(r > 0, fw.dtype_name(r))
@@ -276,7 +280,7 @@ class Entmax(Weighting):
         return fw.fill_unless(fw.xp.pow(fw.safe_divisor(r), exponent), r != 0)
 
     def weight_and_slope(self, scores: Array, live: LiveMask, found: State) -> State:
-        """α of a block, and how it leans: its slope in the score, but for a constant factor."""
+        """Return α of a block, and its derivative by the score up to a constant factor."""
         r, e = (
             get_framework(scores).excess_over_threshold(scores, found[0], found[1], live),
             self.exponent,
@@ -284,7 +288,7 @@ class Entmax(Weighting):
         return self.positive_power(r, e), self.positive_power(r, e - 1)
 
     def newton_step(self, mass: Array, slope: Array) -> Array:
-        """The step of τ that solves ‖r‖ₑ = 1 were it linear; 0 for an empty row."""
+        """Return the Newton step of τ for ‖r‖ₑ = 1; 0 for an empty row."""
         fw = get_framework(mass)
         size = 1.0 if self.alpha == 2 else fw.xp.pow(fw.safe_divisor(mass), 1 - 1 / self.exponent)
         return fw.fill_unless((mass - size) / fw.safe_divisor(slope), mass != 0)
@@ -319,11 +323,11 @@ class Entmax(Weighting):
 
 @dataclass(frozen=True)
 class Tsallis(Entmax):
-    """`Entmax` of an alpha that is learned, or lies outside of [NEAR, 2].
+    """`Entmax` with an alpha that is learned or outside of [MIN_QUICK_ALPHA, 2].
 
-    With c = alpha − 1 and z = s − top it is αᵢ = e^−λ (1 + c vᵢ)^(1/c), vᵢ = zᵢ e^cλ, 0 where the
-    bracket is not above 0. The one λ ≥ 0 that makes the row sum to one, the logarithm of 1 over
-    the largest weight, is softmax's log-sum-exp at alpha = 1, where nothing else is special.
+    With c = alpha − 1 and z = s − top, αᵢ = e^−λ (1 + c vᵢ)^(1/c) with vᵢ = zᵢ e^cλ, and 0 where
+    the bracket is not positive. λ ≥ 0 makes the row sum to one: e^−λ is the largest weight. At
+    alpha = 1, λ is the log-sum-exp of the softmax, and the formula needs no special case.
     """
 
     @property
@@ -337,7 +341,7 @@ class Tsallis(Entmax):
         check_row_shape("Entmax: alpha", self.alpha, lead, n)
 
     def alpha_minus_one(self, like: Array) -> Array:
-        """alpha − 1, with as many axes as `like` has"""
+        """Return alpha − 1, broadcast to the axes of `like`."""
         return broadcast_to_rows(self.alpha, like) - 1
 
     def gathers_candidates(self, scores: Array) -> bool:
@@ -350,33 +354,33 @@ class Tsallis(Entmax):
         return scores
 
     def refined_state(self, fold: FoldFunction, top: Array, tau: Array) -> State:
-        """The row's top, λ, and the log of the mass there: for a large alpha no λ gives just 1."""
+        """Return the row's top, λ, and the log of the mass: a large alpha may not reach mass 1."""
         found = super().refined_state(fold, top, tau)
         fw = get_framework(found[0])
         return *found, fw.xp.log(fw.safe_divisor(self.total_mass(fold, *found)[0]))
 
     def total_mass(self, fold: FoldFunction, top: Array, at: Array) -> State:
-        """Σ α, and how fast it falls in λ; constants."""
+        """Return Σ α and its decrease per λ, both detached."""
         fw = get_framework(top)
-        still = tree.map_arrays(fw, fw.detach, self)
+        detached = tree.map_arrays(fw, fw.detach, self)
 
         def block_sums(s: Array, live: LiveMask, k: Array) -> State:
-            return tuple(
-                map(fw.row_sum, still.weight_and_slope(fw.detach(s), live, (top, fw.detach(at))))
-            )
+            found = (top, fw.detach(at))
+            return tuple(map(fw.row_sum, detached.weight_and_slope(fw.detach(s), live, found)))
 
         return fold(block_sums, self.merge, _zero_sums)
 
     def solve_threshold(self, fold: FoldFunction, top: Array) -> Array:
-        """λ by Newton's steps on (massᶜ − 1)/c, which is convex in e^−cλ up to alpha = 2.
+        """Return λ by Newton's method on (massᶜ − 1)/c, which is convex in e^−cλ up to alpha = 2.
 
-        From 0, where the top alone has a mass of 1, they climb to the root. Beyond 2 the mass is
-        concave in e^−λ but where a key joins: there the steps come from the other side, between
-        bounds that are halved where one is passed. αᵢ e^λ falls in λ, so λ + log mass is a bound.
+        From λ = 0, where the largest key alone has mass 1, the steps increase to the root. Above
+        alpha = 2 the mass is concave in e^−λ except where a key joins. There the steps approach
+        from the other side, within bounds that are bisected when a step leaves them. αᵢ e^λ
+        decreases in λ, so λ + log mass is a bound.
         """
         fw = get_framework(top)
         xp, near = fw.xp, NEWTON_TOLERANCE[fw.dtype_name(top)]
-        zero = top * 0.0  # a graph may not know its shape
+        zero = top * 0.0  # also works in a graph that does not know the shape
         c = zero + fw.detach(self.alpha_minus_one(top))
         sharp = c > 1
 
@@ -406,7 +410,7 @@ class Tsallis(Entmax):
         )[0]
 
     def refine_threshold(self, fold: FoldFunction, top: Array, tau: Array) -> Array:
-        """The root as found, with the derivatives of two steps, which may lead away beyond 2."""
+        """Return τ unchanged, with the derivatives of two steps: above 2 these may diverge."""
         moved = super().refine_threshold(fold, top, tau)
         return get_framework(tau).detach(tau) + (moved - get_framework(tau).detach(moved))
 
@@ -420,13 +424,14 @@ class Tsallis(Entmax):
         return self.scaled_powers(scores, live, found, 1.0)[0]
 
     def scaled_powers(self, scores: Array, live: LiveMask, found: State, *exponents: Any) -> State:
-        """(αᵢ e^λ)^exponent e^−λ for each of the exponents."""
+        """Return (αᵢ e^λ)^exponent e^−λ for each exponent."""
         fw, c = get_framework(scores), self.alpha_minus_one(scores)
-        top, at, *rest = found
+        top, at, *log_mass = found
         grown = c * at
         grown = fw.fill_unless(grown, grown < MAX_LOG_SUM, MAX_LOG_SUM)
         log, some = scaled_log1p((scores - top) * fw.xp.exp(grown), c, live)
-        return tuple(fw.fill_unless(fw.xp.exp(x * log - sum(rest, at)), some) for x in exponents)
+        divisor = sum(log_mass, at)
+        return tuple(fw.fill_unless(fw.xp.exp(x * log - divisor), some) for x in exponents)
 
     def score_gradient(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
@@ -436,13 +441,12 @@ class Tsallis(Entmax):
         return fw.fill_unless(lean, weight != 0) * (along - centre)
 
 
-Tsallis.__name__ = Entmax.__name__  # what a person asked for, and reads in what is told of it
+Tsallis.__name__ = Entmax.__name__  # messages name the class that the user created
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Sparsemax(Entmax):
-    """α = the point of the simplex nearest to the scores: Entmax(2)
+    """α = the Euclidean projection of the scores onto the simplex; the same as Entmax(2)
 
     >>> import numpy as np
     >>> Sparsemax()(np.array([[0.6, 0.2, -2.0]]))
@@ -453,11 +457,12 @@ class Sparsemax(Entmax):
 
 
 def _merge_starts(one: State, two: State) -> State:
-    """The larger top, and the larger τ from there; differences first, as 1e30 − 1 is 1e30."""
+    """Return the larger top and the larger τ, relative to that top."""
     fw = get_framework(one[0])
     top = fw.xp.maximum(one[0], two[0])
-    seen = ((x - fw.replace_nonfinite(top)) + start for x, start in (one, two))
-    return top, fw.xp.maximum(*(fw.replace_nonfinite(x, -INFINITY) for x in seen))
+    # Tops are subtracted first: 1e30 − 1 would round to 1e30.
+    starts = ((x - fw.replace_nonfinite(top)) + start for x, start in (one, two))
+    return top, fw.xp.maximum(*(fw.replace_nonfinite(x, -INFINITY) for x in starts))
 
 
 def _empty_start(rows: Array) -> State:

@@ -1,4 +1,4 @@
-"""How far weights may lie from the true ones: a monoid, as the states of weightings are."""
+"""Error bounds of approximate weights. Like the states of weightings, they can be merged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 ROUNDING_FACTOR = 1 + 1e-6
-"""What sums of many numbers and their quotients may have lost."""
+"""Allows for the rounding error of long sums and their quotients."""
 
 
 class ErrorBound(NamedTuple):
-    """A measure ν that is known, and how far the true one, μ, may lie from it: each (n,).
+    """Bounds on the distance between approximate weights ν and exact weights μ; fields are (n,).
 
-    ν has the sum `total` · e^top; μ lies above it by `gain` and below it by `loss` at most, summed
-    over all rows, in the same unit. The weights are ν over its sum, and ½ Σ |α − α true| ≤
-    `max_error`. What was computed of one part of the rows is merged with what was of another.
+    ν and μ are not normalized. The sum of ν is `total` · e^top. Summed over all rows and in units
+    of e^top, μ exceeds ν by at most `gain` and falls short of it by at most `loss`. The weights are
+    ν over its sum, and ½ Σ |α − α exact| ≤ `max_error`. `merge` joins the bounds of two sets of
+    rows.
 
     >>> one = ErrorBound(np.zeros(1), np.full(1, 3.0), np.full(1, 0.03), np.full(1, 0.03))
     >>> unread = ErrorBound(np.full(1, -8.0), np.zeros(1), np.ones(1), np.zeros(1))
@@ -40,16 +41,16 @@ class ErrorBound(NamedTuple):
 
     @property
     def max_error(self) -> np.ndarray:
-        """The largest total variation between the weights and the true ones, (n,).
+        """A bound on the total variation distance between the weights and the exact ones, (n,).
 
-        With A = Σ (μ − ν)₊ and B = Σ (ν − μ)₊ it is 1 − Σ min(μ/Σμ, ν/Σν), which is at most
-        max(A, B) / max(Σμ, Σν); A and B are no larger than gain and loss, and Σμ = Σν + A − B.
+        With A = Σ (μ − ν)₊ and B = Σ (ν − μ)₊ the distance 1 − Σ min(μ/Σμ, ν/Σν) is at most
+        max(A, B) / max(Σμ, Σν). A ≤ gain, B ≤ loss, and Σμ = Σν + A − B.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.maximum(self.total - self.loss, 0)
-            # What is not known is no 0: it becomes NaN here, and 1 below.
+            # An unknown bound becomes NaN here, and 1 below.
             above = np.where(self.gain == 0, 0, self.gain / (left + self.gain))
             below = np.where(self.loss == 0, 0, self.loss / self.total)
-            found = np.maximum(above, below) * ROUNDING_FACTOR
-        known = np.isfinite(found) & np.isfinite(self.total + self.gain + self.loss)
-        return np.where(known, np.minimum(found, 1.0), 1.0)
+            bound = np.maximum(above, below) * ROUNDING_FACTOR
+        is_known = np.isfinite(bound) & np.isfinite(self.total + self.gain + self.loss)
+        return np.where(is_known, np.minimum(bound, 1.0), 1.0)

@@ -1,4 +1,4 @@
-"""What is one node of a compiled graph: what looks at numbers."""
+"""Data-dependent steps that appear as a single node in a compiled graph."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from qkv.weightings.power import entmax_gradient
 
 
 def entmax_threshold(x: Array, live: LiveMask, alpha: Any) -> Array:
-    """What `Entmax` searches, (…, 1), for rows (…, m) that are measured from their largest score.
+    """Return the threshold τ of `Entmax`, (…, 1), for rows (…, m) minus their largest score.
 
     >>> import numpy as np
     >>> entmax_threshold(np.array([[0.0, -0.5, -3.0]]), None, 2)  # Σ max(0, x − τ) = 1
     array([[-0.75]])
     """
     fw = get_framework(x)
-    lent = fw.as_numpy_view(x)
-    if lent is None:
+    view = fw.as_numpy_view(x)
+    if view is None:
         return Entmax(alpha).find_threshold(lambda lift, merge, init: lift(x, live, x))[1]
-    allowed = None if live is None else fw.as_numpy_view(live)
-    with get_framework(lent).compute_context():
-        found = entmax_threshold(
-            lent, allowed, fw.as_numpy_view(alpha) if is_array(alpha) else alpha
+    live_view = None if live is None else fw.as_numpy_view(live)
+    with get_framework(view).compute_context():
+        tau = entmax_threshold(
+            view, live_view, fw.as_numpy_view(alpha) if is_array(alpha) else alpha
         )
-        return fw.from_numpy_view(found)
+        return fw.from_numpy_view(tau)
 
 
 def pool_node(weight: Array, live: LiveMask, value: Array) -> Array:
-    """Σⱼ weightᵢⱼ vⱼ over the live pairs, or those with a weight, whatever the other values are.
+    """Return Σⱼ weightᵢⱼ vⱼ over the live pairs; None: over those with a nonzero weight.
+
+    NaN and infinite values of other pairs do not reach the sum.
 
     >>> import numpy as np
     >>> pool_node(np.array([[0.5, 0.0]]), None, np.array([[2.0], [np.nan]]))

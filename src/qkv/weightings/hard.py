@@ -1,4 +1,4 @@
-"""The classical database query: one row has all the weight."""
+"""The hard weighting: the best row has all the weight, as in a classical database."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from qkv.errors import DtypeError
 from qkv.frameworks import get_framework
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.base import (
     INFINITY,
@@ -22,13 +21,12 @@ from qkv.weightings.softmax import Softmax
 SOFTMAX = Softmax()
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Hard(Weighting):
-    """α = 1 at the largest score of the row, 0 elsewhere; ties by the lowest row.
+    """α = 1 at the largest score of the row, 0 elsewhere. The first of equal scores wins.
 
-    The weights are flat in the scores, so no gradient reaches them; with `straight_through`
-    the gradient is that of the softmax in their place, whose state goes beside.
+    The weights are piecewise constant, so scores receive no gradient. With `straight_through` they
+    receive the gradient of the softmax.
 
     >>> import numpy as np
     >>> Hard()(np.array([[1.0, 3.0, 3.0]]))
@@ -72,7 +70,7 @@ class Hard(Weighting):
         return hard + (soft - fw.detach(soft))
 
     def argmax_position(self, scores: Array, live: LiveMask, k: Array, top: Array) -> Array:
-        """Where the row's first largest score stands."""
+        """Return the position of the first largest score of each row."""
         fw = get_framework(scores)
         if scores.shape[-1] == 0:
             return fw.astype(fw.full(top.shape, 0.0, top), "int32") + NO_POSITION
@@ -86,8 +84,8 @@ class Hard(Weighting):
         fw = get_framework(scores)
         at, top = found[:2]
         here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype_name(scores))
-        spoiled = fw.fill_unless(scores * 0.0, fw.xp.isnan(top))  # a live NaN is not hidden
-        return fw.fill_unless(here + spoiled, live)
+        nan_scores = fw.fill_unless(scores * 0.0, fw.xp.isnan(top))  # a live NaN must propagate
+        return fw.fill_unless(here + nan_scores, live)
 
     def init(self, rows: Array, width: int) -> State:
         fw = get_framework(rows)

@@ -1,4 +1,4 @@
-"""Weights that are the scores themselves: over their sum, as they are, or through a sigmoid."""
+"""Weights that are the scores divided by their sum, the scores themselves, or their sigmoids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import ClassVar
 from qkv.errors import ArgumentError, FrameworkError, unknown_name_error
 from qkv.frameworks import get_framework
 from qkv.scores import Score, has_user_code
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.average import Average
 from qkv.weightings.base import INFINITY, Elementwise, State, Weighting, pool_by_weights
@@ -37,18 +36,17 @@ EMPTY_ROW_WEIGHTINGS: dict[str, Weighting | None] = {
     "nearest": Hard(),
     "raise": NanWeights(),
 }
-"""The weighting of a row whose scores are all 0; of a row without a live key each makes 0."""
+"""The weighting of a row whose scores are all 0. Each gives 0 for a row without live keys."""
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Normalized(Weighting):
-    """αᵢ = sᵢ / Σⱼ sⱼ, for scores that are never negative
+    """αᵢ = sᵢ / Σⱼ sⱼ, for nonnegative scores
 
-    Where every score of a row is 0 the weights are `on_empty`: "zero", "nan", "uniform" (the
-    average of the live rows), "nearest" (the nearest key alone, for window scores), "raise". No
-    gradient reaches the scores of such a row. For "nearest" a score below 0 says how far outside of
-    the window its key lies, and counts as 0.
+    `on_empty` defines the weights of a row whose scores are all 0: "zero", "nan", "uniform" (the
+    same for all live keys), "nearest" (1 for the nearest key, for window scores), or "raise" (an
+    error). The scores of such a row receive no gradient. Under "nearest", a negative score counts
+    as 0 and ranks the keys outside of the window.
 
     >>> import numpy as np
     >>> Normalized()(np.array([[1.0, 3.0], [0.0, 0.0]]))
@@ -88,8 +86,8 @@ class Normalized(Weighting):
             )
         if biased:
             return (
-                f"{name} divides scores by their sum, and a float mask added to them can make them "
-                "negative: pass a boolean mask"
+                f"{name} divides scores by their sum, and a float mask can make them negative: "
+                "pass a boolean mask"
             )
         if self.on_empty == "nearest" and score.ranking_score is None:
             return (
@@ -102,7 +100,7 @@ class Normalized(Weighting):
         return (score.ranking_score or score) if self.on_empty == "nearest" else score
 
     def zero_outside(self, x: Array, live: LiveMask, scores: Array) -> Array:
-        """x where the scores count, else 0."""
+        """Return x where the key is live and inside the window, else 0."""
         fw = get_framework(x)
         if self.on_empty == "nearest":
             x = fw.fill_unless(x, fw.xp.logical_not(scores <= 0))
@@ -118,8 +116,8 @@ class Normalized(Weighting):
         self.check_row_state((total, fw.row_sum(other)))
         return fw.xp.where(total == 0, other, alpha)
 
-    def divisor_without(self, rest: Array) -> Array:
-        return rest
+    def divisor_without(self, remaining: Array) -> Array:
+        return remaining
 
     def value_gradient_weights(self, weight: Array) -> Array:
         return (
@@ -143,11 +141,11 @@ class Normalized(Weighting):
         empty = fw.concrete_value(fw.xp.logical_and(found[0] == 0, fw.xp.isnan(found[1])))
         if empty is None:
             raise FrameworkError(
-                "on_empty='raise' cannot look at values while they are traced: use 'nan'"
+                "on_empty='raise' cannot read values while the call is traced: use 'nan'"
             )
         if empty.any():
             raise ArgumentError(
-                f"no key lies within the window of {empty.sum()} queries: widen the score, or pass "
+                f"{empty.sum()} queries have no key within the window: use a larger width, or "
                 "Normalized(on_empty='nearest')"
             )
 
@@ -198,10 +196,9 @@ class Normalized(Weighting):
         return self.zero_outside((along - centre) / divisor_or_infinity(found[0]), None, scores)
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Raw(Elementwise):
-    """αᵢ = sᵢ: the sum of similarity times value, as it stands
+    """αᵢ = sᵢ: the output is the sum of score times value
 
     >>> import numpy as np
     >>> Raw()(np.array([[2.0, -1.0]]))
@@ -221,10 +218,9 @@ class Raw(Elementwise):
         return along
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Sigmoid(Elementwise):
-    """αᵢ = 1 / (1 + exp(−sᵢ)): each row by itself, the weights need not sum to one
+    """αᵢ = 1 / (1 + exp(−sᵢ)): weights are independent and need not sum to one
 
     >>> import numpy as np
     >>> Sigmoid()(np.array([[0.0, 40.0]]))
@@ -242,5 +238,5 @@ class Sigmoid(Elementwise):
 
 
 def divisor_or_infinity(total: Array) -> Array:
-    """The total, or ∞ where it is 0: such a row has no weights, and no slope."""
+    """Return the total, or ∞ where it is 0: such a row has weights 0 and gradients 0."""
     return get_framework(total).fill_unless(total, total != 0, INFINITY)

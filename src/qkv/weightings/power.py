@@ -1,5 +1,7 @@
-"""(1 + c u)^(1/c), with its limit exp(u) at c = 0 and the same digits on both sides of it; and how
-weights of that kind lean."""
+"""The function (1 + c u)^(1/c), precise around its limit exp(u) at c = 0, and gradients of entmax.
+
+Also the shapes of an entmax `alpha`: one number, one for each head, or one for each row.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from qkv.frameworks import get_framework, is_array
 from qkv.util.types import Array, LiveMask, Shape
 
 SERIES_LIMIT = 0.1
-"""|x| below which log(1 + x)/x is summed as a series: its slope would have too few digits."""
+"""|x| below which log(1 + x)/x is computed by a series: its derivative would lose precision."""
 MIN_ARGUMENT = -1e30
-"""What lies below counts as this: 0 · ∞ is no number."""
+"""Smaller arguments are replaced by this one: 0 · ∞ is NaN."""
 
 
 def scaled_log1p(u: Array, c: Array, live: LiveMask) -> tuple[Array, Array]:
-    """log(1 + c u)/c where that has a value, else 0; and where that is. c broadcasts to u."""
+    """Return log(1 + c u)/c where it is defined, else 0; and where it is. c broadcasts to u."""
     fw = get_framework(u)
     xp, u = fw.xp, fw.fill_unless(u, live)
     never = u == -float("inf")
@@ -37,7 +39,7 @@ def scaled_log1p(u: Array, c: Array, live: LiveMask) -> tuple[Array, Array]:
 
 
 def expm1_ratio(y: Array) -> Array:
-    """(eʸ − 1)/y"""
+    """Return (eʸ − 1)/y."""
     fw, xp = get_framework(y), get_framework(y).xp
     return xp.where(
         xp.abs(y) < SERIES_LIMIT, 1 + y / 2 + y * y / 6, (xp.exp(y) - 1) / fw.safe_divisor(y)
@@ -45,38 +47,41 @@ def expm1_ratio(y: Array) -> Array:
 
 
 def entmax_gradient(weight: Any, along: Any, alpha: Any) -> Array:
-    """The gradient of (alpha − 1) times the scores of whole rows from that of their weights."""
-    lean = weight ** (2 - alpha) * (weight > 0)
-    total = lean.sum(-1, keepdims=True)
-    middle = (lean * along).sum(-1, keepdims=True) / (total + (total == 0))
-    found: Array = lean * (along - middle) / (alpha - 1)
-    return found
+    """Return the gradient of (alpha − 1) · scores of whole rows, from that of their weights."""
+    slope = weight ** (2 - alpha) * (weight > 0)
+    total = slope.sum(-1, keepdims=True)
+    centre = (slope * along).sum(-1, keepdims=True) / (total + (total == 0))
+    gradient: Array = slope * (along - centre) / (alpha - 1)
+    return gradient
 
 
 def broadcast_to_rows(number: Any, like: Array) -> Array:
-    """A number, or an array of one, of one for each head (h,), or of one for each row (…, n, 1), as
-    an array with as many axes as `like` (…, n, m)."""
+    """Return a number as an array with the axes of `like` (…, n, m).
+
+    `number` is a float, or an array of one number, of one for each head (h,), or of one for each
+    row (…, n, 1).
+    """
     fw, axes = get_framework(like), len(like.shape)
     if not is_array(number):
         return fw.full((1,) * axes, float(number), like)
     shape = fw.static_shape(number)
     if not shape:
-        return fw.xp.reshape(number, (1,) * axes)  # MXNet gives no new axes to a single number
-    wide = len(_row_shape(shape))
-    # By new axes: a graph may not know the sizes.
-    return number[(None,) * (axes - wide) + (...,) + (None,) * (wide - len(shape))]
+        return fw.xp.reshape(number, (1,) * axes)  # MXNet cannot index a scalar with None
+    rank = len(_row_shape(shape))
+    # By new axes and not by reshape: a graph may not know the sizes.
+    return number[(None,) * (axes - rank) + (...,) + (None,) * (rank - len(shape))]
 
 
 def check_row_shape(what: str, number: Any, lead: Shape, n: int) -> None:
-    """Raise where such an array does not fit queries (*lead, n, d)."""
-    wanted = (*lead, n, 1)
+    """Raise ShapeError if an argument of `broadcast_to_rows` does not fit queries (*lead, n, d)."""
+    expected = (*lead, n, 1)
     shape = tuple(number.shape) if is_array(number) else ()
-    wide = _row_shape(shape)
-    pairs = zip(wide[::-1], wanted[::-1], strict=False)
-    if len(wide) > len(wanted) or any(x not in (1, y) for x, y in pairs if x and y):
+    row_shape = _row_shape(shape)
+    pairs = zip(row_shape[::-1], expected[::-1], strict=False)
+    if len(row_shape) > len(expected) or any(x not in (1, y) for x, y in pairs if x and y):
         raise ShapeError(
-            f"{what} must be one number, one for each of the heads, axis −3, or broadcast to one "
-            f"for each row {wanted}, not of shape {shape}"
+            f"{what} must be one number, one for each head (axis −3), or broadcast to one "
+            f"for each row {expected}, not an array of shape {shape}"
         )
 
 

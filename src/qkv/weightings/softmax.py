@@ -1,4 +1,4 @@
-"""Weights that are exponentials of scores."""
+"""Weights that are exponentials of scores: softmax and top-k softmax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from qkv.errors import ArgumentError, ShapeError, validate_positive
 from qkv.frameworks import divide_unless_one, get_framework
-from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask, Shape
 from qkv.weightings.base import (
     INFINITY,
@@ -22,13 +21,13 @@ from qkv.weightings.base import (
 
 
 def shifted_exponentials(scores: Array, live: LiveMask, top: Array, spend: bool = False) -> Array:
-    """exp(s − top), 0 where not live."""
+    """Return exp(s − top), and 0 for keys that are not live; `spend`: may overwrite the scores."""
     fw = get_framework(scores)
     return fw.exp_shifted(scores, fw.replace_nonfinite(top), live, spend)
 
 
 def log_of_total(top: Array, total: Array) -> Array:
-    """top + log(total), −∞ where the total is 0."""
+    """Return top + log(total), and −∞ where the total is 0."""
     fw = get_framework(total)
     return fw.fill_unless(
         fw.replace_nonfinite(top) + fw.xp.log(fw.safe_divisor(total)), total != 0, -INFINITY
@@ -36,10 +35,10 @@ def log_of_total(top: Array, total: Array) -> Array:
 
 
 class ExponentialWeighting(Weighting):
-    """What softmax and its truncations share: α = exp(s − top) / total.
+    """Base of softmax and its truncations: α = exp(s − top) / total.
 
-    The row's `top` and `total` are kept apart: at 1e8 their log-sum-exp has no digits left for
-    the total.
+    The state holds `top` and `total` of the row separately. For scores near 1e8 their log-sum-exp
+    would lose the total to rounding.
     """
 
     is_convex: ClassVar[bool] = True
@@ -55,10 +54,9 @@ class ExponentialWeighting(Weighting):
         return log_of_total(found[0], found[1])
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class Softmax(ExponentialWeighting):
-    """αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T)
+    """αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T), with T = temperature
 
     >>> import numpy as np
     >>> Softmax()(np.log([[1.0, 2.0, 1.0]])).round(3)
@@ -71,16 +69,16 @@ class Softmax(ExponentialWeighting):
         validate_positive(self, "temperature")
 
     def check_shapes(self, lead: Shape, n: int) -> None:
-        if isinstance(self.temperature, int | float):  # torch.compile may leave it open
+        if isinstance(self.temperature, int | float):  # or a symbolic float of torch.compile
             return
         shape: Shape = tuple(getattr(self.temperature, "shape", ()))
-        wanted = (*lead, n, 1)
-        pairs = zip(shape[-2::-1], wanted[-2::-1], strict=False)
+        expected = (*lead, n, 1)
+        pairs = zip(shape[-2::-1], expected[-2::-1], strict=False)
         differ = any(x not in (1, y) for x, y in pairs if y not in (1, None))
         if differ or shape[-1:] not in ((), (1,)):
             raise ShapeError(
                 "Softmax: temperature must be one number, or broadcast to one for each row "
-                f"{wanted}, not of shape {shape}"
+                f"{expected}, not an array of shape {shape}"
             )
 
     def scale_scores(self, scores: Array) -> Array:
@@ -88,9 +86,9 @@ class Softmax(ExponentialWeighting):
 
     def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
         fw = get_framework(scores)
-        quick = fw.fused_softmax(scores, live)
-        if quick is not None:
-            return quick
+        fused = fw.fused_softmax(scores, live)
+        if fused is not None:
+            return fused
         e = shifted_exponentials(scores, live, live_row_max(scores, live))
         return e / fw.safe_divisor(fw.row_sum(e))
 
@@ -103,15 +101,15 @@ class Softmax(ExponentialWeighting):
     def weights_and_lse(
         self, scores: Array, live: LiveMask, k: Array
     ) -> tuple[Array, Array | None]:
-        own = (
+        is_softmax = (
             type(self).weights is Softmax.weights and type(self).compute_lse is Softmax.compute_lse
         )
-        if not own:  # of one that has others, they are what counts
+        if not is_softmax:  # a subclass overrides the formula
             return super().weights_and_lse(scores, live, k)
         fw = get_framework(scores)
-        quick = fw.fused_softmax_and_lse(scores, live)
-        if quick is not None:
-            return quick
+        fused = fw.fused_softmax_and_lse(scores, live)
+        if fused is not None:
+            return fused
         top = fw.replace_nonfinite(live_row_max(scores, live))
         e = fw.exp_shifted(scores, top, live)
         total = fw.row_sum(e)
@@ -119,8 +117,8 @@ class Softmax(ExponentialWeighting):
         lse = top + fw.xp.log(some)
         return e / some, lse if some is total else fw.fill_unless(lse, total != 0, -INFINITY)
 
-    def divisor_without(self, rest: Array) -> Array:
-        return rest
+    def divisor_without(self, remaining: Array) -> Array:
+        return remaining
 
     def init(self, rows: Array, width: int) -> State:
         fw = get_framework(rows)
@@ -151,10 +149,9 @@ class Softmax(ExponentialWeighting):
         )
 
 
-@suggest_keywords
 @dataclass(frozen=True)
 class TopK(ExponentialWeighting):
-    """Softmax over the k largest scores of each row, 0 elsewhere; ties by the lowest row.
+    """Softmax over the k largest scores of each row, 0 elsewhere. The first of equal scores wins.
 
     >>> import numpy as np
     >>> TopK(2)(np.log([[1.0, 5.0, 3.0, 1.0]])).round(3)
@@ -168,7 +165,7 @@ class TopK(ExponentialWeighting):
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
-            raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
+            raise ArgumentError(f"TopK: k must be an integer of at least 1, not {self.k!r}")
 
     @property
     def max_support(self) -> int:
@@ -184,14 +181,15 @@ class TopK(ExponentialWeighting):
         return Softmax().compute_lse(scores, self.top_mask(scores, live, k), k)
 
     def top_mask(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        fw, how = get_framework(scores), self
+        """Return which pairs are among the k best of their row."""
+        fw, limited = get_framework(scores), self
         if not fw.has_unknown_length(scores) and (fw.needs_equal_spans or not fw.is_traced(scores)):
-            how = self.limit_to_keys(scores.shape[-1])  # there are no more to be held
-        found = how.find_threshold(lambda lift, merge, init: lift(fw.detach(scores), live, k))
-        return how.chosen_mask(scores, live, k, found)
+            limited = self.limit_to_keys(scores.shape[-1])
+        found = limited.find_threshold(lambda lift, merge, init: lift(fw.detach(scores), live, k))
+        return limited.chosen_mask(scores, live, k, found)
 
     def find_threshold(self, fold: FoldFunction) -> State:
-        """The largest score, the total of the k largest, the smallest of them, and its position."""
+        """Return the largest score, the sum of exponentials, the k-th score and its position."""
         best, at = fold(self.partial_best, self.merge_best, self.init_best)
         top = live_row_max(best, None)
         total = get_framework(top).row_sum(shifted_exponentials(best, None, top))
@@ -222,7 +220,7 @@ class TopK(ExponentialWeighting):
     def merge_best(self, one: State, two: State) -> State:
         fw = get_framework(one[0])
         scores, at = self.concat_states(one, two)
-        # By position first: the sort by score is stable, so ties then go to the lowest row.
+        # Sorted by position first: the sort by score is stable, so the first of equal scores wins.
         order = fw.xp.argsort(at, axis=-1, stable=True)
         scores, at = (fw.take_along_last(x, order) for x in (scores, at))
         return self.select_best(scores, at)
@@ -230,7 +228,7 @@ class TopK(ExponentialWeighting):
     def chosen_mask(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
         xp = get_framework(scores).xp
         _, _, least, at = found
-        # A compiler may round a score anew, and the last of the chosen would not be found again.
+        # The position identifies the k-th key even if a compiler rounds its score differently.
         last = xp.logical_or(xp.logical_and(scores == least, k <= at), k == at)
         chosen = xp.logical_or(xp.logical_or(scores > least, last), xp.isnan(least + scores))
         return chosen if live is None else xp.logical_and(chosen, live)

@@ -176,7 +176,7 @@ def test_warm_keeps_a_plan_where_nothing_is_compiled(monkeypatch):
         monkeypatch.setattr(plan_cache, name, {})
     arrays = [x.detach() for x in arrays_of()]
     assert qkv.warm(*arrays, weighting="sigmoid").is_plan_cached
-    assert "plan:   kept" in str(qkv.explain(*arrays, weighting="sigmoid"))
+    assert "plan:   cached" in str(qkv.explain(*arrays, weighting="sigmoid"))
 
 
 class Named(NamedTuple):

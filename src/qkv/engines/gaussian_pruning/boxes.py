@@ -1,10 +1,10 @@
-"""Σᵢ exp(−‖q − kᵢ‖²/2) vᵢ over the keys that can count, in few dimensions, on NumPy.
+"""Boxes of keys: Σᵢ exp(−‖q − kᵢ‖²/2) vᵢ over boxes with non-negligible weight, in NumPy.
 
-Keys lie in boxes of c each. No key of a box is nearer than its wall, so its mass is at most
-c exp(−wall²/2); the exponential is convex, so it is at least c exp(−mean ‖q − k‖²/2). Let L be the
-sum of the latter over all boxes and U that of the former over the boxes left unread: a row loses at
-most U / L of its weight. Boxes are left unread, farthest first, while that is ≤ ¾ share. The last
-quarter is for the rounding of scores.
+Each box holds c keys. The distance of a query to the box is a lower bound for its keys, so the mass
+of the box is at most c exp(−distance²/2). The exponential is convex, so the mass is at least
+c exp(−mean ‖q − k‖²/2). Let L be the sum of the lower bounds over all boxes, and U the sum of the
+upper bounds over skipped boxes. A row loses at most U / L of its weight. Boxes are skipped,
+farthest first, while U / L ≤ ¾ share. The last quarter allows for the rounding of scores.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from qkv.util.caches import memoize
 Numbers = np.ndarray[Any, Any]
 
 KEYS_PER_BOX = 512
-"""Keys per box, about: the fewer, the less is read in vain, but each box costs calls of NumPy."""
+"""Approximate keys per box. Smaller boxes exclude more keys, but each box costs NumPy calls."""
 
 MAX_SCORES_PER_BLOCK = 2**18
-"""Scores held at once: they stay in the cache between the product, the exponential and the sum."""
+"""Scores in memory at once: they stay in the cache between product, exponential and sum."""
 
 MAX_NATIVE_TERM = 64.0
-"""Terms of the expanded square up to this keep the digits that the call's dtype has."""
+"""Largest term of the expanded square that is precise in the call's dtype."""
 
 MAX_FLOAT64_TERM = 1e8
-"""And up to this in float64, on the way to float32. Beyond, differences are squared instead."""
+"""Largest term that is precise in float64 for float32 results; beyond, differences are squared."""
 
 UNREAD_SHARE_FRACTION = 0.75
-"""The part of `share` that goes to boxes left unread; the rest is for the rounding of scores."""
+"""The part of `share` for skipped boxes; the other part allows for the rounding of scores."""
 
 MAX_LOG_MASS_GAP = {"float32": 50.0, "float64": 600.0}
-"""How far below its bound the mass of a row may lie before exponentials vanish."""
+"""Largest distance of a row's log mass from its bound at which exponentials do not underflow."""
 
 MIN_EXPONENT = {"float32": -87.0, "float64": -708.0}
-"""The exponential of less is no normal number, and those are slow."""
+"""Smallest exponent with a normal result: denormal numbers are slow."""
 
 
 class Boxes(NamedTuple):
-    """Keys in boxes of c each: what every box is, and what is in it.
+    """Keys in boxes of c keys each.
 
-    centre, half, mean (d, boxes); variance about the mean, radius about the centre, counts (boxes);
-    points (d, boxes, c) as they are; columns (boxes, d + 2, c), the points about the centre,
-    −‖·‖²/2 of that, and a one; values (boxes, c, d_v + 1), the last a one. The last box is filled
-    up with copies of a key whose values and whose last one are 0; `order` (boxes · c) has the
-    position of each, and m or more for these.
+    - centre, half (half of the side lengths), mean: (d, boxes).
+    - variance about the mean, radius about the centre, counts: (boxes,).
+    - points (d, boxes, c): the keys.
+    - columns (boxes, d + 2, c): the keys minus the centre, −‖·‖²/2 of that, and 1.
+    - values (boxes, c, d_v + 1): the values, and 1.
+    - order (boxes · c): the position of each key; m or more for padding.
+
+    Copies of a key pad the last box. Their values, and the last column of these, are 0.
     """
 
     order: Numbers
@@ -64,9 +67,9 @@ class Boxes(NamedTuple):
 
 
 class BoxSelection(NamedTuple):
-    """For queries (d, r): the boxes they read (r, boxes), and a bound on what they lose (r).
+    """For queries (d, r): which boxes they read (r, boxes), and a bound on the lost share (r,).
 
-    `shift` (r) is near the top of a row's scores, and not below it but for rounding.
+    `shift` (r,) is close to the largest score of a row and, except for rounding, not below it.
     """
 
     keep: Numbers
@@ -75,10 +78,11 @@ class BoxSelection(NamedTuple):
 
 
 def pack_points(points: Numbers, size: int) -> tuple[Numbers, int]:
-    """An order of the points (d, m) in boxes of c ≈ size each, and c; m and above end the last.
+    """Return an order of the points (d, m) in boxes of c ≈ size points, and c.
 
-    Each axis in turn is cut into parts of equal number, twice as many where the points spread
-    twice as far, so that the boxes come out nearly square.
+    Entries of m or more, at the end, are padding. Each axis is cut into parts with equal numbers of
+    points. An axis along which the points spread twice as far has twice as many parts, so that
+    boxes are nearly cubes.
     """
     d, m = points.shape
     cuts = np.zeros(d, int)
@@ -86,14 +90,14 @@ def pack_points(points: Numbers, size: int) -> tuple[Numbers, int]:
     for _ in range(round(math.log2(max(m / size, 1)))):
         cuts[np.argmax(np.ldexp(spread, -cuts))] += 1
     boxes = 2 ** int(cuts.sum())
-    c = -(-m // (boxes * 16)) * 16 if boxes > 1 else m  # rows that start where vectors do
+    c = -(-m // (boxes * 16)) * 16 if boxes > 1 else m  # a multiple of 16, for aligned rows
     order = np.arange(boxes * c)
     parts = 1
     for axis in np.argsort(-cuts, kind="stable"):
         if not cuts[axis]:
             break
         low, high = points[axis].min(), points[axis].max()
-        # One integer to sort: the coordinate above, the position below.
+        # One integer to sort: the coordinate in the upper bits, the position in the lower ones.
         code = np.full(boxes * c, 2**31 - 1, np.int64)
         code[:m] = (points[axis] - low) * ((2**31 - 1) / (high - low or 1.0))
         code <<= 32
@@ -101,11 +105,11 @@ def pack_points(points: Numbers, size: int) -> tuple[Numbers, int]:
         both.sort(axis=1)
         order = both.reshape(-1) & 0xFFFFFFFF
         parts <<= int(cuts[axis])
-    return order[: -(-m // c) * c], c  # what fills up stands at the end
+    return order[: -(-m // c) * c], c  # the padding is at the end
 
 
 def build_boxes(key: Numbers, value: Numbers, size: int | None = None) -> Boxes:
-    """The keys (d, m), float64, and their values (m, d_v), in boxes."""
+    """Return the keys (d, m), float64, and their values (m, d_v), in boxes."""
     d, m = key.shape
     order, c = pack_points(key, size or KEYS_PER_BOX)
     filled = np.where(order < m, order, order[m - 1])  # copies of the last key of the last box
@@ -131,37 +135,35 @@ def build_boxes(key: Numbers, value: Numbers, size: int | None = None) -> Boxes:
     offset = mean - centre
     square[-1, counts[-1] :] = 0
     variance = square.sum(axis=-1) / counts - np.einsum("db,db->b", offset, offset)
-    variance += 1e-14 * radius**2  # rounding must not make a bound of it too good
+    variance += 1e-14 * radius**2  # allow for rounding: it must stay an upper bound
     return Boxes(order, counts, centre, half, mean, variance, radius, points, columns, values)
 
 
 def select_boxes(query: Numbers, boxes: Boxes, share: float) -> BoxSelection:
-    """Which boxes each query (d, r) must read to lose at most `share` of its weight."""
+    """Return which boxes each query (d, r) must read to lose at most `share` of its weight."""
     near, middle = box_distances(query, boxes, np.float32)
-    if not middle.min(axis=1).max(initial=0) < 1e3:
-        near, middle = box_distances(
-            query, boxes, np.float64
-        )  # the squares' own rounding would count
-    least = middle.min(axis=1)  # and the nearest key is no farther
+    if not middle.min(axis=1).max(initial=0) < 1e3:  # rounding to float32 would matter
+        near, middle = box_distances(query, boxes, np.float64)
+    least = middle.min(axis=1)  # the nearest key is at most this far
     mass = np.exp((middle - least[:, None]) * -0.5) @ boxes.counts.astype(near.dtype)
     bottom = np.log(mass) - 0.5 * least
     shift = (-0.5 * near.min(axis=1)).astype(np.float64)
     far = shift - bottom > MAX_LOG_MASS_GAP[str(boxes.values.dtype)]
     if far.any():
-        # The boxes say too little about the top: its row looks for its nearest key.
+        # The bounds are too loose for these rows: find their nearest key.
         top = nearest_scores(query[:, far], boxes, near[far] <= least[far, None], share)
         shift[far] = top
         bottom[far] = np.maximum(bottom[far], top)
     cut, lost = find_cutoff(near, boxes.points.shape[-1], bottom, UNREAD_SHARE_FRACTION * share)
-    return BoxSelection(
-        near <= cut[:, None], lost * 1.001, shift
-    )  # the bounds themselves were rounded
+    # The factor allows for the rounding of the bounds.
+    return BoxSelection(near <= cut[:, None], lost * 1.001, shift)
 
 
 def box_distances(query: Numbers, boxes: Boxes, dtype: Any) -> tuple[Numbers, Numbers]:
-    """‖q − k‖² for each box (r, boxes): no key has less, and the mean of its keys has no more.
+    """Return bounds on ‖q − k‖² for each box, both (r, boxes).
 
-    Both allow for the rounding of coordinates.
+    The first is at most the minimum over the box's keys, the second at least their mean. Both allow
+    for the rounding of coordinates.
     """
     largest = max(float(np.abs(x).max(initial=0)) for x in (query, boxes.centre))
     slack = np.asarray(4 * float(np.finfo(dtype).eps) * largest, dtype)
@@ -187,21 +189,21 @@ def box_distances(query: Numbers, boxes: Boxes, dtype: Any) -> tuple[Numbers, Nu
 
 
 def find_cutoff(near: Numbers, c: int, bottom: Numbers, share: float) -> tuple[Numbers, Numbers]:
-    """The ‖q − k‖² beyond which a row reads no box, and U / L, where log L is `bottom`."""
+    """Return the ‖q − k‖² beyond which a row skips boxes, and U / L, where log L is `bottom`."""
     away = np.sort(near, axis=1)
     mass = away * -0.5 - (bottom - math.log(c))[:, None]
-    # Above 1 a box is not dropped, and a bound must not vanish.
+    # A box with a bound above 1 is never skipped, and a bound must not underflow to 0.
     np.clip(mass, MIN_EXPONENT[str(mass.dtype)], 0, out=mass)
     unread = np.exp(mass, out=mass)[:, ::-1].cumsum(axis=1)
     dropped = np.sum(unread <= share, axis=1)
     rows = np.arange(len(near))
     cut = away[rows, np.maximum(away.shape[1] - 1 - dropped, 0)]
-    # A box as near as the last one kept is kept with it.
+    # Boxes at the same distance as the last one that is read are read too.
     return cut, np.where(dropped > 0, unread[rows, dropped - 1], 0)
 
 
 def nearest_scores(query: Numbers, boxes: Boxes, keep: Numbers, share: float) -> Numbers:
-    """The score of each query's nearest key among the boxes (r, boxes) that may hold it."""
+    """Return the score of each query's nearest key, among the boxes `keep` (r, boxes)."""
     top = np.full(query.shape[1], -np.inf)
     none = np.zeros_like(top)
     for _, rows, s, _ in iterate_scores(query, boxes, keep, none, share, np.dtype(np.float64)):
@@ -210,7 +212,7 @@ def nearest_scores(query: Numbers, boxes: Boxes, keep: Numbers, share: float) ->
 
 
 def iterate_visits(keep: Numbers, boxes: Boxes) -> Iterator[tuple[int, Numbers]]:
-    """Each box with the rows that read it, as many at a time as make a block."""
+    """Yield each box with the rows that read it, in blocks of limited size."""
     step = max(MAX_SCORES_PER_BLOCK // boxes.points.shape[-1], 1)
     by_box = np.ascontiguousarray(keep.T)
     for box in np.flatnonzero(by_box.any(axis=1)):
@@ -220,7 +222,7 @@ def iterate_visits(keep: Numbers, boxes: Boxes) -> Iterator[tuple[int, Numbers]]
 
 
 def scores_by_differences(query: Numbers, points: Numbers) -> Numbers:
-    """−‖q − k‖²/2 of (d, r) and (d, c), in float64."""
+    """Return −‖q − k‖²/2 of queries (d, r) and keys (d, c), in float64."""
     total = np.zeros((query.shape[1], points.shape[1]))
     for q, k in zip(query, points, strict=True):
         apart = q[:, None] - k
@@ -239,21 +241,21 @@ def iterate_scores(
     dtype: Any,
     by: float = 1.0,
 ) -> Iterator[tuple[int, Numbers, Numbers, float]]:
-    """(−‖q − k‖²/2 − shift) · by for each box and the rows that read it, and a bound below them.
+    """Yield each box, the rows that read it, (−‖q − k‖²/2 − shift) · by, and a lower bound of it.
 
-    The next overwrites them.
+    The next iteration overwrites the scores.
     """
     own, (d, _, c) = boxes.values.dtype, boxes.points.shape
     step = max(MAX_SCORES_PER_BLOCK // c, 1)
-    side, room = np.ones((step, d + 2)), np.empty((step, c), dtype)
+    side, buffer = np.ones((step, d + 2)), np.empty((step, c), dtype)
     short = max(MAX_NATIVE_TERM, share / float(np.finfo(own).eps) / 32)
     for box, rows in iterate_visits(keep, boxes):
-        out, left = room[: len(rows)], side[: len(rows)]
+        out, left = buffer[: len(rows)], side[: len(rows)]
         offset = query[:, rows] - boxes.centre[:, box, None]
         half = np.einsum("dr,dr->r", offset, offset) * 0.5
         away = math.sqrt(2 * half.max())
         term = boxes.radius[box] * away
-        # The square expanded about the box's centre: only qᵀk is ever rounded when it is large.
+        # The square is expanded about the box's centre: only a large qᵀk loses precision.
         left[:, :d] = offset.T
         left[:, d] = 1.0
         left[:, d + 1] = -(half + shift[rows])
@@ -271,8 +273,7 @@ def iterate_scores(
 
 
 def estimate_pair_cost(query: Numbers, boxes: Boxes, keep: Numbers, share: float) -> float:
-    """What a pair takes on average by the way `iterate_scores` takes it, in units of the
-    fastest."""
+    """Return the mean cost of a pair in `iterate_scores`, relative to its fastest method."""
     own = boxes.values.dtype
     short = max(MAX_NATIVE_TERM, share / float(np.finfo(own).eps) / 32)
     apart = np.sqrt(np.sum((query[:, :, None] - boxes.centre[:, None]) ** 2, axis=0))
@@ -284,7 +285,10 @@ def estimate_pair_cost(query: Numbers, boxes: Boxes, keep: Numbers, share: float
 def iterate_weights(
     query: Numbers, boxes: Boxes, keep: Numbers, shift: Numbers, share: float
 ) -> Iterator[tuple[int, Numbers, Numbers]]:
-    """exp(−‖q − k‖²/2 − shift) for each box and the rows that read it; the next overwrites it."""
+    """Yield each box, the rows that read it, and exp(−‖q − k‖²/2 − shift).
+
+    The next iteration overwrites the weights.
+    """
     power, by = fast_exponential()
     dtype = boxes.values.dtype
     floor = MIN_EXPONENT[str(dtype)] * by
@@ -296,7 +300,7 @@ def iterate_weights(
 
 @memoize("engines.fast_exponential")
 def fast_exponential() -> tuple[Any, float]:
-    """f and c with eˣ = f(c x): 2ˣ where NumPy has it in vectors, as then it takes half as long."""
+    """Return f and c with eˣ = f(c x). f is exp2 if NumPy vectorizes it: it takes half the time."""
     try:
         about = np.lib.introspect.opt_func_info(func_name="^exp2$")["exp2"]
         in_vectors = all("baseline" not in about[kind]["current"] for kind in ("ff", "dd"))
@@ -306,17 +310,17 @@ def fast_exponential() -> tuple[Any, float]:
 
 
 def float64_columns(boxes: Boxes, box: int) -> Numbers:
-    """The box's columns in float64."""
+    """Return the columns of a box in float64."""
     offset = boxes.points[:, box] - boxes.centre[:, box, None]
     below = np.einsum("dc,dc->c", offset, offset) * -0.5
     return np.stack([*offset, below, np.ones_like(below)])
 
 
 def pool_queries(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, Numbers, Numbers]:
-    """Σᵢ αᵢ vᵢ (r, d_v) and log Σᵢ exp(−‖q − kᵢ‖²/2) (r, 1) of queries (d, r), both float64.
+    """Return Σᵢ αᵢ vᵢ (r, d_v) and log Σᵢ exp(−‖q − kᵢ‖²/2) (r, 1) of queries (d, r), in float64.
 
-    And what exp(score − log-sum-exp) times is α: far from all keys the log-sum-exp is so large that
-    its last digit is one in α's middle.
+    The third result is a factor: α = exp(score − log-sum-exp) · factor. Far from all keys the
+    log-sum-exp is so large that its rounding error matters for α; the factor corrects it.
     """
     found = select_boxes(query, boxes, share)
     sums = np.zeros((query.shape[1], boxes.values.shape[-1]))
@@ -328,8 +332,11 @@ def pool_queries(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, N
 
 
 class BackwardInputs(NamedTuple):
-    """What the way back needs of queries (d, r): the results of `pool_queries`, and the gradients
-    of the first two, `output_gradient` (r, d_v) and `lse_gradient` (r, 1)."""
+    """The inputs of the backward pass for queries (d, r).
+
+    The first three are the results of `pool_queries`. `output_gradient` (r, d_v) and `lse_gradient`
+    (r, 1) are the gradients of its first two.
+    """
 
     out: Numbers
     lse: Numbers
@@ -345,9 +352,9 @@ def query_gradients(
     kept: BackwardInputs,
     totals: tuple[Numbers, Numbers],
 ) -> Numbers:
-    """The gradient of queries (d, r), (r, d), over the pairs that `pool_queries` read.
+    """Return the gradient (r, d) of queries (d, r), over the pairs that `pool_queries` read.
 
-    Those of the keys (boxes, c, d) and values (boxes, c, d_v) are added to `totals`.
+    Adds the gradients of keys (boxes, c, d) and values (boxes, c, d_v) to `totals`.
     """
     found = select_boxes(query, boxes, share)
     dtype = boxes.values.dtype

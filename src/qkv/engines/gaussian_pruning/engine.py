@@ -1,8 +1,8 @@
-"""Softmax of −‖q − k‖²/2σ² in few dimensions, over the keys near enough to count.
+"""The engine `near`: softmax of −‖q − k‖²/2σ² in few dimensions, on a CPU.
 
-The Nadaraya–Watson estimator on a CPU. Keys are put in boxes (`grid`), and each query leaves out
-the boxes that provably hold no more than `share` of its weight: `tolerance`, or the dtype's own
-accuracy. Its output is then off by at most share × the diameter of the values, beside rounding.
+This is the Nadaraya–Watson estimator. Keys are sorted into boxes (`boxes.py`). Each query skips
+boxes that provably hold at most `share` of its weight: the `tolerance`, or the precision of the
+dtype. Besides rounding, the error of the output is at most share × the diameter of the values.
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ import numpy as np
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
-from qkv.engines.gaussian_pruning import boxes as grid
-from qkv.engines.gaussian_pruning.boxes import BackwardInputs, Boxes, Numbers
+from qkv.engines.gaussian_pruning.boxes import (
+    KEYS_PER_BOX,
+    BackwardInputs,
+    Boxes,
+    Numbers,
+    build_boxes,
+    estimate_pair_cost,
+    pack_points,
+    pool_queries,
+    query_gradients,
+    select_boxes,
+)
 from qkv.errors import format_count
 from qkv.frameworks import is_array, threads, tree
 from qkv.frameworks.base import Tiling
@@ -30,34 +40,34 @@ from qkv.weightings import Softmax
 NAME = "near"
 
 MAX_DIMENSIONS = 8
-"""Dimensions beyond which boxes rule hardly anything out."""
+"""Largest number of dimensions in which boxes exclude enough keys."""
 
 MIN_QUERIES, MIN_PAIRS = 16, 2**22
-"""Fewer do not pay for putting the keys in boxes."""
+"""Smallest call that pays for sorting the keys into boxes."""
 
 SAMPLED_QUERIES, SAMPLED_KEYS = 64, 2**13
-"""Queries and keys that are looked at to see what will be read."""
+"""Size of the sample that estimates how many pairs will be read."""
 
-TRACED_REASON = "the numbers cannot be read while they are being traced"
+TRACED_REASON = "it reads array values, which are unknown while the call is traced"
 
 MAX_QUERIES_PER_CHUNK = 1024
-"""Queries that go through the boxes together."""
+"""Queries that are processed together."""
 
 
 def shape_based_reason(call: Call) -> str | None:
-    """A reason against it that takes no look at the numbers, which `unsupported_reason` takes."""
+    """Return a reason that needs no array values; `unsupported_reason` reads them."""
     if call.fw.name not in ("numpy", "torch") or type(call.score) is not Gaussian:
-        return None  # `unsupported_reason` tells
+        return None  # `unsupported_reason` gives the reason
     if call.fw.is_traced(call.query):
         return TRACED_REASON
     d = call.fw.static_shape(call.key)[-1]
     if d > MAX_DIMENSIONS:
-        return f"boxes rule hardly a key out in {d} dimensions"
+        return f"boxes exclude hardly any key in {d} dimensions"
     n = call.n * (math.prod(call.lead) if _shares_keys(call) else 1)
     if n < MIN_QUERIES or n * call.m < MIN_PAIRS:
         return (
-            f"{format_count(n)} queries of {format_count(call.m)} keys do not pay for putting "
-            "them in boxes"
+            f"{format_count(n)} queries and {format_count(call.m)} keys are too few to pay for "
+            "sorting keys into boxes"
         )
     return None
 
@@ -65,50 +75,50 @@ def shape_based_reason(call: Call) -> str | None:
 def unsupported_reason(call: Call) -> str | None:
     fw = call.fw
     if fw.name not in ("numpy", "torch"):
-        return f"it is written for NumPy and PyTorch on a CPU, not {fw.name}"
+        return f"it supports only NumPy and PyTorch on a CPU, not {fw.name}"
     if type(call.score) is not Gaussian:
-        return f"boxes bound the Gaussian score only, not {type(call.score).__name__}"
+        return f"it supports only the Gaussian score, not {type(call.score).__name__}"
     if type(call.weighting) is not Softmax:
-        return f"its bound is on a softmax's weights, not those of {type(call.weighting).__name__}"
+        return f"it supports only softmax, not {type(call.weighting).__name__}"
     if call.rule is not None or call.bias is not None:
-        return "a mask would change the mass of a box"
+        return "it does not support a mask"
     if call.dropout or call.wants_weights:
-        return "it keeps no weights, to return or to drop"
+        return "it computes no separate weights, so it can neither return nor drop them"
     if fw.has_empty_axis((*call.lead, call.n, call.m, fw.static_shape(call.key)[-1])):
-        return "there is nothing to compute"
+        return "an array is empty"
     widths = (call.score.bandwidth, call.weighting.temperature)
     learned = [x for x in widths if is_array(x)]
     if any(math.prod(fw.static_shape(x)) != 1 for x in learned):
-        return "it takes one bandwidth for all"
+        return "it supports only one bandwidth for all columns and batches"
     if fw.has_gradients and fw.needs_gradient(learned):
         return "it gives no gradient for a learned bandwidth or temperature"
     if fw.is_traced(call.query):
         return TRACED_REASON
     if any(fw.concrete_value(x) is None for x in (call.query, call.key, call.value)):
-        return "the numbers are not on the host, where the boxes are laid out"
-    narrow = _inverse_width(call)
+        return "the arrays are not on the CPU"
+    scale = _inverse_width(call)
     query, key, value = (fw.to_numpy(x) for x in (call.query, call.key, call.value))
-    # A NaN is below nothing.
-    in_range = all(float(np.max(np.abs(x))) * narrow < 1e150 for x in (query, key))
+    # The comparison is False for NaN.
+    in_range = all(float(np.max(np.abs(x))) * scale < 1e150 for x in (query, key))
     if not (in_range and math.isfinite(np.sum(value, dtype=np.float64))):
-        return "an argument is not finite, or the bandwidth too narrow for its range"
+        return "an argument is not finite, or the bandwidth is too small for its range"
     return None
 
 
 def slower_reason(call: Call) -> str | None:
     read, cost = estimate_work(call)
     if read * cost > 1 and not isinstance(call.lowering, str):
-        return f"{_format_share(read)} of the pairs count, in boxes that are slow to score"
+        return f"{_format_share(read)} of the pairs have weight, in boxes that are slow to score"
     return None
 
 
 def is_data_dependent(call: Call) -> bool:
-    """What the boxes rule out is for the numbers to say."""
+    """Return True: which boxes are skipped depends on the values."""
     return True
 
 
 def describe(call: Call) -> str:
-    """What is read and what may be lost."""
+    """Return which part of the pairs is read, and how much weight may be dropped."""
     read = _format_share(estimate_work(call)[0])
     return (
         f"reads {read} of the pairs, drops at most {droppable_share(call):.2g} of each row's weight"
@@ -120,68 +130,70 @@ def _format_share(read: float) -> str:
 
 
 def estimate_work(call: Call) -> tuple[float, float]:
-    """The part of the pairs that will be read, and the cost of one in plain products.
+    """Return the estimated part of the pairs that is read, and the relative cost of a pair.
 
-    A few queries, and boxes of fewer keys, stand for all.
+    The estimate uses a sample of the queries, and of the keys in smaller boxes.
     """
     call = call.upcast()
-    few, some = max(call.n // SAMPLED_QUERIES, 1), max(call.m // SAMPLED_KEYS, 1)
-    part = replace(
+    query_step, key_step = max(call.n // SAMPLED_QUERIES, 1), max(call.m // SAMPLED_KEYS, 1)
+    sample = replace(
         call,
-        query=call.query[..., ::few, :],
-        key=call.key[..., ::some, :],
-        value=call.value[..., ::some, :1],  # type: ignore[index]
+        query=call.query[..., ::query_step, :],
+        key=call.key[..., ::key_step, :],
+        value=call.value[..., ::key_step, :1],  # type: ignore[index]
     )
-    query, key, value = next(_split_problems(part))[1:]
+    query, key, value = next(_split_problems(sample))[1:]
+    query = query[:, :SAMPLED_QUERIES]
     share = droppable_share(call)
-    boxes = grid.build_boxes(key, value, max(grid.KEYS_PER_BOX // some, 1))
-    found = grid.select_boxes(query[:, :SAMPLED_QUERIES], boxes, share)
-    return float(found.keep.mean()), grid.estimate_pair_cost(
-        query[:, :SAMPLED_QUERIES], boxes, found.keep, share
+    boxes = build_boxes(key, value, max(KEYS_PER_BOX // key_step, 1))
+    selection = select_boxes(query, boxes, share)
+    return (
+        float(selection.keep.mean()),
+        estimate_pair_cost(query, boxes, selection.keep, share),
     )
 
 
 def droppable_share(call: Call) -> float:
-    """The share of a row's weight that may be left out."""
-    wide = call.upcast()
-    own = float(np.finfo(wide.fw.dtype_name(wide.query)).eps)
-    return max(call.tolerance or 0.0, own)
+    """Return the share of a row's weight that may be skipped."""
+    upcast = call.upcast()
+    precision = float(np.finfo(upcast.fw.dtype_name(upcast.query)).eps)
+    return max(call.tolerance or 0.0, precision)
 
 
 def run(call: Call) -> tuple[Array, Array | None, None]:
-    """The output (…, n, d_v) and, where wanted, the log-sum-exp (…, n, 1)."""
+    """Return the output (…, n, d_v) and, if requested, the log-sum-exp (…, n, 1)."""
     call = call.upcast()
     fw, share = call.fw, droppable_share(call)
     leaves = tree.array_leaves(fw, call)
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
-        given = tree.replace_arrays(fw, call, arrays)
-        found = [
+        fresh = tree.replace_arrays(fw, call, arrays)
+        results = [
             _map_chunks(
                 query,
-                grid.build_boxes(key, value),
-                lambda q, boxes: grid.pool_queries(q, boxes, share),
+                build_boxes(key, value),
+                lambda q, boxes: pool_queries(q, boxes, share),
             )
-            for _, query, key, value in _split_problems(given)
+            for _, query, key, value in _split_problems(fresh)
         ]
-        rows = (np.concatenate(x) for x in zip(*found, strict=True))
-        kept = [
+        rows = (np.concatenate(x) for x in zip(*results, strict=True))
+        saved = [
             fw.array_from_host(x.reshape(*call.lead, call.n, -1), call.query, "float64")
             for x in rows
         ]
-        own = (fw.astype(x, fw.dtype_name(call.query)) for x in kept[: 1 + call.wants_lse])
-        return tuple(own), tuple(kept)
+        outputs = (fw.astype(x, fw.dtype_name(call.query)) for x in saved[: 1 + call.wants_lse])
+        return tuple(outputs), tuple(saved)
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
-        found = _run_backward(tree.replace_arrays(fw, call, arrays), share, kept, gradients)
-        return (*found, *[None] * (len(arrays) - 3))
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
+        main = _run_backward(tree.replace_arrays(fw, call, arrays), share, saved, gradients)
+        return (*main, *[None] * (len(arrays) - 3))
 
     outputs = fw.run_differentiable(forward, backward, dense.build_reference(call), leaves)
     return outputs[0], outputs[1] if call.wants_lse else None, None
 
 
 def _inverse_width(call: Call) -> float:
-    """1 / σ√T, the factor that makes the score −‖q − k‖²/2."""
+    """Return 1 / σ√T; vectors times this factor have the score −‖q − k‖²/2."""
     sigma, temperature = (
         float(call.fw.to_numpy(x).reshape(())) if is_array(x) else float(x)
         for x in (call.score.bandwidth, call.weighting.temperature)  # type: ignore[attr-defined]
@@ -191,14 +203,15 @@ def _inverse_width(call: Call) -> float:
 
 
 def _split_problems(call: Call) -> Iterator[tuple[tuple[int, ...], Numbers, Numbers, Numbers]]:
-    """The problems in the call: where in the lead, queries (d, n), keys (d, m), values (m, d_v).
+    """Yield each problem: its index in the lead, queries (d, n), keys (d, m), values (m, d_v).
 
-    Queries and keys are float64 and in units of the bandwidth. Keys that all share are boxed once.
+    Queries and keys are float64 in units of the bandwidth. If all queries share the keys, there is
+    one problem.
     """
-    fw, narrow = call.fw, _inverse_width(call)
+    fw, scale = call.fw, _inverse_width(call)
 
     def scale_points(x: Numbers) -> Numbers:
-        return np.multiply(x.T, narrow, dtype=np.float64, order="C")
+        return np.multiply(x.T, scale, dtype=np.float64, order="C")
 
     query = fw.to_numpy(call.query)
     key, value = (fw.to_numpy(calls.repeat_shared_heads(call, x)) for x in (call.key, call.value))
@@ -217,33 +230,36 @@ def _split_problems(call: Call) -> Iterator[tuple[tuple[int, ...], Numbers, Numb
 
 
 def _shares_keys(call: Call) -> bool:
-    """Whether all queries look at the same keys and values."""
+    """Return whether all queries have the same keys and values."""
     return all(math.prod(call.fw.static_shape(x)[:-2]) == 1 for x in (call.key, call.value))
 
 
 def _map_chunks(
     query: Numbers, boxes: Boxes, work: Callable[[Numbers, Boxes], tuple[Numbers, ...]]
 ) -> tuple[Numbers, ...]:
-    """work(queries (d, r), boxes) on neighbours together, on all cores, put back in order."""
+    """Apply work(queries (d, r), boxes) to chunks of neighbouring queries, on all cores.
+
+    The results are in the order of the queries.
+    """
     order, tiling = _group_neighbours(query, boxes)
     query = query[:, order]
 
     def process_chunk(rows: Span, _: Any) -> tuple[Numbers, ...]:
         return work(query[:, rows.start : rows.start + rows.size], boxes)
 
-    found = NUMPY.map_tiles(process_chunk, tiling)
-    for x in found:
+    results = NUMPY.map_tiles(process_chunk, tiling)
+    for x in results:
         x[order] = x.copy()
-    return found
+    return results
 
 
 def _group_neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Tiling]:
-    """An order in which neighbours stand together, and chunks of it."""
+    """Return an order in which neighbouring queries are adjacent, and chunks of it."""
     n = query.shape[1]
     size = max(
         min(MAX_QUERIES_PER_CHUNK, -(-n // threads.CORE_COUNT), 2**20 // len(boxes.counts)), 16
     )
-    order, c = grid.pack_points(query, size)
+    order, c = pack_points(query, size)
     order = order[order < n]
     return order, [(Span(at, min(c, n - at)), []) for at in range(0, n, c)]
 
@@ -252,73 +268,72 @@ def _group_neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Tiling]:
 
 
 def _run_backward(
-    call: Call, share: float, kept: Sequence[Array], gradients: Sequence[Array]
+    call: Call, share: float, saved: Sequence[Array], gradients: Sequence[Array]
 ) -> list[Array]:
-    """The gradients of query, key and value, over the pairs that the forward pass read."""
+    """Return the gradients of query, key and value, over the pairs that the forward pass read."""
     fw, n, m = call.fw, call.n, call.m
-    along = fw.to_numpy(gradients[0]).astype(np.float64)
-    given = [*(fw.to_numpy(x) for x in kept), along]
-    given.append(fw.to_numpy(gradients[1]) if call.wants_lse else np.zeros_like(given[1]))
-    found: list[list[Numbers]] = [[], [], []]
-    parts = list(_split_problems(call))
-    for at, query, key, value in parts:
-        rows = [x.reshape(-1, x.shape[-1]) if not at else x[at] for x in given]
-        boxes = grid.build_boxes(key, value)
-        for total, new in zip(
-            found, _problem_gradients(query, boxes, share, BackwardInputs(*rows)), strict=True
-        ):
-            total.append(new)
-    narrow = _inverse_width(call)
-    lead = call.lead if len(parts) > 1 else ()
-    d_query = np.concatenate(found[0]).reshape(*call.lead, n, -1) * narrow
-    d_key = np.stack(found[1]).reshape(*lead, m, -1) * narrow
-    d_value = np.stack(found[2]).reshape(*lead, m, -1)
-    made = [
+    output_gradient = fw.to_numpy(gradients[0]).astype(np.float64)
+    inputs = [*(fw.to_numpy(x) for x in saved), output_gradient]
+    inputs.append(fw.to_numpy(gradients[1]) if call.wants_lse else np.zeros_like(inputs[1]))
+    gradient_parts: list[list[Numbers]] = [[], [], []]
+    problems = list(_split_problems(call))
+    for at, query, key, value in problems:
+        rows = [x.reshape(-1, x.shape[-1]) if not at else x[at] for x in inputs]
+        boxes = build_boxes(key, value)
+        problem_gradients = _problem_gradients(query, boxes, share, BackwardInputs(*rows))
+        for parts, new in zip(gradient_parts, problem_gradients, strict=True):
+            parts.append(new)
+    scale = _inverse_width(call)
+    lead = call.lead if len(problems) > 1 else ()
+    d_query = np.concatenate(gradient_parts[0]).reshape(*call.lead, n, -1) * scale
+    d_key = np.stack(gradient_parts[1]).reshape(*lead, m, -1) * scale
+    d_value = np.stack(gradient_parts[2]).reshape(*lead, m, -1)
+    out = [
         fw.array_from_host(x, call.query, fw.dtype_name(call.query))
         for x in (d_query, d_key, d_value)
     ]
     for i, x in ((1, call.key), (2, call.value)):
         shape = fw.static_shape(x)
         if lead:
-            made[i] = calls.sum_shared_heads(call, made[i], shape[:-2])
-        made[i] = fw.xp.reshape(made[i], shape)
-    return made
+            out[i] = calls.sum_shared_heads(call, out[i], shape[:-2])
+        out[i] = fw.xp.reshape(out[i], shape)
+    return out
 
 
 def _problem_gradients(
-    query: Numbers, boxes: Boxes, share: float, kept: BackwardInputs
+    query: Numbers, boxes: Boxes, share: float, inputs: BackwardInputs
 ) -> tuple[Numbers, ...]:
-    """The gradients of queries (n, d), keys (m, d) and values (m, d_v) of one problem.
+    """Return the gradients of queries (n, d), keys (m, d) and values (m, d_v) of one problem.
 
-    Each core sums those of keys and values over a fixed part of the queries, so that a second run
-    gives the same digits.
+    Each core sums the gradients of keys and values over a fixed part of the queries, so that every
+    run gives the same result.
     """
     order, tiling = _group_neighbours(query, boxes)
-    query, kept = query[:, order], BackwardInputs(*(x[order] for x in kept))
+    query, inputs = query[:, order], BackwardInputs(*(x[order] for x in inputs))
     d, _, c = boxes.points.shape
-    wide = boxes.values.shape[-1] - 1
+    value_width = boxes.values.shape[-1] - 1
     each = -(-len(tiling) // threads.CORE_COUNT)
     groups = [tiling[at : at + each] for at in range(0, len(tiling), each)]
     totals = [
-        (np.zeros((len(boxes.counts), c, d)), np.zeros((len(boxes.counts), c, wide)))
+        (np.zeros((len(boxes.counts), c, d)), np.zeros((len(boxes.counts), c, value_width)))
         for _ in groups
     ]
-    gained = np.empty((query.shape[1], d))
+    d_query = np.empty((query.shape[1], d))
 
     def add_group_gradients(rows: Span, _: Any) -> tuple[Numbers]:
         for chunk, _ in groups[rows.start]:
             at = slice(chunk.start, chunk.start + chunk.size)
-            part = BackwardInputs(*(x[at] for x in kept))
-            gained[at] = grid.query_gradients(query[:, at], boxes, share, part, totals[rows.start])
+            part = BackwardInputs(*(x[at] for x in inputs))
+            d_query[at] = query_gradients(query[:, at], boxes, share, part, totals[rows.start])
         return (np.empty((1, 1)),)
 
     NUMPY.map_tiles(add_group_gradients, [(Span(i, 1), []) for i in range(len(groups))])
-    real = boxes.order < boxes.counts.sum()
-    back = [np.empty_like(gained)]
-    back[0][order] = gained
+    is_key = boxes.order < boxes.counts.sum()  # other entries are padding
+    out = [np.empty_like(d_query)]
+    out[0][order] = d_query
     for pair in zip(*totals, strict=True):
         total = sum(pair[1:], start=pair[0])
-        summed = np.empty((int(boxes.counts.sum()), total.shape[-1]))
-        summed[boxes.order[real]] = total.reshape(-1, total.shape[-1])[real]
-        back.append(summed)
-    return tuple(back)
+        in_key_order = np.empty((int(boxes.counts.sum()), total.shape[-1]))
+        in_key_order[boxes.order[is_key]] = total.reshape(-1, total.shape[-1])[is_key]
+        out.append(in_key_order)
+    return tuple(out)

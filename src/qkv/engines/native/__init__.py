@@ -1,5 +1,7 @@
-"""The framework's own fused attention: `torch.nn.functional.scaled_dot_product_attention` and
-`jax.nn.dot_product_attention`, for softmax of dot products."""
+"""The native engine: a framework's fused kernel, for softmax of dot products.
+
+PyTorch: `torch.nn.functional.scaled_dot_product_attention`. JAX: `jax.nn.dot_product_attention`.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,36 @@ NAME = "native"
 ProjectedAttention = Callable[..., tuple[Array, Array | None] | None]
 
 MIN_MANY_KEYS = 2**14
-"""Keys from which a few queries are a matter of reading them."""
+"""Keys from which, for few queries, reading the keys dominates the time."""
 
 
 def unsupported_reason(call: Call) -> str | None:
     if call.fw.name not in ("torch", "jax"):
-        return f"{call.fw.name} has no fused attention of its own"
+        return f"{call.fw.name} has no fused attention kernel"
     reason = not_softmax_dot_reason(call)
     if reason:
         return reason
     if call.wants_lse or call.wants_weights:
         return "fused kernels return neither the weights nor their log-sum-exp"
     if call.dropout and call.seed is not None:
-        return "fused kernels draw their own random numbers, so a seed would mean something else"
+        return "fused kernels draw their own random numbers and ignore a seed"
     if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
-        return "there is nothing to compute"
+        return "an array is empty"
     return _select_backend(call).unsupported_reason(call)  # type: ignore[no-any-return]
 
 
 def not_softmax_dot_reason(call: Call) -> str | None:
-    """Why this is no softmax of dot products."""
+    """Return why the call is not a softmax of dot products, or None."""
     if type(call.score) not in (Dot, ScaledDot):
-        return f"fused kernels know dot products only, not {type(call.score).__name__}"
+        return f"fused kernels support only dot products, not {type(call.score).__name__}"
     if getattr(call.score, "softcap", None) is not None:
-        return "fused kernels have no softcap"
+        return "fused kernels do not support a softcap"
     if type(call.weighting) is not Softmax:
-        return f"fused kernels know softmax only, not {type(call.weighting).__name__}"
+        return f"fused kernels support only softmax, not {type(call.weighting).__name__}"
     if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
-        return "a learned scale or temperature needs a gradient that the kernel does not give"
+        return "fused kernels give no gradient for a learned scale or temperature"
     if call.rule is not None and effective_scale(call) <= 0:
-        return "a kernel scales what is masked out too, and −∞ times 0 or less is not −∞"
+        return "fused kernels multiply masked scores, −∞, by the scale, which is not positive"
     return None
 
 
@@ -59,11 +61,11 @@ def slower_reason(call: Call) -> str | None:
     widths = [call.fw.static_shape(x)[-1] for x in (call.query, call.value)]
     if max(widths) > 2 * min(widths) and max(widths) > 128:
         return (
-            f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
-            "values would be mostly padding"
+            f"the kernel needs equal widths, and padding queries of width {widths[0]} and values "
+            f"of width {widths[1]} would waste most of the work"
         )
     if _has_lookup_kernel(call) and call.m >= MIN_MANY_KEYS and streaming.has_few_queries(call):
-        return "for a few queries among many keys it reads memory more slowly than ours"
+        return "for few queries and many keys it reads memory more slowly than triton"
     reason: str | None = _select_backend(call).slower_reason(call)
     return reason
 
@@ -77,7 +79,7 @@ def run(call: Call) -> tuple[Array, None, None]:
 
 
 def build_runner(call: Call) -> Callable[[Call], tuple[Array, None, None] | None]:
-    """`run` for calls of this kind whose numbers nobody has looked at yet; None: not with these."""
+    """Return `run` for later calls with this signature; it checks values and may return None."""
     kernels = _select_backend(call)
 
     def run_bound(call: Call) -> tuple[Array, None, None] | None:
@@ -88,13 +90,13 @@ def build_runner(call: Call) -> Callable[[Call], tuple[Array, None, None] | None
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
-    """The same of the three arrays alone, for a kind that is nothing but them."""
+    """Return a runner that takes query, key and value only; None if there is no such runner."""
     kernels = _select_backend(call)
     return kernels.build_direct_runner(call) if hasattr(kernels, "build_direct_runner") else None
 
 
 def projected_attention(name: str) -> ProjectedAttention:
-    """A layer of heads at once, its projections and all, where a framework has that."""
+    """Return the fused operator for a whole layer; see `qkv.attention.projected_attention`."""
     if name != "torch":
         return lambda *_: None
     from qkv.engines.native import multi_head_layer
@@ -113,7 +115,7 @@ def _select_backend(call: Call) -> Any:
 
 
 def has_fused_kernels(call: Call) -> bool:
-    """Whether there are fused kernels for 16-bit vectors where the call's arrays are."""
+    """Return whether the call's device has fused kernels for 16-bit arrays."""
     if call.fw.dtype_name(call.query) not in ("float16", "bfloat16"):
         return False
     return call.fw.name in ("torch", "jax") and bool(_select_backend(call).is_on_device(call))
@@ -125,18 +127,18 @@ def _has_lookup_kernel(call: Call) -> bool:
 
 
 def has_triton() -> bool:
-    """Whether Triton is there to run kernels of our own."""
+    """Return whether Triton can be used."""
     return triton_missing_reason() is None
 
 
 def triton_missing_reason() -> str | None:
-    """Why Triton is not to be imported, if so."""
+    """Return why Triton cannot be imported, or None."""
     if "triton" in sys.modules:
         return None
     if "tensorflow" in sys.modules:
         return (
-            "TensorFlow was imported before Triton, and the LLVM of the two would end the process: "
-            "import triton first"
+            "TensorFlow was imported before Triton, and their LLVM libraries would crash the "
+            "process: import triton first"
         )
     return None if _is_triton_installed() else "Triton is not installed: pip install triton"
 
@@ -147,7 +149,7 @@ def _is_triton_installed() -> bool:
 
 
 def effective_scale(call: Call) -> float:
-    """The factor on qᵀk, with the softmax's temperature."""
+    """Return the factor of qᵀk, including the temperature of the softmax."""
     scale: Any = 1.0
     if isinstance(call.score, ScaledDot):
         width = int(call.fw.static_shape(call.query)[-1] or 1)  # torch.compile may not know it yet

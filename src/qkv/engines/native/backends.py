@@ -1,4 +1,4 @@
-"""Which of torch's own kernels is fastest: measured once for each kind of large call on CUDA."""
+"""The fastest SDPA backend of PyTorch, measured once for each signature of a large CUDA call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array
 
 MIN_PRODUCTS_TO_MEASURE = 2**34
-"""Products of a call from which another backend may gain more than it takes to name it."""
+"""Products of a call from which selecting a backend may pay off."""
 
 SDPA: Any = torch._C._nn.scaled_dot_product_attention
-"""torch's operator itself: a program may have put `qkv.scaled_dot_product_attention` in the place
-of `torch.nn.functional.scaled_dot_product_attention`."""
+"""PyTorch's operator itself. A program may have replaced the public
+`torch.nn.functional.scaled_dot_product_attention` by `qkv.scaled_dot_product_attention`."""
 
 _FASTEST_BACKENDS: dict[tuple[Any, ...], Any] = create_table("engines.fastest_sdpa_backends")
 MAX_CACHED_BACKENDS = 4096
@@ -30,10 +30,10 @@ UNMEASURED = object()
 def run_sdpa(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
-    """SDPA of (batch, heads, rows, width), by the backend that was measured as the fastest."""
+    """Return SDPA of arrays (batch, heads, rows, width), by the backend measured as the fastest."""
     query, key, value = parts
     grouped = False
-    if key.shape[1] != query.shape[1]:  # torch.compile takes no condition that is not decided
+    if key.shape[1] != query.shape[1]:  # torch.compile needs a branch here, not a boolean
         grouped = True
 
     def call_sdpa() -> Array:
@@ -58,7 +58,7 @@ def run_sdpa(
 
 
 def describe_backend(parts: Sequence[Array], plain: bool) -> str:
-    """What was measured for calls like this one."""
+    """Return the measured backend for calls like this one, as text for `explain`."""
     query, key, value = parts
     backend = _FASTEST_BACKENDS.get(_backend_signature(query, key, value, plain))
     return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
@@ -71,7 +71,7 @@ def _backend_signature(query: Array, key: Array, value: Array, plain: bool) -> t
 
 
 def _measure_fastest(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
-    """The backend that clearly beats torch's own choice, None where none does."""
+    """Return the backend that is clearly faster than PyTorch's default, or None."""
     wanted = [x for x in parts if x.requires_grad and torch.is_grad_enabled()]
 
     def best_time_ms() -> float:
@@ -92,7 +92,7 @@ def _measure_fastest(attend: Callable[[], Array], parts: Sequence[Array]) -> Any
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         try:
             with sdpa_kernel(backend), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch says why a backend cannot
+                warnings.simplefilter("ignore")  # PyTorch warns if a backend is unsupported
                 took = best_time_ms()
         except RuntimeError:
             continue

@@ -19,19 +19,19 @@ def unsupported_reason(call: Call) -> str | None:
     if call.dropout:
         return "jax.nn has no dropout"
     if call.rule is not None and not is_plain_causal(call.rule):
-        return "jax.nn gives a row with nothing to attend to the average, and we give 0"
+        return "jax.nn returns the mean for a query that sees no key, where qkv returns 0"
     if call.fw.dtype_name(call.query) == "float64":
-        return "jax.nn sums in float32 whatever it is given"
+        return "jax.nn always sums in float32"
     if len(call.lead) > 2:
-        return "jax.nn takes one axis of batches and one of heads"
+        return "jax.nn supports only one batch axis and one head axis"
     return None
 
 
 def slower_reason(call: Call) -> str | None:
     if not is_on_device(call):
-        return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
+        return "on a CPU jax.nn computes the whole n × m matrix and is not faster"
     if not _fits_cudnn(call):
-        return "cuDNN takes 16-bit vectors of up to 128 numbers; without it jax.nn makes the matrix"
+        return "cuDNN needs 16-bit vectors of width ≤ 128; without it jax.nn computes the matrix"
     return None
 
 
@@ -58,7 +58,7 @@ def run(call: Call) -> Array:
     def run_kernel(query: Array, key: Array, value: Array) -> Array:
         key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
         lead = (1,) * (2 - len(call.lead)) + call.lead
-        # It takes one width, and cuDNN a multiple of eight: zeros make up for it.
+        # The kernel needs equal widths, and cuDNN multiples of eight: pad with zeros.
         width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
         fused = _fits_cudnn(call) and _get_platform(call) in ("gpu", "cuda")
         parts = []
@@ -81,11 +81,11 @@ def run(call: Call) -> Array:
     arrays = (call.query, call.key, call.value)
     if call.rule is None:
         return run_kernel(*arrays)
-    # A NaN behind the mask would be multiplied by 0, and that is NaN.
+    # A masked NaN would be multiplied by 0, which is NaN.
     finite = jnp.isfinite(jnp.sum(call.key)) & jnp.isfinite(jnp.sum(call.value))
     pick: Callable[..., Array] = call.fw.cond
     return pick(finite, run_kernel, run_streaming, *arrays)
 
 
 run_guarded = run
-"""It looks at the numbers itself, on the device."""
+"""The function checks the values itself, on the device."""

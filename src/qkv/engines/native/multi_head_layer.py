@@ -1,4 +1,4 @@
-"""MultiHead(x, x, x), its projections and all, as one operator of torch's."""
+"""A whole self-attention layer, including its projections, as one operator of PyTorch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from qkv.util.types import Array
 TORCH = load_framework("torch")
 
 MAX_CPU_QUERIES, MAX_PROJECTION_PRODUCTS = 64, 2**22
-"""Queries up to which the operator is quicker on a CPU than the parts of a layer; and products of a
-projection from which, without MKL, it is not but for weights."""
+"""Queries up to which the operator is faster on a CPU than separate steps; and products of a
+projection from which, without MKL, it is faster only if weights are requested."""
 
 
 def run(
@@ -26,10 +26,13 @@ def run(
     padding: bool,
     weights: str | None,
 ) -> tuple[Array, Array | None] | None:
-    """The output and α; None where the operator takes no such arrays, or the parts are quicker, or
-    what is masked out has spoiled its answer."""
+    """Return the output and α, or None.
+
+    None if the operator does not support the arrays, if separate steps are faster, or if a masked
+    NaN reached the output.
+    """
     on_cpu = x.is_cpu
-    if not on_cpu and not (mask is weights is None):  # where no NaN may be looked for
+    if not on_cpu and not (mask is weights is None):  # a check for NaN would wait for the device
         return None
     if not _is_supported(x, heads, parameters):
         return None
@@ -55,7 +58,7 @@ def run(
 
 
 def _is_supported(x: Array, heads: int, parameters: Sequence[Array | None]) -> bool:
-    """Whether it takes x, and is quicker: half precision on CUDA, on a CPU the rest in short."""
+    """Return whether the operator supports x and is faster: 16-bit on CUDA, small others on CPU."""
     if x.is_nested or TORCH.apply_autocast(x) is not x:
         return False
     shape, dtype = x.shape, x.dtype

@@ -1,4 +1,4 @@
-"""The kernel on spans of queries, each with the keys that a mask leaves it."""
+"""PyTorch's kernel on spans of queries, each with the keys that the mask allows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from qkv.frameworks import tree
 from qkv.util.types import Array, Arrays, Gradients, Span
 
 QUERIES_PER_SPAN = 64
-"""Queries per call of the kernel where a mask leaves only part of the keys to each."""
+"""Queries per kernel call under a mask that allows only some of the keys."""
 
 MAX_MASK_NUMBERS = 2**24
-"""Numbers of a mask that the kernel may be given at once."""
+"""Largest mask that is passed to the kernel in one call."""
 
 MAX_VISIBLE_SHARE = 0.75
-"""The share of the pairs that a mask must leave for that."""
+"""Smallest share of allowed pairs at which one call with the whole mask is used."""
 
 
 def spans_pay_off(call: Call, tiling: Any) -> bool:
-    """Whether the mask rules out so much that many calls take less than one with all of it."""
+    """Return whether the mask excludes so much that many calls are faster than one."""
     given = call.rule.list_arrays()  # type: ignore[union-attr]
     lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
     if lead * call.n * call.m > MAX_MASK_NUMBERS:
@@ -36,7 +36,7 @@ def spans_pay_off(call: Call, tiling: Any) -> bool:
 
 
 def can_trim_keys(call: Call) -> bool:
-    """Whether the mask can be cut to the keys that any query sees, before the kernel has it."""
+    """Return whether the call can be cut to the keys that any query sees."""
     parts = (call.query, call.key, call.value)
     if not (call.query.is_cpu and call.rule.is_shared_by_queries):  # type: ignore[union-attr]
         return False
@@ -44,8 +44,7 @@ def can_trim_keys(call: Call) -> bool:
 
 
 def trim_keys(call: Call) -> tuple[list[Any], Array | None]:
-    """Query, key and value, and the mask of all queries, from the first key that one sees to the
-    last."""
+    """Return query, key, value and mask, cut to the range of keys that any query sees."""
     mask = kernel_mask(call, calls.make_block(call))
     parts: list[Any] = [call.query, call.key, call.value]
     if mask is None or mask.shape[-1] != call.m:
@@ -70,7 +69,7 @@ def build_tiling(call: Call) -> Any:
 
 
 def run_spans(call: Call, tiling: Any) -> Array:
-    """softmax(qkᵀ) v for each span of queries and the keys that the mask leaves it."""
+    """Return softmax(qkᵀ) v, computed for each span of queries and its allowed keys."""
     fw = call.fw
     if not fw.needs_gradient((call.query, call.key, call.value)):
         return _run_rows(tiling, call)[0]
@@ -93,9 +92,9 @@ def run_spans(call: Call, tiling: Any) -> Array:
 def _run_rows(
     tiling: Any, call: Call, gradient: Array | None = None
 ) -> tuple[Array, list[Array] | None]:
-    """The kernel on each span of queries and the keys that the mask leaves it.
+    """Run the kernel on each span of queries and its allowed keys; return the output.
 
-    With the gradient of the output, the gradients of query, key and value instead.
+    Given the gradient of the output, return the gradients of query, key and value instead.
     """
     value: Any = call.value
     outs: list[Array] = []
@@ -136,10 +135,10 @@ SpanGroup = list[tuple[Span, list[Span]]]
 
 
 def _group_equal_spans(call: Call, tiling: Any) -> list[SpanGroup]:
-    """The tiling in groups that one call of the kernel serves.
+    """Return the tiling in groups; each group is one kernel call.
 
-    A rule on distances alone looks the same at every place along the diagonal: there, neighbours
-    with one run of keys of the same size go together.
+    A mask on distances is the same for every span along the diagonal, so neighbouring spans with
+    equally many keys form one group.
     """
     groups: list[SpanGroup] = []
     for rows, keys in tiling:
@@ -156,7 +155,7 @@ def _group_equal_spans(call: Call, tiling: Any) -> list[SpanGroup]:
 
 
 def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
-    """The kernel on one span of queries, or on several at once as one more axis of the batch."""
+    """Run the kernel on a group of spans, with the spans as one more batch axis."""
     rows, runs = group[0]
     mask = None
     if call.bias is not None or not all(run.is_unmasked for run in runs):
@@ -178,7 +177,7 @@ def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
 
 
 def _concat_masks(blocks: list[Array | None], runs: list[Span]) -> Array:
-    """The masks of several runs of keys as one; None rules nothing out."""
+    """Return the masks of several key spans as one; None: all pairs of the span count."""
     some = next(x for x in blocks if x is not None)
     filled = [
         some.new_ones(1, run.size, dtype=torch.bool) if x is None else x
@@ -191,7 +190,7 @@ def _concat_masks(blocks: list[Array | None], runs: list[Span]) -> Array:
 
 
 def _join_spans(keys: list[Span]) -> list[Span]:
-    """The spans with neighbours joined."""
+    """Return the spans with adjacent ones joined."""
     runs = keys[:1]
     for span in keys[1:]:
         last = runs[-1]

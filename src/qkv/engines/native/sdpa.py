@@ -1,4 +1,4 @@
-"""torch's `scaled_dot_product_attention`: whole, by rows of a mask, or on parts of the keys."""
+"""PyTorch's `scaled_dot_product_attention`: whole, by spans of queries or by parts of keys."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from qkv.masks.band import Band
 from qkv.util.types import Array, Arrays, Gradients
 
 QUERIES_PER_CORE = 32
-"""Queries that torch's kernel on the CPU gives to one core."""
+"""Queries that PyTorch's CPU kernel assigns to one core."""
 
 MAX_SHORT_CAUSAL_QUERIES = 512
-"""Queries of a causal call, up to which asking for a second launch takes longer than the work."""
+"""Queries of a causal call up to which a second launch takes longer than the work."""
 
 MIN_TILED_SCORES, MIN_TILED_GRADIENT_SCORES = 2**14, 2**16
-"""Scores of a head from which on our kernels are quicker under a mask on CUDA; with a gradient."""
+"""Scores per head from which our CUDA kernels are faster under a mask; with a gradient."""
 
 MAX_FEW_OUTPUT_NUMBERS = 2**15
-"""Numbers of an output that are looked at sooner than its last row is cut out."""
+"""Outputs up to this size are checked for NaN as a whole: slicing the last row takes longer."""
 
 
 def unsupported_reason(call: Call) -> str | None:
     if call.fw.in_functional_transform():  # type: ignore[attr-defined]
-        return "the kernel has no rules for torch.func and for forward-mode derivatives"
+        return "the kernel does not support torch.func and forward-mode derivatives"
     if is_dtensor(call.query) and call.query.is_cpu:
-        return "torch has no rule for the CPU's kernel on DTensors"
+        return "PyTorch's CPU kernel does not support DTensors"
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
     if call.fw.is_traced(call.query) or _splits_keys(call):
@@ -52,7 +52,7 @@ def unsupported_reason(call: Call) -> str | None:
     if not on_cpu and (call.rule is None or _repairs_nan(call)):
         return None
     if (on_cpu or call.rule is not None) and not is_finite(call.query, call.key, call.value):
-        return "an argument is not finite, which the kernel would hide, or leak past a mask"
+        return "an argument is not finite, and the kernel would hide it or let it pass the mask"
     return None
 
 
@@ -65,9 +65,9 @@ def slower_reason(call: Call) -> str | None:
     short = short and surely(math.prod(call.lead) * call.n <= 32 * MAX_SHORT_CAUSAL_QUERIES)
     rows = call.bias is not None and surely(call.bias.shape[-1] == 1) and surely(call.m > 1)
     if rows and call.fw.needs_gradient((call.bias,)):
-        return "what is added to whole rows moves no weight, and its gradient here is rounding"
+        return "a bias per row does not change the weights; its gradient would be rounding error"
     if _is_faster_tiled(call) and import_triton_engine().unsupported_reason(call) is None:
-        return "our kernels go over a large mask by tiles, in a fraction of the time"
+        return "triton skips masked tiles of a large mask and is faster"
     if not (short and is_plain_causal(call.rule) and call.query.dtype in HALF_DTYPES):
         return None
     if (
@@ -76,13 +76,16 @@ def slower_reason(call: Call) -> str | None:
         or import_triton_engine().unsupported_reason(call)
     ):
         return None
-    return "of a short causal call our kernel is one launch, and this one with its repair two"
+    return (
+        "for a short causal call triton needs one launch, and this kernel with its NaN repair two"
+    )
 
 
 def _is_faster_tiled(call: Call) -> bool:
-    """Has it a mask and the size for which our kernels are quicker on CUDA?
+    """Return whether our CUDA kernels are faster, given the mask and the size.
 
-    Of a few queries torch's are, and of wide float32 with a gradient where a mask is no band.
+    PyTorch is faster for few queries, and for wide float32 with a gradient unless the mask is a
+    band.
     """
     if (call.bias is None and (call.rule is None or is_plain_causal(call.rule))) or call.n < 16:
         return False
@@ -94,7 +97,7 @@ def _is_faster_tiled(call: Call) -> bool:
 
 
 def describe(call: Call) -> str:
-    name = "torch's scaled_dot_product_attention"
+    name = "PyTorch's scaled_dot_product_attention"
     if call.rule is not None and not is_plain_causal(call.rule):
         by_rows = not call.fw.is_traced(call.query) and call.n > query_spans.QUERIES_PER_SPAN
         by_rows = (
@@ -114,7 +117,7 @@ def is_on_device(call: Call) -> bool:
 
 
 def run(call: Call, told: list[Array] | None = None) -> Array:
-    """`told` is that of `run_kernel`."""
+    """Return the output; `told` is that of `run_kernel`."""
     if _splits_keys(call):
         return _run_split_keys(call)
     plain = is_plain_causal(call.rule)
@@ -136,15 +139,15 @@ def run(call: Call, told: list[Array] | None = None) -> Array:
     return run_kernel(call, parts, mask, plain, told)
 
 
-# What depends on the numbers
+# Checks of values
 
 
 def run_guarded(call: Call) -> Array | None:
-    """`run`, unless a NaN or an infinity among the numbers would be hidden or leak past the mask.
+    """Return the output; None if the kernel would hide a NaN or infinity or let it pass a mask.
 
-    On a CPU an argument that is not finite shows in the output, but in 16 bits and for fewer than
-    HIDES keys. What leaks past the mask is NaN there; on the way back, 0 · ∞ may spoil what comes
-    of a key that is masked out, or of a query that sees none.
+    On a CPU, an argument that is not finite shows in the output, except in 16 bits and for fewer
+    than MIN_KEYS_SHOWING_NAN keys. A value that passes the mask shows as NaN. In the backward pass,
+    0 · ∞ may reach the gradient of a masked key, or of a query that sees no key.
     """
     if call.query.device.type != "cpu" or _splits_keys(call):
         return None if unsupported_reason(call) else run(call)
@@ -158,14 +161,13 @@ def run_guarded(call: Call) -> Array | None:
     by_rows = call.n > query_spans.QUERIES_PER_SPAN and not (
         is_plain_causal(call.rule) or query_spans.can_trim_keys(call)
     )
-    # Some queries by themselves may be left so few keys that the kernel hides a NaN among them.
+    # A span of queries may see so few keys that the kernel hides a NaN among them.
     looked = [call.key, call.query] if out.requires_grad or by_rows else []
     if is_plain_causal(call.rule) and call.n >= call.m:  # the last query sees every key
         looked.append(out[..., -1:, :])
-    elif (
-        call.rule.is_shared_by_queries
-    ):  # a value that leaks is in every row, and a key in whole rows
-        if told:  # no sum of exponentials is finite whose query is not
+    elif call.rule.is_shared_by_queries:
+        # A value that passes the mask shows in every row, a key in whole rows.
+        if told:  # the log-sum-exp of a query that is not finite is not finite
             looked = looked[:1]
         looked += [out[..., :1, :], *(told or [out[..., :1]])]
     else:
@@ -174,7 +176,7 @@ def run_guarded(call: Call) -> Array | None:
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
-    """SDPA itself, for calls of this kind that are just what it takes."""
+    """Return SDPA as a function of `attend`'s arguments, for calls that need no preparation."""
     causal, bare = is_plain_causal(call.rule), None
     if call.rule is not None and not causal:
         bare = next(iter(call.rule.list_arrays()), None)
@@ -191,13 +193,13 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
     if call.query.device.type != "cpu" or call.query.dtype in HALF_DTYPES:
         return None
     sdpa, scale = backends.SDPA, native.effective_scale(call)
-    if scale != 1 / math.sqrt(shapes[0][-1]):  # torch's own, which takes less than reading it
+    if scale != 1 / math.sqrt(shapes[0][-1]):  # the default: passing it would take longer
         sdpa = partial(sdpa, scale=scale)
     learning, short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
     if call.rule is None and not (learning or short):
         return ThreeArrayRunner(sdpa)
     alone, few = call.rule is None, call.query.numel() <= MAX_FEW_OUTPUT_NUMBERS
-    # The last query sees every key: what leaks past a causal mask to others is there too.
+    # The last query sees every key: a value that passes the causal mask shows there too.
     last = causal and call.m <= call.n and not few
 
     def run_checked(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
@@ -209,8 +211,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
         if alone:
             return out
         if few and not learning:
-            # What leaks is NaN, and of a few the largest number is found soonest. A gradient is
-            # spoiled by an infinite one too.
+            # A leak shows as NaN, and for small outputs `max` finds it fastest. (With a gradient,
+            # infinities matter too.)
             top = out.max().item()
             return out if top == top else None
         shown = out.detach().select(2, -1) if last else out
@@ -225,21 +227,21 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
 
 def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
-    """The same on CUDA, where nothing may wait for the numbers."""
+    """Return the direct runner on CUDA, which never waits for values."""
     causal, scale = is_plain_causal(call.rule), native.effective_scale(call)
     sdpa = backends.SDPA
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
     if call.rule is not None and (learning or not _repairs_nan(call)):
         return None
     repair, width = import_nan_repair().repair_in_place if causal else None, call.query.shape[-1]
-    usual = not causal and scale == 1 / math.sqrt(width)  # what torch takes unless it is told
-    # Other calls of this plan have lengths of as many binary digits.
+    usual = not causal and scale == 1 / math.sqrt(width)  # PyTorch's default
+    # Other calls of this plan have lengths with the same number of binary digits.
     most = math.prod(call.lead) * width << (call.n.bit_length() + call.m.bit_length())
 
     def run_arrays(query: Array, key: Array, value: Array) -> Array | None:
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
-        # Asked as a whole first, which takes less; one column may lie so with any stride.
+        # is_contiguous is the fastest check; arrays of one column pass it with any stride.
         whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
         rows = (whole and width > 1) or query.stride(3) == key.stride(3) == value.stride(3) == 1
         if not rows:
@@ -261,11 +263,11 @@ def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
     return ThreeArrayRunner(run_arrays)
 
 
-# A few queries among many keys, on a CPU
+# Few queries and many keys, on a CPU
 
 
 def _splits_keys(call: Call) -> bool:
-    """Whether the kernel, which shares out queries and heads alone, would leave cores idle."""
+    """Return whether the kernel, which distributes only queries and heads, leaves cores idle."""
     if call.query.device.type != "cpu" or call.rule is not None or call.m < native.MIN_MANY_KEYS:
         return False
     if call.fw.is_traced(call.query) or call.fw.dtype_name(call.query) == "float64" or call.dropout:
@@ -276,7 +278,7 @@ def _splits_keys(call: Call) -> bool:
 
 
 def _run_split_keys(call: Call) -> Array:
-    """The kernel on parts of the keys as so many heads, merged by their log-sum-exps."""
+    """Run the kernel with parts of the keys as heads, and merge them by their log-sum-exps."""
     flash = torch._scaled_dot_product_flash_attention_for_cpu
     query = call.query
     key, value = (calls.repeat_shared_heads(call, x) for x in (call.key, call.value))
@@ -306,11 +308,11 @@ def _run_split_keys(call: Call) -> Array:
     return merged.reshape(*call.lead, call.n, -1)
 
 
-# A NaN behind the causal mask, on CUDA
+# Masked NaN under the causal mask, on CUDA
 
 
 def import_nan_repair() -> Any:
-    """The repair by a kernel of our own: Triton is imported where it is needed only."""
+    """Return the module with the repair kernel; importing it imports Triton."""
     from qkv.engines.triton import nan_repair
 
     return nan_repair
@@ -323,7 +325,7 @@ def import_triton_engine() -> Any:
 
 
 def _repairs_nan(call: Call) -> bool:
-    """Whether what a NaN behind the mask has spoiled is found and mended on the device itself."""
+    """Return whether a kernel repairs rows that a masked NaN reached."""
     plain = (
         is_plain_causal(call.rule)
         and call.fw.dtype_name(call.query) != "float64"
@@ -342,7 +344,7 @@ def _run_with_repair(call: Call) -> Array:
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         inner = [x.detach().requires_grad_() for x in arrays[:3]]
-        with torch.enable_grad():  # the kernel's own graph waits here for the way back
+        with torch.enable_grad():  # keeps the kernel's graph until backward
             out = run_kernel(call, inner, None, True)
         held[:] = [out, inner]
         mended, found = _repair_output(_rebuild_call(call, arrays), out.data)
@@ -363,7 +365,7 @@ def _rebuild_call(call: Call, arrays: Sequence[Array]) -> Call:
 
 
 def _visible_arrays(call: Call) -> list[Any]:
-    """Query, and the keys and values that the last query sees, on four axes."""
+    """Return query, and the keys and values that the last query sees, with four axes."""
     key, value = call.key, call.value
     if key.shape[-3:-2] != value.shape[-3:-2]:  # type: ignore[union-attr]
         key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
@@ -372,7 +374,7 @@ def _visible_arrays(call: Call) -> list[Any]:
 
 
 def _repair_output(call: Call, out: Array) -> tuple[Array, Array]:
-    """The output without what a NaN behind the causal mask has spoiled; and for the way back."""
+    """Return the output with repaired rows, and what the backward pass needs."""
     out = out.contiguous()
     query, key, value = _visible_arrays(call)
     found = import_nan_repair().repair_output(
@@ -382,7 +384,7 @@ def _repair_output(call: Call, out: Array) -> tuple[Array, Array]:
 
 
 def _repair_query_gradient(call: Call, slopes: Array, along: Array, kept: Sequence[Array]) -> None:
-    """The same for the gradient of the query, in place; those of key and value are right."""
+    """Repair the gradient of the query in place; the gradients of key and value need no repair."""
     dquery, along, out = (as_four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
     query, key, value = _visible_arrays(call)
     scale = native.effective_scale(call)

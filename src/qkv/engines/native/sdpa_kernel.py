@@ -1,4 +1,4 @@
-"""One call of torch's kernel: arrays brought to its four axes, and masks to its form."""
+"""One call of PyTorch's kernel: arrays with four axes, masks in its form, second derivatives."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from qkv.util.types import Array, Block
 from qkv.weightings import Softmax
 
 MIN_KEYS_SHOWING_NAN = 16
-"""Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
+"""Number of keys below which the CPU kernel treats a row of NaN as an empty row."""
 
 CPU_NODE_NAME = "ScaledDotProductFlashAttentionForCpuBackward0"
-"""The kernel's node in a graph."""
+"""The name of the kernel's node in an autograd graph."""
 
 
-# What packs the arrays that a node keeps, as an activation checkpoint does.
+# Returns the active saved-tensor hooks, such as those of an activation checkpoint.
 _saved_tensor_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -41,8 +41,10 @@ def run_kernel(
     plain: bool,
     told: list[Array] | None = None,
 ) -> Array:
-    """SDPA of query, key and value (…, rows, width), with derivatives of both orders. `told` gets
-    the log-sum-exp, where it is to be had."""
+    """Return SDPA of query, key and value (…, rows, width), with first and second derivatives.
+
+    The log-sum-exp is appended to `told` if the kernel returns one.
+    """
     parts, width = pad_to_one_width(parts)
     query, key, value = parts
     if key.shape[-3:-2] != value.shape[-3:-2]:
@@ -67,7 +69,7 @@ def run_kernel(
 def run_fused(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
-    """SDPA with derivatives of both orders."""
+    """Return SDPA with first and second derivatives."""
     if load_framework("torch").is_traced(parts[0]):
         return run_sdpa(parts, mask, plain, scale, dropout)
     if parts[0].is_cpu and MIN_DROPOUT_FOR_16_BITS <= dropout <= 1 - MIN_DROPOUT_FOR_16_BITS:
@@ -80,7 +82,7 @@ def run_fused(
 def _run_with_dropout(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float
 ) -> Array:
-    """The same step by step, as torch has it on a CPU, with fewer random numbers."""
+    """Return SDPA with dropout step by step, as PyTorch on a CPU, with fewer random numbers."""
     half = parts[0].dtype in (torch.float16, torch.bfloat16)
     query, key, value = (x.float() if half else x for x in parts)
     if key.shape[1] != query.shape[1]:
@@ -100,12 +102,12 @@ def _run_with_dropout(
 def _run_cpu_flash(
     parts: Sequence[Array], mask: Array, scale: float, told: list[Array]
 ) -> Array | None:
-    """The kernel that SDPA would choose on a CPU, with its log-sum-exp; None where it would not."""
+    """Return output and log-sum-exp of the CPU flash kernel; None if SDPA would not select it."""
     query, key, _ = parts
     wide = query.dtype in (torch.float32, torch.float64) and mask.shape[-1] == key.shape[-2]
     if not (wide and query.is_cpu and query.shape[1] == key.shape[1]):
         return None
-    if not torch.backends.cuda.flash_sdp_enabled():  # of a CPU's too
+    if not torch.backends.cuda.flash_sdp_enabled():  # the switch applies to the CPU too
         return None
     added = mask
     if mask.dtype == torch.bool:
@@ -119,11 +121,10 @@ def _run_cpu_flash(
 def allow_second_derivative(
     out: Array, parts: Sequence[Array], mask: Array | None, plain: bool, scale: float
 ) -> Array:
-    """The kernel's output, whose gradient can now be differentiated again, which torch's fused
-    kernels do not offer.
+    """Return the kernel's output with a gradient that can be differentiated again.
 
-    A hook on the kernel's node does it: a function of our own around the kernel would cost a
-    small call as much as the kernel does.
+    PyTorch's fused kernels have no second derivative. A hook on the kernel's node adds it. A custom
+    autograd function around the kernel would double the time of a small call.
     """
     node = out.grad_fn
     name = type(node).__name__
@@ -131,9 +132,9 @@ def allow_second_derivative(
         node._register_hook_dict(HOOK_HOLDER)
         return out
     if not name.startswith("ScaledDotProduct"):
-        return out  # made of operations that have all derivatives
-    # Torch keeps the three for the way back. A hook that held them would keep them where an
-    # activation checkpoint has let them go, and that may be asked for them once alone.
+        return out  # computed by operations that have all derivatives
+    # PyTorch saves the three arrays for backward. A hook that held them too would keep arrays that
+    # an activation checkpoint has freed, and a checkpoint returns each of them only once.
     held = [weakref.ref(x) for x in parts]
 
     def recompute_in_hook(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
@@ -145,8 +146,10 @@ def allow_second_derivative(
 
 
 def _before_backward(_: Array | None) -> None:
-    """Ahead of the node's own backward: what it has kept is read here, so that the one hook serves
-    all calls, which takes a third of the time that a hook for each would."""
+    """Run before the node's backward and read its saved arrays.
+
+    So one hook serves all calls, which takes a third of the time of one hook for each call.
+    """
     if not torch.is_grad_enabled():
         return
     node: Any = torch._C._current_autograd_node()
@@ -156,7 +159,7 @@ def _before_backward(_: Array | None) -> None:
         arrays = [node._saved_query, node._saved_key, node._saved_value]
         mask = masks.causal if node._saved_is_causal else _boolean_mask(node._saved_attn_mask)
         scale = node._saved_scale
-    except RuntimeError:  # it was let go, or written over: the node says so if it runs at all
+    except RuntimeError:  # freed or overwritten: the node raises its own error when it runs
         return
     if scale is None:
         scale = 1 / math.sqrt(arrays[0].shape[-1])
@@ -169,7 +172,7 @@ def _before_backward(_: Array | None) -> None:
 
 
 def _boolean_mask(mask: Array | None) -> Array | None:
-    """The kernel's mask, numbers to add, as booleans where it was made of such."""
+    """Return the kernel's float mask as booleans, if it was created from booleans."""
     if mask is None:
         return None
     live = mask != -math.inf
@@ -179,7 +182,7 @@ def _boolean_mask(mask: Array | None) -> Array | None:
 def _recompute_gradients(
     arrays: Sequence[Any], mask: Any, scale: float, inner: Sequence[Array | None], outer: Array
 ) -> Any:
-    """The node's gradients made by the equation, where they will be differentiated."""
+    """Return the node's gradients computed by the equation, which can be differentiated."""
     if not torch.is_grad_enabled():
         return None
     if any(x is None for x in arrays):
@@ -195,8 +198,10 @@ def _recompute_gradients(
 
 
 def _make_hook_holder() -> Any:
-    """A tensor whose hook is `_before_backward`, for nodes to take it from; None where torch does
-    not tell who holds what a node has kept."""
+    """Return a tensor with the hook `_before_backward`, from which nodes copy the hook.
+
+    None if this version of PyTorch does not expose a node's saved arrays.
+    """
     try:
         _saved_tensor_hooks(True)
     except TypeError:
@@ -210,7 +215,7 @@ HOOK_HOLDER = _make_hook_holder()
 
 
 class _FirstDerivativeOnly(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient whose own gradient is refused in our words."""
+    """An identity whose backward raises an error that explains what to do."""
 
     @staticmethod
     def forward(ctx: Any, x: Array) -> Array:
@@ -219,13 +224,13 @@ class _FirstDerivativeOnly(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *_: Array) -> Any:
         raise EngineError(
-            "torch's fused kernel has no second derivative inside an activation checkpoint: pass "
+            "PyTorch's fused kernel has no second derivative inside an activation checkpoint: pass "
             "engine='dense', or run the layer under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 
 def pad_to_one_width(parts: Sequence[Array]) -> tuple[Sequence[Array], int]:
-    """The three with zeros up to the widest, and the width of the value."""
+    """Return the three arrays, zero-padded to the largest width, and the width of the value."""
     query, key, value = parts
     width, wide = value.shape[-1], query.shape[-1]
     if width < wide:
@@ -236,7 +241,7 @@ def pad_to_one_width(parts: Sequence[Array]) -> tuple[Sequence[Array], int]:
 
 
 def as_four_axes(x: Array, lead: tuple[int, ...]) -> Array:
-    """(…, rows, width) as (batch, heads, rows, width), the last axis contiguous."""
+    """Return x (…, rows, width) as (batch, heads, rows, width), with a contiguous last axis."""
     if x.ndim != 4 or len(lead) != 2 or x.shape[0] != lead[0] or x.shape[1] == 1 != lead[1]:
         heads = x.shape[-3] if x.ndim > 2 else 1
         heads = lead[-1] if lead and heads == 1 else heads
@@ -246,25 +251,25 @@ def as_four_axes(x: Array, lead: tuple[int, ...]) -> Array:
 
 
 def expand_mask_rows(mask: Array, m: int) -> Array:
-    """(…, 1 or m) as (…, m): of a row that all keys share cuDNN would read what lies behind it."""
+    """Return a mask (…, 1 or m) as (…, m): cuDNN would read beyond a broadcast row."""
     return mask.expand(*mask.shape[:-1], m).contiguous() if mask.shape[-1] != m else mask
 
 
 def rows_with_keys(mask: Array) -> Array:
-    """Which rows (…, n, 1) have a key that counts: to those that have none cuDNN gives a mean."""
+    """Return which rows (…, n, 1) see a key: for the others cuDNN returns a mean and not 0."""
     counts = mask if mask.dtype == torch.bool else mask != -math.inf
     return counts.any(-1, keepdim=True)
 
 
 def is_kernel_aligned(x: Array) -> bool:
-    """Whether x lies as the kernels on a device read it: 16 bytes at a time."""
+    """Return whether x is aligned to 16 bytes, as CUDA kernels need."""
     if x.stride(-1) != 1:
         return False
     return x.is_cpu or load_framework("torch").is_traced(x) or x.data_ptr() % 16 == 0
 
 
 def kernel_mask(call: Call, block: Block) -> Array | None:
-    """The mask of a block in the kernel's form: True where a pair counts, or numbers to add."""
+    """Return the mask of a block in the kernel's form: booleans, or floats to add to the scores."""
     live = calls.compute_live_pairs(call, block)
     if call.bias is None:
         return live

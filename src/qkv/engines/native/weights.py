@@ -1,4 +1,4 @@
-"""α = exp(s − lse) beside torch's kernel, from the log-sum-exp that it finds."""
+"""Output and weights from PyTorch's kernel: α = exp(s − lse), with the kernel's log-sum-exp."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from qkv.util.caches import memoize
 from qkv.util.types import Array, Arrays, Gradients
 
 MAX_WEIGHTS_PER_BLOCK = 2**20
-"""Weights of all heads that are held at once where only their mean is wanted."""
+"""Weights of all heads in memory at once if only their mean is requested."""
 
 
 def has_equal_leads(call: Call) -> bool:
-    """Whether the three have the same leading axes, and no 16-bit numbers."""
+    """Return whether query, key and value have the same leading axes and are not 16-bit."""
     leads = {tuple(x.shape[:-2]) for x in (call.query, call.key, call.value)}  # type: ignore[union-attr]
     return len(leads) == 1 and call.upcast() is call
 
 
 def run_dense(call: Call) -> tuple[Array, Array] | None:
-    """The equation under a mask, for arrays whose numbers nobody has looked at; None where one that
-    is masked out has spoiled the output, or would spoil a gradient."""
+    """Return output and weights of a masked call by the equation, or None.
+
+    None if a masked NaN or infinity reached the output, or would reach a gradient.
+    """
     live = calls.compute_live_pairs(call, calls.make_block(call))
     return None if live is None else _bind_masked(call)(call.query, call.key, call.value, live)
 
 
 def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]:
-    """The same of the arrays as they were given, for a kind whose mask is one of them."""
+    """Return `run_dense` as a function of `attend`'s arguments, for an array mask."""
     masked = _bind_masked(call)
     return lambda query, key, value, score, weighting, mask, seed: masked(query, key, value, mask)
 
@@ -57,8 +59,8 @@ def _run_masked(
     s = torch.baddbmm(bias, query, key.mT if learning else _transpose_keys(query, key), alpha=scale)
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value)
-    # What leaks is NaN, and so is the row of a query that is not finite. Of such a key all scores
-    # may be −∞, which does not show until 0 · ∞ spoils the gradient of a query that sees it not.
+    # A leak shows as NaN, and so does the row of a query that is not finite. But all scores of a
+    # key that is not finite may be −∞: that shows only in the gradient, as 0 · ∞.
     if not (is_finite(out, key) if learning else out.max().item() < math.inf):
         return None
     alpha = alpha.view(*lead, n, m)
@@ -66,9 +68,9 @@ def _run_masked(
 
 
 def run(call: Call) -> tuple[Array, Array] | None:
-    """The output and α, of every head or their mean; None where torch's kernel does not give it.
+    """Return the output and α of every head, or their mean; None if the kernel does not support it.
 
-    query (batch, heads, n, d), key and value (batch, heads, m, d), no mask.
+    Shapes: query (batch, heads, n, d), key and value (batch, heads, m, d). There is no mask.
     """
     if call.rule is not None or call.dropout or call.wants_lse or call.fw.is_traced(call.query):
         return None
@@ -88,7 +90,7 @@ def run(call: Call) -> tuple[Array, Array] | None:
 
 
 def run_on_device(call: Call) -> tuple[Array, Array]:
-    """The same on CUDA, where its kernel takes it."""
+    """Return the output and α on CUDA, for calls that fit the flash kernel."""
     from qkv.engines.triton.weights import compute_weights
 
     query, key, scale = call.query, call.key, native.effective_scale(call)
@@ -106,13 +108,13 @@ def _run_with_gradient(
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         found: list[Array] = []
         out, pull = fw.vjp(partial(_run_cpu_kernel, found, scale), *arrays)
-        held[:] = [pull]  # with the kernel's own graph, for the way back
+        held[:] = [pull]  # holds the kernel's graph until backward
         return (out, _compute_weights(arrays[0], arrays[1], found[0], scale, average)), (found[0],)
 
     def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
         along, slope = gradients
         dquery, dkey, dvalue = held[0](along)
-        if slope.any():  # mostly nobody learns from the weights
+        if slope.any():  # usually the loss does not depend on the weights
             more = _weight_gradients(arrays[0], arrays[1], kept[0], scale, average, slope)
             dquery, dkey = dquery + more[0], dkey + more[1]
         return dquery, dkey, dvalue
@@ -133,13 +135,13 @@ def _run_cpu_kernel(found: list[Array], scale: float, *parts: Array) -> Array:
 
 
 def _has_equal_shapes(parts: Sequence[Array]) -> bool:
-    """Whether the three have four axes, of which only the lengths differ."""
+    """Return whether the three arrays have four axes and differ only in their lengths."""
     shapes = [tuple(x.shape) for x in parts]
     return len({(*x[:-2], x[-1]) for x in shapes}) == 1 and len(shapes[0]) == 4
 
 
 def fits_flash_kernel(call: Call) -> bool:
-    """Whether a device's kernel itself, which SDPA would prepare these for, takes them."""
+    """Return whether the CUDA flash kernel supports the arrays without SDPA's preparation."""
     query, half = call.query, (torch.float16, torch.bfloat16)
     if (
         not _has_equal_shapes((query, call.key, call.value))
@@ -155,7 +157,7 @@ _device_capability = memoize("engines.device_capabilities")(torch.cuda.get_devic
 
 
 def _row_slices(query: Array, key: Array) -> Iterator[slice]:
-    """Rows whose weights of all heads are held at once."""
+    """Yield slices of the queries; weights of all heads fit in memory for each."""
     size = max(MAX_WEIGHTS_PER_BLOCK // max(query[:, :, 0, 0].numel() * key.shape[-2], 1), 1)
     return (slice(at, at + size) for at in range(0, query.shape[-2], size))
 
@@ -175,14 +177,14 @@ def _exponential_weights(query: Array, key: Array, lse: Array, scale: float) -> 
 
 
 def _transpose_keys(query: Array, key: Array) -> Array:
-    """Kᵀ, for a product with queries whose gradient nobody wants."""
+    """Return Kᵀ, for a product that needs no gradient."""
     return key.mT.contiguous() if should_copy_transpose(query, key) else key.mT
 
 
 def _weight_gradients(
     query: Array, key: Array, lse: Array, scale: float, average: bool, slope: Array
 ) -> tuple[Array, Array]:
-    """∂L/∂q and ∂L/∂k of the weights alone: with g = ∂L/∂α, ∂L/∂s = α (g − Σ α g)."""
+    """Return ∂L/∂q and ∂L/∂k through the weights: with g = ∂L/∂α, ∂L/∂s = α (g − Σ α g)."""
     dquery, dkey = torch.empty_like(query), torch.zeros_like(key)
     for some in _row_slices(query, key):
         q = query[:, :, some]

@@ -1,4 +1,4 @@
-"""Calls over rows that are read: whole, in loops, and with scores left for the way back."""
+"""Calls over stored rows in the streaming engine: loops, and scores saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qkv.frameworks.stored_rows import RowReader, UnreadArray
 from qkv.util.types import Array, Arrays, Gradients
 
 MAX_SAVED_SCORES = 2**25
-"""Scores that are held at most: a small part of the keys that they are made of."""
+"""Most scores that are saved for the backward pass; far fewer numbers than the keys have."""
 
 
 def load_all_rows(call: Call) -> Call:
-    """The call on arrays, with all its rows read."""
+    """Return the call with all stored rows loaded into arrays."""
     if not isinstance(call.key, UnreadArray):
         return call
     key, value, allowed = call.key.rows.load_all(call.fw, call.query)
@@ -26,14 +26,15 @@ def load_all_rows(call: Call) -> Call:
 
 
 def choose_loops(call: Call) -> Any:
+    """Return the object with the loops over blocks: a row reader or the framework."""
     return RowReader(call.fw) if isinstance(call.key, UnreadArray) else call.fw
 
 
 class SavedScores:
-    """The scores (n, c) of each cut of the rows, in their order, from one way forward.
+    """The scores (n, c) of each span of stored rows, saved by the forward pass.
 
-    For a score that is φ(q)·k alone, the gradient of the query is then Σ slope k, carried through
-    φ, and the keys are read twice in all.
+    For a linear score φ(q)·k, the gradient of φ(q) is Σ (∂L/∂s) k. With the scores saved, the
+    backward pass needs no second computation of them and reads the keys once.
     """
 
     def __init__(self) -> None:
@@ -42,40 +43,45 @@ class SavedScores:
 
     @classmethod
     def create_for(cls, call: Call) -> SavedScores | None:
-        """None where there are too many, they are bent before they are weighed, or an array other
-        than the query has a gradient."""
+        """Return an empty object, or None if scores cannot be saved for this call.
+
+        They cannot if there are too many, if `scale_scores` changes them, or if an array other than
+        the query receives a gradient.
+        """
         if (
             not isinstance(call.key, UnreadArray)
             or not call.score.is_linear
             or call.n * call.m > MAX_SAVED_SCORES
         ):
             return None
-        fixed = not tree.array_leaves(call.fw, (call.score, call.weighting))
-        as_they_are = call.weighting.scale_scores(call.query) is call.query
-        return cls() if fixed and as_they_are and call.weighting.is_differentiable else None
+        has_parameters = bool(tree.array_leaves(call.fw, (call.score, call.weighting)))
+        is_unscaled = call.weighting.scale_scores(call.query) is call.query
+        if has_parameters or not is_unscaled or not call.weighting.is_differentiable:
+            return None
+        return cls()
 
     def add_block(self, start: int, s: Array) -> None:
-        self._blocks[start] = s + 0.0  # a weighting may write over its scores
+        self._blocks[start] = s + 0.0  # a copy: a weighting may overwrite its scores
 
     def take_blocks(self) -> Arrays:
-        """All of them, for the frameworks to keep."""
+        """Return all saved scores, for the framework to save, and forget them here."""
         self._starts = sorted(self._blocks)
         blocks, self._blocks = self._blocks, {}
         return tuple(blocks[at] for at in self._starts)
 
-    def split_saved(self, kept: Sequence[Array]) -> tuple[Sequence[Array], dict[int, Array]]:
-        """What else was kept, and the scores by where their cuts start."""
-        count = len(kept) - len(self._starts)
-        return kept[:count], dict(zip(self._starts, kept[count:], strict=True))
+    def split_saved(self, saved: Sequence[Array]) -> tuple[Sequence[Array], dict[int, Array]]:
+        """Split the saved arrays into row facts and scores, the latter by start of their span."""
+        count = len(saved) - len(self._starts)
+        return saved[:count], dict(zip(self._starts, saved[count:], strict=True))
 
 
 def query_gradient_function(call: Call, query: Array, key: Array) -> Callable[[Array], Gradients]:
-    """Gradients of the scores of these keys to those of the query, for a linear score."""
+    """Return the vjp from the scores of these keys to the query, for a linear score."""
     fw = call.fw
 
     def project_query(query: Array) -> Array:
         form = call.score.dot_product_form(query, key[:1])
         return form.query * form.scale
 
-    _, pull = fw.vjp(project_query, query)
-    return lambda slope: pull(fw.xp.matmul(slope, key))
+    _, query_vjp = fw.vjp(project_query, query)
+    return lambda score_gradient: query_vjp(fw.xp.matmul(score_gradient, key))

@@ -1,7 +1,7 @@
-"""The weights of every row that is read, beside the output: α (n, m), its entropy, its log-sum-exp.
+"""Exact attention over stored rows: output, weights (n, m), entropy and log-sum-exp.
 
-The keys are read once. One number for each query and row is held, which is its score first and its
-weight in the end; what lies between is the weighting's own pass over blocks.
+The keys are read once. Memory holds one number for each query and row: first the score, which the
+weight then replaces. The weighting computes it by its usual passes over blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 from qkv.engines import call as calls
 from qkv.engines import streaming
-from qkv.engines.block_passes import BlockPasses, compute_output
 from qkv.engines.call import Call
 from qkv.engines.out_of_core.backward import choose_loops
+from qkv.engines.streaming import BlockPasses, compute_output
 from qkv.frameworks import get_framework
 from qkv.frameworks.ragged import DenseAndSparse
 from qkv.frameworks.stored_rows import RowReader, RowSpan, StoredRows, WeighedRows
@@ -24,37 +24,38 @@ from qkv.weightings import State, TopK, Weighting
 from qkv.weightings.base import pool_by_weights
 
 MAX_CACHED_SCORES = 2**18
-"""Scores of a block that its passes find in the cache."""
+"""Scores of a block that fits the processor's cache."""
 
 MAX_VALUE_ROWS_PER_READ = 2**18
-"""Rows of values that a core takes at a time, however narrow."""
+"""Most rows of values that a core reads at a time."""
 
 PooledSums = tuple[Any, ...]
-"""Σᵢ αᵢ vᵢ (n, d_v), and of a mean Σᵢ αᵢ (n,) and the value that all rows with weight have."""
+"""Σᵢ αᵢ vᵢ (n, d_v); for a mean also Σᵢ αᵢ (n,) and the common value of all rows with weight."""
 
 
 def weigh_rows(
     rows: StoredRows, query: np.ndarray, score: Score, weighting: Weighting, part: bool = False
 ) -> WeighedRows:
-    """What is known of all rows; in float64 where float32 does not hold the scores: a bandwidth or
-    a temperature may be as narrow as a number can be."""
+    """Return the exact weights of all rows, in float64 if scores overflow float32."""
     query = query if calls.has_numbers_in_range((score, weighting)) else query.astype(float)
-    found = weigh_scores(rows, score_rows(rows, query, score), weighting, part)
-    told = found.best_score if found.lse is None else found.best_score + found.lse
-    if get_framework(told).is_surely_finite(told) or np.isfinite(told).all():
-        return found
+    weighed = weigh_scores(rows, score_rows(rows, query, score), weighting, part)
+    largest = weighed.best_score if weighed.lse is None else weighed.best_score + weighed.lse
+    if get_framework(largest).is_surely_finite(largest) or np.isfinite(largest).all():
+        return weighed
     if not (rows.shape[0] if rows.allowed is None else rows.allowed.any()):
-        return found
+        return weighed
     if query.dtype != np.float64:
-        found = weigh_scores(rows, score_rows(rows, query.astype(float), score), weighting, part)
+        weighed = weigh_scores(rows, score_rows(rows, query.astype(float), score), weighting, part)
     if not part:
-        calls.check_best_scores_finite(score, weighting, query, found.best_score)
-    return found
+        calls.check_best_scores_finite(score, weighting, query, weighed.best_score)
+    return weighed
 
 
 def find_nearest(rows: StoredRows, query: Array, score: Score, k: int) -> tuple[Array, Array]:
-    """The scores (n, k) of the k best rows for each query, the best first, and where they stand;
-    −∞ where there are fewer. By the state of `TopK` alone: no value is read."""
+    """Return the k best scores of each query in descending order, and their positions, (n, k).
+
+    Scores are −∞ if there are fewer than k rows. Reads no values.
+    """
     best = TopK(k)
     call = Call(get_framework(query).detach(query), rows.key, None, score, best).upcast()
 
@@ -71,8 +72,11 @@ def find_nearest(rows: StoredRows, query: Array, score: Score, k: int) -> tuple[
 def weigh_scores(
     rows: StoredRows, scores: np.ndarray, weighting: Weighting, part: bool = False
 ) -> WeighedRows:
-    """The output of scores (n, m) and all that is known of them; they are overwritten. Of a `part`
-    they are kept as well: the weights among all rows are to be found from them."""
+    """Return output, weights and statistics of scores (n, m), which are overwritten.
+
+    For a `part` of the rows the result also has the scaled scores: the weights among all rows are
+    computed from them.
+    """
     scaled = None
     if part:
         scaled = np.array(weighting.scale_scores(scores))
@@ -88,20 +92,19 @@ def weigh_scores(
     else:
         some, spread, lse = _compute_weights(weighting.scale_scores(seen), None, weighting)
         alpha = scores
-        for all_rows, found in zip(alpha, some, strict=True):
+        for all_rows, allowed_rows in zip(alpha, some, strict=True):
             all_rows.fill(0)
-            all_rows[at] = found
-    found = pool_values(rows, alpha, mean=weighting.is_convex)
+            all_rows[at] = allowed_rows
+    sums = pool_values(rows, alpha, mean=weighting.is_convex)
     lse = None if lse is None else lse[:, 0]
-    told = (finish_sums(found), alpha, spread, lse, best)
-    return WeighedRows(*told, rows_read=rows.shape[0], partial_sums=found, scaled_scores=scaled)
+    results = (finish_sums(sums), alpha, spread, lse, best)
+    return WeighedRows(*results, rows_read=rows.shape[0], partial_sums=sums, scaled_scores=scaled)
 
 
 def _compute_weights(
     s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
 ) -> tuple[np.ndarray, np.ndarray | None, Array | None]:
-    """The weights of scores, their entropy where it is found on the way, and the log-sum-exp if
-    there is one."""
+    """Return the weights of scores, their entropy if it was computed, and the log-sum-exp."""
     if s.size <= MAX_CACHED_SCORES:
         live = None if allowed is None else allowed[None]
         alpha, lse = weighting.weights_and_lse(
@@ -109,62 +112,65 @@ def _compute_weights(
         )
         return alpha, None, lse
     part = ScorePasses(s, allowed, weighting)
-    _, known, _ = compute_output(part, weighting)
-    told = part.replace_scores_with_weights(known)  # the weights are in place of the scores
+    _, row_facts, _ = compute_output(part, weighting)
+    sums = part.replace_scores_with_weights(row_facts)  # s now holds the weights
     return (
         s,
-        entropy_from_sums(*told),
-        weighting.lse_from_state(known) if weighting.has_lse else None,
+        entropy_from_sums(*sums),
+        weighting.lse_from_state(row_facts) if weighting.has_lse else None,
     )
 
 
 def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
-    """s(q, kᵢ) for every live row, (n, m), on all cores."""
+    """Return s(q, kᵢ) for every row, (n, m), computed on all cores."""
     (n, _), (m, width) = query.shape, rows.shape
     out = np.empty((n, m), query.dtype)
-    # Nothing but a caller's own code asks where a row lies.
+    # Only user code needs the positions of a block.
     call = Call(query, rows.key, None, score, Weighting()) if has_user_code(score) else None
-    kind = kept = aside = None
+    signature = cached_terms = terms = None
     if type(score).key_terms is not Score.key_terms:
-        kind = type(score), query.dtype
-        kept = rows.key_terms_cache.get(kind)
-        aside = np.full(m, np.nan, query.dtype) if kept is None else kept
+        signature = type(score), query.dtype
+        cached_terms = rows.key_terms_cache.get(signature)
+        terms = np.full(m, np.nan, query.dtype) if cached_terms is None else cached_terms
 
     form = score.dot_product_form(query, query[:1]) if score.is_linear else None
-    moved = None if form is None else form.query * form.scale
+    projected = None if form is None else form.query * form.scale
 
-    def fill_scores(cut: RowSpan) -> None:
-        block: Any = call and calls.make_block(call, None, cut)  # type: ignore[arg-type]
-        wide, live = cut.chunk.key, cut.chunk.live
-        if moved is not None and isinstance(wide, DenseAndSparse):
-            some = wide if live is None else wide[live]
-            out[:, cut.start : cut.start + cut.size] = some.inner_products(moved)
+    def fill_scores(span: RowSpan) -> None:
+        block: Any = call and calls.make_block(call, None, span)  # type: ignore[arg-type]
+        stored, live = span.chunk.key, span.chunk.live
+        at = slice(span.start, span.start + span.size)
+        if projected is not None and isinstance(stored, DenseAndSparse):
+            live_keys = stored if live is None else stored[live]
+            out[:, at] = live_keys.inner_products(projected)
             return
-        key, scale = cut.chunk.live_keys_and_scale() if score.is_linear else (cut.read_keys(), None)
-        key, at = key.astype(query.dtype, copy=False), slice(cut.start, cut.start + cut.size)
-        if aside is not None and kept is None:
-            found = score.key_terms(key)
-            aside[at] = np.nan if found is None else found
-        if aside is None or np.isnan(aside[at]).any():
+        key, scale = (
+            span.chunk.live_keys_and_scale() if score.is_linear else (span.read_keys(), None)
+        )
+        key = key.astype(query.dtype, copy=False)
+        if terms is not None and cached_terms is None:
+            new_terms = score.key_terms(key)
+            terms[at] = np.nan if new_terms is None else new_terms
+        if terms is None or np.isnan(terms[at]).any():
             out[:, at] = evaluate_block(score, query, key, block)
         else:
-            out[:, at] = score.score_with_key_terms(query, key, aside[at])
+            out[:, at] = score.score_with_key_terms(query, key, terms[at])
         if scale is not None:
             out[:, at] *= scale
 
-    wide = max(width, score.numbers_per_pair(width), n, 1)
-    size = max(streaming.MAX_KEY_NUMBERS_PER_READ // wide, 512)
-    cuts = rows.iter_spans(size, ahead=("key",))
-    RowReader(get_framework(query)).reduce_spans(fill_scores, lambda one, two: None, None, cuts)
-    if aside is not None:
-        rows.key_terms_cache[kind] = aside
+    numbers_per_row = max(width, score.numbers_per_pair(width), n, 1)
+    size = max(streaming.MAX_KEY_NUMBERS_PER_READ // numbers_per_row, 512)
+    spans = rows.iter_spans(size, ahead=("key",))
+    RowReader(get_framework(query)).reduce_spans(fill_scores, lambda one, two: None, None, spans)
+    if terms is not None:
+        rows.key_terms_cache[signature] = terms
     return out
 
 
 class ScorePasses:
-    """Scaled scores (n, c) of some rows, the first of them at the position `origin`, in passes.
+    """The passes over scaled scores (n, c) of some rows; the first has the position `origin`.
 
-    Others may hold the rest: what `fold` and `state` give is merged with theirs.
+    Other shards may hold the other rows: their results of `fold` and `state` can be merged.
     """
 
     def __init__(
@@ -186,46 +192,44 @@ class ScorePasses:
         )
 
     def fold(self, lift: Any, merge: Any, init: Any) -> State:
-        """What `Weighting.search` asks of the scores."""
+        """Reduce the scores of all blocks: the argument of `Weighting.find_threshold`."""
         start = init(self.template)
-        found: State = self.fw.reduce_spans(
+        state: State = self.fw.reduce_spans(
             lambda x: lift(*self._slice_block(x)), merge, start, self.spans
         )
-        return found
+        return state
 
     def state(self, found: State, width: int = 0) -> State:
-        """The weighting's state, with values of 0."""
-        nothing = np.zeros((self.scores.shape[1], width), self.scores.dtype)
+        """Return the weighting's state, for values that are all 0."""
+        zeros = np.zeros((self.scores.shape[1], width), self.scores.dtype)
 
         def lift_span(span: Span) -> State:
             x, live, k = self._slice_block(span)
-            return self.weighting.partial_state(
-                x.copy(), live, k, found, nothing[: span.size], None
-            )
+            return self.weighting.partial_state(x.copy(), live, k, found, zeros[: span.size], None)
 
         start = self.weighting.init(self.template, width)
         state: State = self.fw.reduce_spans(lift_span, self.weighting.merge, start, self.spans)
         return state
 
-    def replace_scores_with_weights(self, known: State) -> np.ndarray:
-        """Σ |α| and Σ |α| ln |α| of each row, (2, n); the weights take the scores' place."""
+    def replace_scores_with_weights(self, row_facts: State) -> np.ndarray:
+        """Overwrite the scores with the weights; return Σ |α| and Σ |α| ln |α| per row, (2, n)."""
 
         def weigh_span(span: Span) -> tuple[np.ndarray, np.ndarray]:
             x, live, k = self._slice_block(span)
-            x[:] = self.weighting.block_weights(x, live, k, known)
+            x[:] = self.weighting.block_weights(x, live, k, row_facts)
             return weight_sums(x, self.weighting.is_sparse)
 
         start = np.zeros((2, self.scores.shape[0]))
         return np.asarray(self.fw.reduce_spans(weigh_span, np.add, start, self.spans))
 
 
-def get_entropy(found: WeighedRows) -> np.ndarray:
-    """The entropy (n,) of what was weighed."""
-    return compute_entropy(found.weights) if found.entropy is None else found.entropy
+def get_entropy(weighed: WeighedRows) -> np.ndarray:
+    """Return the entropy (n,) of the weights; compute it if it is not known yet."""
+    return compute_entropy(weighed.weights) if weighed.entropy is None else weighed.entropy
 
 
 def compute_entropy(alpha: np.ndarray) -> np.ndarray:
-    """−Σ α ln α (n,) of weights (n, m)."""
+    """Return −Σ α ln α (n,) of weights (n, m)."""
     fw, m = get_framework(alpha), alpha.shape[1]
     step = max(MAX_CACHED_SCORES // max(len(alpha), 1), 1)
     spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
@@ -240,7 +244,7 @@ def compute_entropy(alpha: np.ndarray) -> np.ndarray:
 
 
 def weight_sums(alpha: np.ndarray, sparse: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Σ |α| and Σ |α| ln |α| of each row, (n,): sums, which blocks have as well as rows."""
+    """Return Σ |α| and Σ |α| ln |α| of each row, both (n,); sums of blocks can be added."""
     if sparse:
         alpha = alpha[:, alpha.any(axis=0)]
     size = np.abs(alpha)
@@ -250,26 +254,28 @@ def weight_sums(alpha: np.ndarray, sparse: bool = False) -> tuple[np.ndarray, np
 
 
 def entropy_from_sums(total: np.ndarray, along: np.ndarray) -> np.ndarray:
-    """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is or they are NaN."""
+    """Return −Σ p ln p with p = |α| / Σ |α|; 0 for rows without weight or with NaN."""
     some = get_framework(total).safe_divisor(total)
     return np.asarray(np.fmax(np.log(some) - along / some, 0))
 
 
 def sums_from_entropy(total: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-    """Σ |α| and Σ |α| ln |α|, (2, n), of an entropy: `entropy_from_sums` backwards."""
+    """Return Σ |α| and Σ |α| ln |α|, (2, n), from an entropy: inverts `entropy_from_sums`."""
     return np.array([total, (np.log(get_framework(total).safe_divisor(total)) - entropy) * total])
 
 
 class SparseWeights(NamedTuple):
-    """Weights (n, k) of the rows at some places (k,), ascending: all others have none."""
+    """Weights (n, k) of the rows at ascending positions (k,); all other rows have weight 0."""
 
     positions: np.ndarray
     weights: np.ndarray
 
 
 def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool) -> PooledSums:
-    """Σᵢ αᵢ vᵢ (n, d_v), in the wider of the two precisions, and of a `mean` Σᵢ αᵢ and what all
-    values have in common; `merge_sums` merges them. A row without weight is not read."""
+    """Return the sums over all rows, in the more precise dtype of weights and values.
+
+    Rows without weight are not read. `merge_sums` merges the sums of two sets of rows.
+    """
     width, few = rows.value_width, alpha if isinstance(alpha, SparseWeights) else None
     alpha = alpha.weights if isinstance(alpha, SparseWeights) else alpha
     start = np.zeros((len(alpha), width), alpha.dtype)
@@ -291,9 +297,7 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
             else:
                 value = cut.read_values()
         some = some.astype(np.result_type(some, value), copy=False)
-        total = pool_by_weights(
-            some, value, None, None, sparse=True
-        )  # in which 0 times infinity is 0
+        total = pool_by_weights(some, value, None, None, sparse=True)  # where 0 · ∞ is 0
         return (total, np.add.reduce(some, 1), _common_value(value, some)) if mean else (total,)
 
     size = max(min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ), 512)
@@ -310,8 +314,11 @@ def merge_sums(one: PooledSums, two: PooledSums) -> PooledSums:
 
 
 def finish_sums(sums: PooledSums) -> np.ndarray:
-    """The output of sums over all rows. A mean is divided by the sum of its weights, which rounding
-    keeps from 1; that of equal values is theirs."""
+    """Return the output from the sums over all rows.
+
+    A mean is divided by the sum of its weights, which rounding moves away from 1. The mean of equal
+    values is exactly that value.
+    """
     out, *more = sums
     if more and more[1] is not None:
         (mass, common), out = more, np.array(out)
@@ -321,8 +328,10 @@ def finish_sums(sums: PooledSums) -> np.ndarray:
 
 
 def _common_value(value: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
-    """What all rows with weight have in a column of values, NaN where they differ; None without
-    such a row."""
+    """Return the value that all rows with weight share in each column, NaN where they differ.
+
+    None if no row has weight.
+    """
     used = np.logical_or.reduce(weight != 0, 0) if len(weight) > 1 else weight[0] != 0
     if not used.any():
         return None
