@@ -290,7 +290,9 @@ def test_letters_that_a_font_lacks_are_told_of_once(tmp_path):
         answer([0.5, 0.5], keys=["さようなら世界", "b"]).plot(tmp_path / "a.png")
     (one,) = told
     assert one.filename == __file__
-    assert re.match("the font DejaVu Sans lacks さようなら世界: boxes", str(one.message))
+    assert re.match(
+        "the font DejaVu Sans lacks さようなら世界, which are drawn as boxes", str(one.message)
+    )
 
 
 def test_an_answer_of_nothing():

@@ -157,7 +157,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a threshold", lambda: qkv.plot.alignment(X, least="x"), "least must be a number, not 'x'"),
     ("no kernels", lambda: qkv.plot.kernels([]), "scores is empty"),
     ("how far", lambda: qkv.plot.kernels(reach="x"), "reach must be a number above 0, not 'x'"),
-    ("points of text", lambda: qkv.plot.regression("x", [1.0]), "key must be numbers in a row"),
+    ("points of text", lambda: qkv.plot.regression("x", [1.0]), "key must be a vector of numbers"),
     ("a truth", lambda: qkv.plot.regression([1.0], [1.0], truth=3), "truth must be a function"),
     ("no names", lambda: qkv.plot.bars(None, [1.0]), "bars needs a list of names"),
     ("bars of rows", lambda: qkv.plot.bars(["a", "b"], X), "bars needs a list of names"),

@@ -1,4 +1,4 @@
-/** The frame of a plot: numbers to pixels, ticks, and the lines that they stand on. */
+/** The frame of a plot: conversion between numbers and pixels, ticks and grid lines. */
 
 import { s } from "./dom";
 import { roundUp } from "./numbers";
@@ -8,7 +8,7 @@ export interface Range {
   high: number;
 }
 
-/** Round numbers between two, about so many. */
+/** About `count` round numbers in a range. */
 export function ticks({ low, high }: Range, count: number): number[] {
   const step = roundUp((high - low) / Math.max(count, 1));
   const out: number[] = [];
@@ -18,11 +18,11 @@ export function ticks({ low, high }: Range, count: number): number[] {
   return out;
 }
 
-/** All of some numbers, and a little more on both sides. */
+/** The range of some numbers, extended by a margin. */
 export function around(numbers: number[], more = 0.06): Range {
   const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
-  const room = (high - low || Math.abs(low) || 1) * more;
-  return { low: low - room, high: high + room };
+  const margin = (high - low || Math.abs(low) || 1) * more;
+  return { low: low - margin, high: high + margin };
 }
 
 /** A round number as it is written on an axis. */
@@ -37,7 +37,7 @@ export interface Frame {
   bottom: number;
   x(value: number): number;
   y(value: number): number;
-  /** The same backwards. */
+  /** The inverse functions. */
   atX(pixel: number): number;
   atY(pixel: number): number;
 }
@@ -66,7 +66,7 @@ export function frame({ width, height, margin = {} }: Size, x: Range, y: Range):
   };
 }
 
-/** Ticks with their numbers, and what the axes are. */
+/** Ticks with their numbers, and the names of the axes. */
 export function axes(of: Frame, x: Range, y: Range, names: { x: string; y: string }): SVGElement[] {
   const out: SVGElement[] = [];
   for (const value of ticks(x, (of.right - of.left) / 80)) {
@@ -90,7 +90,7 @@ export function axes(of: Frame, x: Range, y: Range, names: { x: string; y: strin
   return out;
 }
 
-/** A line through points, broken where y is no number. */
+/** A line through points, interrupted where y is not a number. */
 export function path(points: [number, number][]): string {
   let out = "";
   let down = false;

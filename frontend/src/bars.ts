@@ -1,9 +1,9 @@
-/** Weights of one query: the heaviest keys, a bar and a number each. */
+/** The largest weights of one query as bars with numbers. */
 
 import { fixed, h, put } from "./dom";
 import { clamp } from "./numbers";
 
-/** How long a weight's bar is, in every view the same: all of it is 1, or the largest where that is more. */
+/** The length of a weight's bar in CSS: the full length is 1, or the largest weight if that is more. */
 export const long = (weight: number, whole = 1) => `${100 * clamp(Math.abs(weight) / whole || 0, 0, 1)}%`;
 export const wholeOf = (weights: Iterable<number>) => Array.from(weights).reduce((most, w) => (Math.abs(w) < Infinity ? Math.max(most, Math.abs(w)) : most), 1);
 
@@ -12,7 +12,7 @@ export interface Bar {
   weight: number;
 }
 
-/** A list that `show` fills anew: at most `most` bars, and what is left to the others. */
+/** A list of at most `most` bars, and one bar for the sum of the others. */
 export function bars(most: number, test: string): { element: HTMLElement; show(of: Bar[]): void } {
   const element = h("ol", { class: "weights", test });
   return {

@@ -1,5 +1,5 @@
-/** Tables of 256 colours. Lightness only ever rises or only ever falls along them, so that they read
- *  the same to every eye, and in grey. */
+/** Tables of 256 colours. Their lightness is monotonic, so that they also work for colour-blind
+ *  readers and in grey. */
 
 const LIGHT = ["#fbfdff", "#e3eef9", "#c3dbef", "#96c3e1", "#62a5d1", "#3884bf", "#1b62a5", "#0a4480", "#08264f"];
 const DARK = ["#14181d", "#12293f", "#134066", "#1a598c", "#2b76b0", "#4c96cd", "#7cb6e1", "#b3d6f1", "#eef7ff"];
@@ -30,12 +30,12 @@ function once(name: string, stops: string[]): Table {
   return found;
 }
 
-/** Weights: 0 is the page's own colour. */
+/** Colours of weights: 0 has the colour of the page. */
 export function sequential(dark: boolean): Table {
   return dark ? once("dark", DARK) : once("light", LIGHT);
 }
 
-/** Scores: below 0 orange, above 0 blue, 0 the page's own colour in the middle. */
+/** Colours of scores: orange below 0, blue above 0, and the colour of the page at 0. */
 export function diverging(dark: boolean): Table {
   return dark ? once("signed dark", SIGNED_DARK) : once("signed light", SIGNED_LIGHT);
 }
@@ -46,11 +46,11 @@ export function css(of: Table, x: number): string {
   return `rgb(${of[i]} ${of[i + 1]} ${of[i + 2]})`;
 }
 
-/** Black or white: which of them can be read on this colour. */
+/** Black or white, whichever is legible on this colour. */
 export function ink(of: Table, x: number): string {
   const i = 4 * Math.round(255 * Math.min(Math.max(x, 0), 1));
   return 0.299 * of[i] + 0.587 * of[i + 1] + 0.114 * of[i + 2] > 140 ? "#000" : "#fff";
 }
 
-/** As many colours that differ to every eye (Okabe and Ito), for lines and heads. */
+/** Colours that colour-blind readers can distinguish (Okabe and Ito), for lines and heads. */
 export const DISTINCT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];

@@ -1,4 +1,4 @@
-/** Elements, made by hand. Text is only ever text: nothing here reads markup. */
+/** Functions that create elements. Text is always inserted as text, never parsed as markup. */
 
 export type Child = Node | string | number | null | undefined | false;
 type Handler = (event: any) => void;
@@ -11,7 +11,7 @@ export interface Props {
   [attribute: string]: unknown;
 }
 
-/** Those that are properties first: an attribute would set their default alone. */
+/** Names set as properties: an attribute would set only the default. */
 const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "hidden", "open"]);
 
 function fill<E extends Element>(element: E, props: Props, children: Child[]): E {
@@ -22,7 +22,7 @@ function fill<E extends Element>(element: E, props: Props, children: Child[]): E
         element.addEventListener(event, handler);
       }
     } else if (name === "style") {
-      // By the object model: a strict policy forbids the attribute.
+      // Set by the object model, because the content security policy forbids the attribute.
       const own = (element as unknown as HTMLElement).style;
       for (const [key, v] of Object.entries(value as Record<string, string>)) own.setProperty(key, v);
     } else if (name === "test") element.setAttribute("data-testid", String(value));
@@ -46,7 +46,7 @@ export function h<K extends keyof HTMLElementTagNameMap>(
   return fill(document.createElement(tag), props, children);
 }
 
-/** The same of SVG. */
+/** `s("line", { x1: 0 })`: an element of SVG. */
 export function s<K extends keyof SVGElementTagNameMap>(
   tag: K,
   props: Props = {},
@@ -62,20 +62,20 @@ export function add(element: Element, ...children: Child[]): void {
   }
 }
 
-/** All children anew. */
+/** Replaces all children. */
 export function put(element: Element, ...children: Child[]): void {
   element.replaceChildren();
   add(element, ...children);
 }
 
 let count = 0;
-/** A name that no other element has: for `for`, `aria-labelledby` and their like. */
+/** A unique id for `for`, `aria-labelledby` and similar attributes. */
 export function unique(of: string): string {
   count += 1;
   return `qkv-${of}-${count}`;
 }
 
-/** Has something painted once a frame, however often it is asked for; `stop` calls that off. */
+/** Calls `paint` at most once per frame; `stop` cancels it. */
 export function onceAFrame(paint: () => void): { (): void; stop(): void } {
   let waiting = 0;
   const ask = () => {

@@ -1,4 +1,4 @@
-/** Heads as small pictures, of which one is chosen: by click, or by arrow keys. */
+/** A grid of small pictures of heads; a click or the arrow keys choose one. */
 
 import { css, sequential } from "./colours";
 import { fixed, h } from "./dom";
@@ -7,22 +7,22 @@ import { type Matrix, thumbnail } from "./picture";
 import type { Given } from "./view";
 
 export interface Grid {
-  /** What stands before each row, and above each column. */
+  /** The labels of rows and columns. */
   rows: string[];
   cols: string[];
   matrix(row: number, col: number): Matrix;
-  /** Nats, a row's mean; NaN where it is not known. */
+  /** The mean entropy of the rows in nats; NaN if it is unknown. */
   entropy(row: number, col: number): number;
   /** ln of the number of keys. */
   most: number;
   label(row: number, col: number): string;
   choose(row: number, col: number): void;
-  /** The head that is chosen at first. */
+  /** The head that is chosen first. */
   start?: [number, number];
   /** CSS pixels of a picture. */
   side?: number;
   given: Given;
-  /** The view's own element, which hears the event `theme`. */
+  /** The element of the view, which gets the event `theme`. */
   at: EventTarget;
 }
 
@@ -40,7 +40,7 @@ export const STYLE = `
 .heads .entropy i { width: 0.6rem; height: 0.6rem; flex: none; border: 1px solid var(--line); border-radius: 2px; }
 `;
 
-/** The grid, and what takes it away. */
+/** Creates the grid; `destroy` removes its listeners. */
 export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
   const side = of.side ?? SIDE;
   let chosen: number[] = of.start ?? [0, 0];
@@ -50,7 +50,7 @@ export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
     const [row, col] = small.get(canvas) as [number, number];
     thumbnail(canvas as HTMLCanvasElement, of.matrix(row, col), side, of.given.dark());
   };
-  // Drawn as they come into sight: a large model has a thousand.
+  // Pictures are drawn when they become visible: a large model has a thousand heads.
   const watcher = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       if (!isIntersecting || drawn.has(target)) continue;

@@ -1,4 +1,4 @@
-/** A matrix to look at: panned, zoomed and read, by pointer and by keyboard. */
+/** A heatmap of a matrix, with panning, zooming and reading of cells by pointer and keyboard. */
 
 import { ink as inkOn } from "./colours";
 import { h, onceAFrame } from "./dom";
@@ -8,7 +8,7 @@ import { blur, Picture, value, type Matrix } from "./picture";
 import type { Given } from "./view";
 
 export interface Options {
-  /** What it is, for those who hear it. */
+  /** The label for screen readers. */
   label: string;
   matrix: Matrix;
   /** A name for each row and column; by default their numbers. */
@@ -17,9 +17,9 @@ export interface Options {
   rowTitle?: string;
   colTitle?: string;
   given: Pick<Given, "announce" | "dark">;
-  /** The view's own element, which hears the event `theme`. */
+  /** The element of the view, which gets the event `theme`. */
   at: EventTarget;
-  /** A cell is looked at; null when none is. */
+  /** Called with the cell under the cursor; null if there is none. */
   onCell?(cell: { row: number; col: number; value: number } | null): void;
   /** The longest side of the picture in CSS pixels. */
   side?: number;
@@ -28,7 +28,7 @@ export interface Options {
 
 const FONT = 12;
 const LONGEST = 16;
-/** Cells of this many CSS pixels have their number in them; none grows larger than the second. */
+/** The smallest cell (CSS pixels) that shows its number, and the largest cell. */
 const ROOMY = 38;
 const LARGEST = 72;
 const KEYS =
@@ -49,12 +49,12 @@ export class Heatmap {
   private readonly high: HTMLElement;
   private readonly observer: ResizeObserver;
   private readonly turned = () => this.redraw();
-  /** How much larger than all of it, and the row and column at the corner. */
+  /** The zoom factor, and the row and column at the top left corner. */
   private zoom = 1;
   private top = 0;
   private left = 0;
   private cursor: { row: number; col: number } | null = null;
-  /** Draws what is still on the page. */
+  /** Redraws the heatmap in the next frame. */
   readonly redraw = onceAFrame(() => this.element.isConnected && this.draw());
   /** The picture inside the canvas, in CSS pixels. */
   private box = { x: 0, y: 0, width: 1, height: 1 };
@@ -98,7 +98,7 @@ export class Heatmap {
     options.at.addEventListener("theme", this.turned);
   }
 
-  /** Another matrix in the same place; the view stays where its shape does. */
+  /** Shows another matrix; zoom and position stay if its shape is the same. */
   update(matrix: Matrix, names: Pick<Options, "rowNames" | "colNames" | "label"> | null = null) {
     const { rows, cols } = this.picture.matrix;
     this.picture = new Picture(matrix);
@@ -112,7 +112,7 @@ export class Heatmap {
     this.redraw();
   }
 
-  /** The cell that is looked at. */
+  /** The cell under the cursor. */
   point(row: number, col: number) {
     this.cursor = { row, col };
     this.tell();
@@ -166,7 +166,7 @@ export class Heatmap {
     this.redraw();
   }
 
-  /** Larger or smaller about a point of the canvas; by default the cursor, or the middle. */
+  /** Zooms about a point of the canvas; by default about the cursor or the centre. */
   private scale(factor: number, x?: number, y?: number) {
     const { box, pitch, cursor } = this;
     if (x === undefined || y === undefined) {
@@ -188,7 +188,7 @@ export class Heatmap {
     this.settle();
   }
 
-  /** Back inside, and drawn. */
+  /** Limits the position to the matrix, and redraws. */
   private settle() {
     const { rows, cols } = this.picture.matrix;
     this.top = clamp(this.top, 0, rows - rows / this.zoom);
@@ -205,7 +205,7 @@ export class Heatmap {
     return inside && row >= 0 && row < rows && col >= 0 && col < cols ? { row, col } : null;
   }
 
-  // What a person does.
+  // Input.
 
   private hover(x: number, y: number) {
     const found = this.cellAt(x, y);
@@ -256,7 +256,7 @@ export class Heatmap {
     const { rows, cols } = picture.matrix;
     const style = getComputedStyle(this.element);
     const dark = options.given.dark();
-    // Read off elements: a variable's own text may hold both themes' colours.
+    // Colours are read from elements, because a CSS variable may hold the colours of both themes.
     const accent = style.accentColor;
     const [soft, line] = [getComputedStyle(this.note).color, getComputedStyle(this.bar).borderColor];
     const pen = canvas.getContext("2d")!;
@@ -271,7 +271,7 @@ export class Heatmap {
     const width = this.element.clientWidth || 320;
     const margin = Math.ceil(rowWidth) + 8 + (options.rowTitle ? FONT + 6 : 0);
     const room = Math.min(width - margin - 2, options.side ?? 560);
-    // Cells are square, until that would leave a long matrix as a thread.
+    // Cells are square unless the matrix is very long.
     const shape = clamp(rows / cols, 1 / 6, 2);
     const plot = Math.max(32, Math.min(room, (options.side ?? 560) / shape, cols * LARGEST));
     const lies = colWidth + 6 < (this.zoom * plot) / cols;
@@ -296,7 +296,7 @@ export class Heatmap {
     pen.clip();
     pen.imageSmoothingEnabled = false;
     const level = picture.canvas(k, dark);
-    // The whole picture is placed, and the clip takes what is seen: half cells at the edges stay.
+    // The whole picture is drawn and clipped, so that partial cells at the edges are visible.
     pen.drawImage(
       level,
       box.x - this.left * pitch.x,
@@ -322,15 +322,15 @@ export class Heatmap {
     pen.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
     this.names(pen, style.color, soft, lies);
 
-    const coarse = `Each dot shows the largest of ${part} × ${part} numbers; zoom in for each.`;
-    const bent = `Colours go by the root: the middle one is ${numeral(picture.high / 4, 0, 3)}.`;
+    const coarse = `Each dot shows the largest of ${part} × ${part} numbers. Zoom in to see all.`;
+    const bent = `The colour scale is a square root: its middle is ${numeral(picture.high / 4, 0, 3)}.`;
     this.note.textContent = [picture.matrix.root ? bent : "", k > 0 ? coarse : ""].join(" ").trim();
     const image = new ImageData(256, 1);
     image.data.set(picture.colours(dark));
     this.bar.getContext("2d")!.putImageData(image, 0, 0);
   }
 
-  /** The rows or columns in sight. */
+  /** The visible rows or columns. */
   private seen(side: "row" | "col"): [number, number] {
     const { rows, cols } = this.picture.matrix;
     const [start, count] = side === "row" ? [this.top, rows] : [this.left, cols];
@@ -357,7 +357,7 @@ export class Heatmap {
     }
   }
 
-  /** The names of rows and columns: every one, or as many as can be read. */
+  /** Draws the names of rows and columns: all of them, or as many as are legible. */
   private names(pen: CanvasRenderingContext2D, ink: string, soft: string, lies: boolean) {
     const { box, pitch, cursor, options } = this;
     const family = getComputedStyle(this.element).fontFamily;
@@ -377,7 +377,7 @@ export class Heatmap {
       const current = cursor?.[side];
       const [start, stop] = this.seen(side);
       for (let at = Math.ceil(start / step) * step; at < stop; at += step) {
-        // The cursor's own name takes the place of its neighbours'.
+        // The name at the cursor replaces the names next to it.
         if (current === undefined || Math.abs(at - current) * cell > FONT + 2) put(at, false);
       }
       if (current !== undefined && current >= start && current < stop) put(current, true);

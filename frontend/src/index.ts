@@ -1,4 +1,4 @@
-/** One page for notebook, server and file. */
+/** Entry points of the page: notebook, server and HTML file. */
 
 import * as equation from "./equation";
 import { type Shown, shell } from "./shell";
@@ -13,7 +13,7 @@ import { type Model, kernel, opened, server, unpack } from "./wire";
 
 const VIEWS: View[] = [database, sentence, regression, scores, data, model];
 
-/** A notebook: anywidget calls it for each cell that shows the widget. */
+/** Entry point in a notebook: anywidget calls it for each cell that shows the widget. */
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const backend = kernel(model);
   const views = () => unpack(model.get("views"), model.get("buffers") ?? [], backend);
@@ -29,12 +29,12 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   };
 }
 
-/** A server or a test: views and, where there is one, a backend. */
+/** Entry point on a server and in tests: shows views, with or without a backend. */
 export function boot(el: HTMLElement, shown: Shown): () => void {
   return shell(el, shown, VIEWS);
 }
 
-/** One HTML file: the data stand beside this module. */
+/** Entry point in an HTML file: the data are in another element of the file. */
 async function start(at: HTMLElement): Promise<void> {
   const { views } = await opened(at.textContent ?? "");
   at.remove();
@@ -43,7 +43,7 @@ async function start(at: HTMLElement): Promise<void> {
   boot(el, { views, backend: null, host: "file" });
 }
 
-// In a file this module is inline, and its address the page's own; elsewhere it is imported.
+// In a file this module is inline and has the address of the document; elsewhere it is imported.
 if (import.meta.url === document.baseURI) {
   const at = document.getElementById("qkv-page");
   if (at) void start(at);

@@ -1,11 +1,11 @@
-/** Numbers, and cells that hold them, as they are read. */
+/** Numbers and cells as text. */
 
 import { fixed } from "./dom";
 import { isTensor } from "./wire";
 
-/** Letters from which a value is text to read, not a word to see from afar. */
+/** A value with more letters is shown in a smaller font. */
 export const READ = 60;
-/** Numbers of a vector that are shown where it is one cell of several. */
+/** Numbers of a vector that are shown if it is one cell of several. */
 const FEW = 8;
 
 export function clamp(x: number, least: number, most: number): number {
@@ -18,7 +18,7 @@ export function roundUp(step: number): number {
   return [1, 2, 5, 10].map((n) => n * ten).find((n) => n >= step * (1 - 1e-9))!;
 }
 
-/** A number with as many digits as are known of it, or `most` of them. */
+/** A number with the digits that its `error` allows, or with `most` digits. */
 export function numeral(x: number, error = 0, most = 4): string {
   if (Number.isNaN(x)) return "missing";
   if (x === 0 && !error) return "0";
@@ -55,12 +55,12 @@ export function counted(count: number, what: string): string {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
 }
 
-/** A share of the whole; small ones with one digit more. */
+/** A fraction as a percentage; small ones with one more digit. */
 export function percent(x: number): string {
   return `${fixed(100 * x, x > 0 && x < 0.0995 ? 1 : 0)} %`;
 }
 
-/** A cell among others: of a long vector the first numbers. */
+/** A cell of a record; only the first numbers of a long vector. */
 function part(x: unknown): string {
   const cut = isTensor(x) && x.data.length > FEW;
   return cut ? `${told(x.data.slice(0, FEW))}, …` : told(x);
@@ -78,7 +78,7 @@ export function told(x: unknown): string {
   return String(x);
 }
 
-/** A cell inside a sentence: one line of at most so many letters, as Python's `short` has it. */
+/** A cell in a sentence: one line of at most `most` letters, as Python's `format_one_line`. */
 export function short(x: unknown, most = 40): string {
   const letters = Array.from(told(x).trim().replace(/\s+/g, " "));
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : letters.join("");

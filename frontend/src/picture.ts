@@ -1,4 +1,4 @@
-/** A matrix as bytes and as pictures: each size is coloured once, then only drawn. */
+/** A matrix as pictures of several resolutions, each coloured once and cached. */
 
 import { diverging, sequential, type Table } from "./colours";
 import type { Typed } from "./wire";
@@ -10,7 +10,7 @@ export interface Matrix {
   cols: number;
   /** A byte b stands for b × scale, or with `root` for b² × scale. */
   scale?: number;
-  /** Colours go by the root of a number, so that small ones are told apart. None is below 0. */
+  /** Whether the colour scale is a square root, which separates small numbers. All numbers are ≥ 0. */
   root?: boolean;
   /** The largest number of the colours; by default the matrix's own. */
   high?: number;
@@ -21,7 +21,7 @@ export function value(of: Matrix, i: number, j: number): number {
   return (of.root && of.data instanceof Uint8Array ? x * x : x) * (of.scale ?? 1);
 }
 
-/** How far a number may lie from what its byte stands for: half a step. */
+/** The rounding error of a number that is stored as a byte. */
 export function blur(of: Matrix, i: number, j: number): number {
   if (!(of.data instanceof Uint8Array)) return 0;
   return (of.scale ?? 1) * (of.root ? of.data[i * of.cols + j] + 0.25 : 0.5);
@@ -59,7 +59,7 @@ export class Picture {
       if (x < least && x > -Infinity) least = x;
       else if (x > most && x < Infinity) most = x;
     }
-    // Rounding leaves weights a hair below 0: no reason for a second colour.
+    // Rounding may leave weights slightly below 0; they need no second colour.
     this.signed = least < -1e-6 * most;
     this.high = matrix.high ?? (Math.max(most, this.signed ? -least : 0) * scale || 1);
     this.low = this.signed ? -this.high : 0;

@@ -1,4 +1,4 @@
-/** The frame around the views: a shadow root, tabs, the theme, and a voice for screen readers. */
+/** The frame around the views: a shadow root, tabs, the theme, and announcements for screen readers. */
 
 import { h, unique } from "./dom";
 import { STYLE } from "./style";
@@ -20,7 +20,7 @@ function sheet(css: string): CSSStyleSheet {
   return made;
 }
 
-/** Whether the notebook around the page is dark: JupyterLab's and VS Code's word for it. */
+/** Whether the surrounding notebook (JupyterLab or VS Code) is dark; null outside of a notebook. */
 function around(): boolean | null {
   const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
   if (jpThemeLight) return jpThemeLight === "false";
@@ -28,10 +28,10 @@ function around(): boolean | null {
   return null;
 }
 
-/** Shows views in `el` and returns what takes them away again. */
+/** Shows views in `el`, and returns a function that removes them. */
 export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void {
-  // A notebook takes a key for a command of its own (x cuts the cell) unless it is told not to: it
-  // sees this element alone, not the field inside that is typed into.
+  // Without this, a notebook would treat keys as commands (x cuts the cell): it sees only this
+  // element, not the input field inside of the shadow root.
   const box = h("div", { "data-lm-suppress-shortcuts": "true", on: { keydown: (e) => e.stopPropagation() } });
   el.append(box);
   const root = box.attachShadow({ mode: "open" });
@@ -63,13 +63,13 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     },
   });
 
-  // Where the page is the whole window, its address says which view is open: a link, and the way back.
+  // If the page is the whole window, the fragment of its address names the open view, for links and history.
   const alone = shown.host !== "notebook";
   const address = (i: number) => new URL(`#${encodeURIComponent(panels[i].tab.textContent!)}`, location.href).hash;
   const open = () => panels.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
   const linked = () => (alone ? Math.max(panels.findIndex((_, i) => address(i) === location.hash), 0) : 0);
   const follow = () => {
-    // Tabs may share a title.
+    // Several tabs may have the same title.
     if (address(linked()) !== address(open())) choose(linked());
   };
   const turn = (i: number, focus = false) => {
@@ -86,7 +86,7 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     if (focus) panels[i].tab.focus();
   };
 
-  // A page of its own asks before it goes; in a notebook the rows are the cell's, and made again.
+  // The browser asks before it closes a page with changes. In a notebook the cell can be run again.
   const unsaved = new Set<number>();
   const stay = (event: BeforeUnloadEvent) => {
     if (unsaved.size) event.preventDefault();
@@ -124,7 +124,7 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
       mount() {
         if (undo) return;
         if (!view) {
-          panel.append(h("p", { class: "error" }, `This page knows no view named ${given.view}.`));
+          panel.append(h("p", { class: "error" }, `This page has no view named ${given.view}.`));
           undo = () => panel.replaceChildren();
           return;
         }

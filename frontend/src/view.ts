@@ -1,24 +1,24 @@
 import type { Backend, Host } from "./wire";
 
-/** What a view is handed. */
+/** The context of a view. */
 export interface Given {
   data: any;
   backend: Backend | null;
   host: Host;
-  /** Says a sentence to a screen reader. */
+  /** Announces a sentence to screen readers. */
   announce(text: string): void;
-  /** Says whether there is what somebody made by hand, which goes when the page goes. */
+  /** Reports whether the user has made changes that are lost when the page is closed. */
   unsaved(is: boolean): void;
-  /** Whether the page is dark now; `at` hears the event `theme` when that changes. */
+  /** Whether the page is dark. The element of the view gets the event `theme` when that changes. */
   dark(): boolean;
 }
 
 export interface View {
   name: string;
-  /** What its tab says where the descriptor has no title. */
+  /** The title of its tab if the descriptor has none. */
   title: string;
-  /** Rules of its own, after those of `style.ts`. */
+  /** Its stylesheet, added after that of `style.ts`. */
   style?: string;
-  /** Draws into `at`, and returns what undoes it. */
+  /** Draws the view into `at`, and returns a function that removes it. */
   mount(at: HTMLElement, given: Given): () => void;
 }

@@ -1,6 +1,6 @@
-/** What a page is given, and how it asks back: the same in all hosts. */
+/** The data of the page, and its calls to Python: the same interface in all hosts. */
 
-/** anywidget's model, as far as it is used. */
+/** The part of anywidget's model that the page uses. */
 export interface Model {
   get(name: string): any;
   on?(event: string, callback: (...args: any[]) => void): void;
@@ -8,10 +8,10 @@ export interface Model {
   send?(content: unknown, callbacks?: unknown, buffers?: ArrayBuffer[]): void;
 }
 
-/** Python, where there is one. */
+/** Calls to Python; null in an HTML file. */
 export interface Backend {
   call(name: string, args: Record<string, unknown>): Promise<any>;
-  /** A table's file, under a name; what it holds comes back. */
+  /** Uploads a file as a database with this name, and returns its description. */
   upload(args: { name: string; format: string }, file: Blob): Promise<any>;
 }
 
@@ -20,11 +20,11 @@ export type Typed = Uint8Array | Uint16Array | Int32Array | Float32Array | Float
 export interface Tensor {
   data: Typed;
   shape: number[];
-  /** Gets some of a large one, whose `data` are empty: they stay with Python until they are looked at. */
+  /** Loads a part of a large tensor. Its `data` are empty, because they stay in Python until they are needed. */
   late?: (start: number, stop: number) => Promise<Typed>;
 }
 
-/** Numbers `start` to `stop` of a tensor, wherever they are. */
+/** Numbers `start` to `stop` of a tensor, loaded if necessary. */
 export async function part(of: Tensor, start: number, stop: number): Promise<Typed> {
   return of.late ? of.late(start, stop) : of.data.subarray(start, stop);
 }
@@ -53,14 +53,14 @@ function bytes(of: Bytes): Uint8Array {
     : new Uint8Array(of.buffer, of.byteOffset, of.byteLength);
 }
 
-/** JSON with `{"$": i, dtype, shape}` in it, and the bytes they refer to, as objects with tensors. */
+/** Replaces each `{"$": i, dtype, shape}` in JSON by a tensor with the i-th buffer. */
 export function unpack(json: any, buffers: Bytes[], backend: Pick<Backend, "call"> | null = null): any {
   if (Array.isArray(json)) return json.map((item) => unpack(item, buffers, backend));
   if (json === null || typeof json !== "object") return json;
   if (typeof json.$ === "number") {
     const type = TYPES[json.dtype as keyof typeof TYPES];
     const size = type.BYTES_PER_ELEMENT;
-    // A copy: a view of the wire need not be aligned.
+    // A copy, because the received bytes may not be aligned.
     const data = new type(bytes(buffers[json.$]).slice().buffer);
     const tensor: Tensor = { data, shape: json.shape };
     if (!data.length && json.shape.every(Boolean) && backend) {
@@ -71,7 +71,7 @@ export function unpack(json: any, buffers: Bytes[], backend: Pick<Backend, "call
     }
     return tensor;
   }
-  // `pack` writes a name that begins with $ with one more.
+  // Python adds a $ to names that begin with $.
   const pairs = Object.entries(json).map(([name, item]) => [
     name.startsWith("$") ? name.slice(1) : name,
     unpack(item, buffers, backend),
@@ -83,11 +83,11 @@ export function isTensor(x: any): x is Tensor {
   return x !== null && typeof x === "object" && ArrayBuffer.isView(x.data) && Array.isArray(x.shape);
 }
 
-/** A notebook's kernel, asked by messages: `{id, call, args}` → `{id, result}` or `{id, error}`. */
+/** Calls to the kernel of a notebook by messages: `{id, call, args}` → `{id, result}` or `{id, error}`. */
 export function kernel(model: Model): Backend | null {
   if (!model.send || !model.on) return null;
   const waiting = new Map<string, { done: (x: any) => void; fail: (e: Error) => void }>();
-  // Two views of one widget hear each other's answers.
+  // Two views of one widget receive each other's answers.
   const mine = Math.random().toString(36).slice(2);
   let last = 0;
   model.on("msg:custom", (message: any, buffers: Bytes[] = []) => {
@@ -120,7 +120,7 @@ function toBase64(data: Uint8Array): string {
 }
 
 export function fromBase64(text: string): Uint8Array {
-  // New browsers have it built in, several times as fast.
+  // New browsers have a built-in function, which is several times faster.
   const built: { fromBase64?(text: string): Uint8Array } = Uint8Array as any;
   if (built.fromBase64) return built.fromBase64(text);
   const raw = atob(text);
@@ -129,11 +129,11 @@ export function fromBase64(text: string): Uint8Array {
   return out;
 }
 
-/** A server, asked by HTTP: `POST <base>/call/<name>`; a file is sent as it is. */
+/** Calls to a server by HTTP: `POST <base>/call/<name>`. Files are sent unchanged. */
 export function server(base: string, headers: Record<string, string> = {}): Backend {
   const post = async (path: string, type: string, body: BodyInit) => {
     const response = await fetch(path, { method: "POST", headers: { "Content-Type": type, ...headers }, body }).catch(() => {
-      throw new Error("the server does not answer: see whether it still runs, and ask again");
+      throw new Error("the server does not answer: check that it runs, and try again");
     });
     const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
     if ("error" in answer) throw new Error(String(answer.error));
@@ -153,7 +153,7 @@ async function squeezed(base64: string): Promise<ArrayBuffer> {
   return new Response(packed.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
 
-/** What an element of the file holds; the file may still be on its way. */
+/** The data of an element of the file; waits until the file is loaded. */
 async function held(id: string): Promise<Uint8Array> {
   if (!document.getElementById(id)?.nextElementSibling && document.readyState === "loading") {
     await new Promise((done) => document.addEventListener("DOMContentLoaded", done, { once: true }));
@@ -162,7 +162,7 @@ async function held(id: string): Promise<Uint8Array> {
 }
 
 /** A file's data: base64 of the gzip of [length of the JSON, u32][JSON][buffers, one after another].
- *  Large buffers lie beside it, cut into parts. */
+ *  Large buffers are separate elements, one for each part. */
 export async function opened(base64: string): Promise<{ views: Descriptor[] }> {
   const all = await squeezed(base64);
   const length = new DataView(all).getUint32(0, true);

@@ -65,7 +65,7 @@ def test_text_that_is_not_utf8_is_refused(page: Any, tmp_path: Path, encoding: s
 def test_a_workbook_is_told_what_to_do(page: Any, tmp_path: Path) -> None:
     opened(page, tmp_path)
     given(page, "cities.xlsx", b"PK\3\4")
-    told = "save a workbook’s sheet as CSV"
+    told = "save a spreadsheet as CSV"
     page.get_by_test_id("data-error").filter(has_text=told).wait_for()
 
 

@@ -253,11 +253,11 @@ def test_pairs_on_the_edge(run: Any) -> None:
         np.testing.assert_allclose(found, wanted, err_msg=str(told), **CLOSE)
 
 
-def test_names_are_pythons(run: Any) -> None:
+def test_every_name_is_registered_in_python(run: Any) -> None:
     body = "return [Object.keys(equation.SCORES), Object.keys(equation.WEIGHTINGS)];"
     mine, others = run(body, None)
-    assert set(mine) == set(scores.NAMES) - {"modified"}
-    assert set(others) == set(weightings.NAMES)
+    assert set(mine) <= set(scores.NAMES)
+    assert set(others) <= set(weightings.NAMES)
 
 
 BAD: list[tuple[str, Any]] = [

@@ -90,7 +90,7 @@ def test_what_a_capture_of_nn_saw(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_is_named() -> None:
     with pytest.raises(DtypeError, match="or a sentence, not object"):
         build_views(object())
-    with pytest.raises(qkv.QkvError, match="no view is called 'nope': there are database, data"):
+    with pytest.raises(qkv.QkvError, match="no view is named 'nope': the views are database, data"):
         build_views({"view": "nope"})
     for nothing in ([], {}):
         with pytest.raises(qkv.QkvError, match="nothing to show"):
@@ -123,7 +123,7 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     assert names == f"{TOKENS[2]} → {TOKENS[1]}"
     near, error = map(float, number.split(" ± "))
     assert abs(near - weights[1, 1, 2, 1]) <= 2 * error < 0.02
-    assert page.get_by_test_id("head-row").inner_text() == f"“{TOKENS[2]}” looks at"
+    assert page.get_by_test_id("head-row").inner_text() == f"“{TOKENS[2]}” attends to"
     best = float(page.get_by_test_id("head-bars-0").inner_text())
     assert abs(best - weights[1, 1, 2].max()) < 0.01
     assert page.locator("img").count() == 0

@@ -76,7 +76,10 @@ def test_of_many_rows_the_heaviest_are_there_with_the_weights_they_had(
     D: Any = Database([(x / 100, float(x)) for x in range(1000)])
     found = D.ask(5.0)
     opened(page, found, tmp_path / "a.html")
-    assert "1,000 rows, of which the 500 heaviest" in page.get_by_test_id("note").inner_text()
+    assert (
+        "all 1,000 rows. The table shows the 500 with the most weight"
+        in page.get_by_test_id("note").inner_text()
+    )
     assert number(page, "answer-value") == pytest.approx(found.value)
     heaviest = sorted(found.weights)[-500:]
     assert sorted(weights(page, 500)) == pytest.approx(heaviest)

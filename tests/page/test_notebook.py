@@ -39,7 +39,7 @@ def test_it_answers_what_it_is_asked() -> None:
     at = {"buffer": len(page.all_buffers) - 1, "start": 2, "stop": 5}
     assert page.answer_message({"id": 0, "call": "part", "args": at})[1] == [b"234"]
     told, _ = page.answer_message({"id": 9, "call": "fly", "args": {}})
-    assert told["id"] == 9 and "not 'fly'" in told["error"]
+    assert told["id"] == 9 and "unknown call 'fly'" in told["error"]
     told, _ = page.answer_message({"id": 10, "call": "ask", "args": {}})
     assert told["id"] == 10 and told["error"]
 
@@ -104,7 +104,7 @@ def test_two_widgets_in_jupyterlab(page: Any, lab: Lab) -> None:
 
     # It is as dark as the notebook around it.
     ground = "element => getComputedStyle(element.getRootNode().host).backgroundColor"
-    heading = second.get_by_role("heading", name="A sentence that attends to itself")
+    heading = second.get_by_role("heading", name="Self-attention of a sentence")
     assert heading.evaluate(ground) == "rgb(255, 255, 255)"
     page.evaluate("document.body.dataset.jpThemeLight = 'false'")
     page.wait_for_function(

@@ -126,7 +126,7 @@ def test_a_query_without_neighbours(opened: Any) -> None:
     typed(opened, "regression-bandwidth", 0.01)
     at = asked(opened, 0.02)
     settled(opened)
-    assert opened.get_by_test_id("regression-value").inner_text() == "no answer"
+    assert opened.get_by_test_id("regression-value").inner_text() == "no value"
     opened.get_by_test_id("regression-empty").select_option("nearest")
     check(opened, at, kernel("boxcar", 0.01, "nearest"))
 

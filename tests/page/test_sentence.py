@@ -60,24 +60,24 @@ def test_the_nine_words_of_the_seeds_step_by_step(page: Any, tmp_path: Path) -> 
     assert "(9 × 24) · (24 × 16) = 9 × 16" in says[1]
     assert "(9 × 16) · (16 × 9) = 9 × 9" in says[2]
     assert "√16 = 4" in says[3]
-    assert "(9 × 9) · (9 × 16) = 9 × 16" in says[5] and "4 heads side by side: 9 × 64" in says[5]
+    assert "(9 × 9) · (9 × 16) = 9 × 16" in says[5] and "4 heads together: 9 × 64" in says[5]
     # The weights are the softmax of the scaled scores; the lines show the same.
     assert np.allclose(softmax(scaled), alpha, atol=2e-3)
     assert np.allclose(weights(page, 9), alpha, atol=1e-9)
-    assert page.get_by_test_id("links-sum").inner_text() == "One row: 1.000 in all."
+    assert page.get_by_test_id("links-sum").inner_text() == "One row: 1.000 in total."
 
 
 def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
     shown(page, tmp_path / "nine.html", sentence(NINE))
     page.get_by_test_id("head-0-1").click()
-    assert page.get_by_test_id("head-title").inner_text() == "Head 2: word before"
+    assert page.get_by_test_id("head-title").inner_text() == "Head 2: previous word"
     page.get_by_test_id("word-3").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "“Language” looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“Language” attends to"
     row = weights(page, 9)
     assert row.argmax() == 2 and row[2] > 0.5
     assert np.allclose(bars(page), row, atol=1e-3)  # the whole length is 1, as in every view
     page.keyboard.press("ArrowDown")
-    assert page.get_by_test_id("links-title").inner_text() == "“Processing” looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“Processing” attends to"
     assert weights(page, 9).argmax() == 3
     assert "Language 0." in page.get_by_test_id("announce").inner_text()
 
@@ -87,8 +87,8 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("word-4").click()
     page.mouse.move(0, 0)
     page.get_by_test_id("sentence").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "“Language” + “Processing” look at"
-    assert page.get_by_test_id("links-sum").inner_text() == "Sum of 2 rows: 2.000 in all."
+    assert page.get_by_test_id("links-title").inner_text() == "“Language” + “Processing” attend to"
+    assert page.get_by_test_id("links-sum").inner_text() == "Sum of 2 rows: 2.000 in total."
     both = weights(page, 9)
     assert np.allclose(bars(page), both / 2, atol=1e-3)
     page.get_by_test_id("word-4").focus()
@@ -96,7 +96,7 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
 
     page.get_by_test_id("sentence-way").select_option("from")
     page.get_by_test_id("word-2").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "“Natural” is looked at by"
+    assert page.get_by_test_id("links-title").inner_text() == "“Natural” is attended by"
     assert abs(weights(page, 9)[3] - row[2]) < 1e-9
 
 
@@ -133,12 +133,12 @@ def test_what_a_model_read_is_static_in_a_file(page: Any, tmp_path: Path) -> Non
     sums = (means > 0).astype(float)
     merged = means @ alpha @ sums.T
     page.get_by_test_id("word-1").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "“overjoyed” looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“overjoyed” attends to"
     assert np.allclose(weights(page, 3), merged[1], atol=5.1e-4)
 
     page.get_by_test_id("sentence-merge").uncheck()
     page.get_by_test_id("word-2").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "“##joyed” looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“##joyed” attends to"
     assert np.allclose(weights(page, 4), alpha[2], atol=5.1e-4)
     page.get_by_test_id("step-5").click()
     page.get_by_test_id("word-2").focus()

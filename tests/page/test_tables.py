@@ -103,7 +103,7 @@ def test_the_folder_of_a_database(tmp_path: Path, known: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/catalogue.sqlite", "x.py", "lock/"])
 def test_a_folder_holds_nothing_else(known: dict[str, Any], name: str) -> None:
     args = {"name": "x", "format": "qkv", "base64": tar({"readers": b"", name: b""})}
-    with pytest.raises(QkvError, match="no file of a database"):
+    with pytest.raises(QkvError, match="not a file of a database"):
         run_call("upload", args, known)
 
 
@@ -114,7 +114,7 @@ def test_a_link_in_a_folder_is_refused(known: dict[str, Any]) -> None:
         part.type, part.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(part)
     args = {"name": "x", "format": "qkv", "base64": base64.b64encode(made.getvalue()).decode()}
-    with pytest.raises(QkvError, match="no file of a database"):
+    with pytest.raises(QkvError, match="not a file of a database"):
         run_call("upload", args, known)
 
 
@@ -127,7 +127,7 @@ def test_a_sparse_file_is_refused(known: dict[str, Any]) -> None:
     head[148:156] = b" " * 8
     head[148:156] = b"%06o\0 " % sum(head)
     data = bytes(head) + bytes(1024)
-    with pytest.raises(QkvError, match="no file of a database"):
+    with pytest.raises(QkvError, match="not a file of a database"):
         run_call("upload", {"name": "x", "format": "qkv", "data": data}, known)
 
 
@@ -200,7 +200,7 @@ def test_what_an_arrow_file_unpacks_to_is_known_before(stream: bool, compression
     assert found == 0 if compression is None else 41_000 <= found <= 43_000
     if compression is None:
         return
-    with pytest.raises(ArgumentError, match="ends before it says"):
+    with pytest.raises(ArgumentError, match="not a complete Arrow file"):
         limits.unpacked_arrow_bytes(made.getvalue()[: -100 if stream else -20])
 
 
@@ -259,7 +259,7 @@ def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, A
         ("ask", {"query": "x", "at": 10**30}, "at must be"),
         ("ask", {"query": "x", "at": True}, "at must be"),
         ("rows", {"at": 10**30}, "at must be"),
-        ("ask", {"query": ["Ann"] * 3}, "one at a time"),
+        ("ask", {"query": ["Ann"] * 3}, "one query at a time"),
         ("ask", {"query": "x" * (limits.MAX_TEXT_CHARACTERS + 1)}, "characters of a query"),
     ],
 )

@@ -34,7 +34,7 @@ def test_negative_weights_are_seen():
 
 
 def test_names_and_weights_must_match():
-    with pytest.raises(ShapeError, match="one weight for each name, not 1 for 2"):
+    with pytest.raises(ShapeError, match="one weight per name, not 1 weights for 2"):
         bars(["a", "b"], [1.0])
     with pytest.raises(ShapeError):
         bars([], [])

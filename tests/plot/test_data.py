@@ -127,7 +127,7 @@ class TestRegression:
             data.regression(np.ones((3, 2)), np.ones(3))
         with pytest.raises(CombinationError):
             data.regression(self.key, self.value, "gaussian", "normalized")
-        with pytest.raises(ArgumentError, match="two of one name"):
+        with pytest.raises(ArgumentError, match="two of the same name"):
             data.regression(self.key, self.value, [scores.Gaussian(1.0), scores.Gaussian(2.0)])
 
 

@@ -176,5 +176,5 @@ def test_without_matplotlib(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "qkv.plot.figures", raising=False)
-    with pytest.raises(MissingExtraError, match="a picture needs matplotlib"):
+    with pytest.raises(MissingExtraError, match="plots need matplotlib"):
         FIGURES[name]()

@@ -486,7 +486,7 @@ class TestImport:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(MissingExtraError) as caught:
             heatmaps(np.eye(3))
-        assert str(caught.value) == 'a picture needs matplotlib: pip install "qkv[plot]"'
+        assert str(caught.value) == 'plots need matplotlib: pip install "qkv[plot]"'
         assert isinstance(caught.value, ImportError)
 
 

@@ -31,7 +31,7 @@ MANY = ["y" * 2_000] * (limits.TEXTS // 2_000 + 1)
         (["Emma", LONG], "at most 65,536 characters"),
         ([["Emma", LONG]], "at most 65,536 characters"),
         ({"title": [LONG]}, "at most 65,536 characters"),
-        (MANY, "at most 1,048,576 characters in one request, not 1,050,000: ask fewer queries"),
+        (MANY, "at most 1,048,576 characters in one request, not 1,050,000: send fewer queries"),
     ],
 )
 def test_long_queries_are_refused(client: TestClient, route: str, query: Any, told: str) -> None:
@@ -54,7 +54,7 @@ def test_long_queries_of_the_inference_protocol_are_refused(client: TestClient) 
         ("encode", {"encoder": "characters", "keys": ["a"], "query": LONG}, "65,536 characters"),
         ("rows", {"database": "books", "where": "x" * 10_001}, "10,000 characters of where"),
         ("ask", {"database": "books", "query": "a", "where": "x" * 10_001}, "10,000 characters"),
-        ("sentence", {"text": "x" * 10_001}, "at most 10,000 are read"),
+        ("sentence", {"text": "x" * 10_001}, "at most 10,000 are allowed"),
     ],
 )
 def test_long_texts_of_the_page_are_refused(
@@ -143,7 +143,7 @@ def test_work_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
                 f"/v1/databases/names/{route}", json={"query": ["abc", "bcd"] * 500}
             )
             assert answer.status_code == 503, answer.text
-            assert "longer than 0.2 seconds" in answer.json()["error"]
+            assert "limit of 0.2 seconds" in answer.json()["error"]
     # The app waits at its end for all that goes on.
     assert counted.blocks < 1_000
 

@@ -163,7 +163,7 @@ def test_headers_of_every_answer(client: TestClient) -> None:
 def test_as_many_requests_as_may_be(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_REQUESTS", 0)
     answer = client.get("/healthz")
-    assert answer.status_code == 503 and "0 requests at a time" in answer.json()["error"]
+    assert answer.status_code == 503 and "busy with 0 requests" in answer.json()["error"]
     assert answer.headers["retry-after"] == "1"
 
 
@@ -180,8 +180,8 @@ def test_a_refused_request_is_no_longer_inside() -> None:
 def test_a_wrong_token_is_told_from_none() -> None:
     access = Access(token="0123456789abcdef")
     none, wrong = (access.find_denial(given, "read") for given in (None, "Bearer wrong"))
-    assert none is not None and "a token is wanted" in str(none)
-    assert wrong is not None and "this token is not one" in str(wrong)
+    assert none is not None and "a token is required" in str(none)
+    assert wrong is not None and "this token is not valid" in str(wrong)
 
 
 def test_two_hosts_are_refused(locked: TestClient) -> None:

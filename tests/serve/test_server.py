@@ -289,7 +289,7 @@ def test_a_second_ctrl_c_ends_it_in_one_line(names: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--host", "0.0.0.0"], "give a --token"),
+        (["--host", "0.0.0.0"], "set a --token"),
         (["--token", "short"], "at least 16 visible characters"),
         (["nix.qkv"], "nix.qkv does not exist"),
     ],

@@ -66,30 +66,30 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 BAD: dict[str, tuple[Any, bytes]] = {
-    "comes twice": ([tensor(), tensor()], b""),
-    "2 elements came": ([tensor(shape=[3])], b""),
-    "0 elements came": ([tensor(data=DEEP)], b""),
+    "is given twice": ([tensor(), tensor()], b""),
+    "needs 3 elements, not 2": ([tensor(shape=[3])], b""),
+    "elements, not 0": ([tensor(data=DEEP)], b""),
     "data must be a list": ([tensor(data=...)], b""),
-    "is no FP32": ([tensor(data=["1", 2])], b""),
-    "is no INT8": ([tensor(datatype="INT8", data=[1.5, 2])], b""),
+    "elements of type FP32": ([tensor(data=["1", 2])], b""),
+    "elements of type INT8": ([tensor(datatype="INT8", data=[1.5, 2])], b""),
     "is too large for": ([tensor(datatype="INT8", data=[300, 2])], b""),
     "is too large for FP32": ([tensor(data=[10**400, 2])], b""),
     "must be text": ([tensor(datatype="BYTES")], b""),
-    "binary_data_size must lie": ([tensor(parameters={"binary_data_size": 9})], b"12345678"),
+    "binary_data_size must be within": ([tensor(parameters={"binary_data_size": 9})], b"12345678"),
     "binary_data_size must": ([tensor(parameters={"binary_data_size": -1})], b""),
-    "no whole number": ([tensor(parameters={"binary_data_size": 7})], b"1234567"),
+    "not a multiple of": ([tensor(parameters={"binary_data_size": 7})], b"1234567"),
     "belong to no input": ([tensor()], b"1"),
-    "is cut short": (
+    "element of BYTES is incomplete": (
         [tensor(datatype="BYTES", parameters={"binary_data_size": 6})],
         b"\xff\xff\xff\xffab",
     ),
-    "cut short": ([tensor(datatype="BYTES", parameters={"binary_data_size": 2})], b"\x01\x00"),
+    "is incomplete": ([tensor(datatype="BYTES", parameters={"binary_data_size": 2})], b"\x01\x00"),
 }
 
 
 UNLIKE: dict[str, Any] = {
     "inputs must be an array": {"inputs": None},
-    "inputs must hold at least 1": {"inputs": []},
+    "inputs must have at least 1 item": {"inputs": []},
     r"inputs\[0\] must be an object": {"inputs": [3]},
     r"inputs\[0\] must have 'name'": {"inputs": [{"datatype": "FP32", "shape": [1]}]},
     r"inputs\[0\].name must be a string": {"inputs": [tensor(name=3)]},
@@ -98,7 +98,7 @@ UNLIKE: dict[str, Any] = {
     r"shape\[0\] must be at least 0": {"inputs": [tensor(shape=[-1])]},
     r"shape\[0\] must be an integer": {"inputs": [tensor(shape=[True, 2])]},
     "shape must be an array": {"inputs": [tensor(shape=2)]},
-    "shape may hold at most 8": {"inputs": [tensor(shape=[1] * 9)]},
+    "shape may have at most 8 items": {"inputs": [tensor(shape=[1] * 9)]},
     r"inputs\[0\].parameters must be an object": {"inputs": [tensor(parameters=["x"])]},
     r"outputs\[0\] must be an object": {"inputs": [tensor()], "outputs": [3]},
     "outputs must be an array": {"inputs": [tensor()], "outputs": "rows"},

@@ -1,4 +1,4 @@
-/** A table in a file that a browser reads itself: text between commas, semicolons, tabs or bars. */
+/** Parses text files with columns separated by commas, semicolons, tabs or bars. */
 
 export interface Table {
   columns: string[];
@@ -6,11 +6,11 @@ export interface Table {
 }
 export type Cell = string | number | null;
 
-/** What a missing cell is called in the tables of others, as Python reads them. */
+/** Texts that mean a missing value, as in Python. */
 const MISSING = new Set(
   "#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null|".split("|"),
 );
-/** "007" and "+1" are text, and with them their column. */
+/** "007" and "+1" are text; a column with such a cell is a column of text. */
 const NUMBER = /^-?(0|[1-9]\d{0,14}|(?=\.))(\.\d{1,16})?([eE][+-]?\d{1,3})?$/;
 /** Numbers with a comma for the point, thousands parted by points or not; and ones that are whole. */
 const COMMA = /^-?(0|[1-9]\d*|[1-9]\d{0,2}(\.\d{3})+)(,\d+([eE][+-]?\d{1,3})?)?$/;
@@ -31,7 +31,7 @@ function cells(text: string, mark: string): string[][] {
     if (text[at] === '"') {
       for (;;) {
         const end = text.indexOf('"', at + 1);
-        if (end < 0) throw new Error(`line ${lines.length + 1}: a quote is never closed`);
+        if (end < 0) throw new Error(`line ${lines.length + 1}: a quote is not closed`);
         cell += text.slice(at + 1, end);
         at = end + 1;
         if (text[at] !== '"') break;
@@ -90,15 +90,15 @@ function column(texts: string[]): Cell[] {
   return bare.map((text, i) => (MISSING.has(text) ? null : numbers ? Number(text) : texts[i]));
 }
 
-/** The table of a text whose first line names the columns. */
+/** Parses a text whose first line has the names of the columns. */
 export function parse(text: string): Table {
   const { mark, lines: all } = split(text.replace(/^\ufeff/, ""));
   const [columns, ...lines] = all;
-  if (!columns?.length || !lines.length) throw new Error("the file has no rows below its first line");
-  if (columns.length < 2) throw new Error("the file has one column: a key and a value are two");
+  if (!columns?.length || !lines.length) throw new Error("the file has no rows after its header line");
+  if (columns.length < 2) throw new Error("the file has only one column; a key and a value need two");
   if (new Set(columns).size < columns.length) throw new Error("two columns have the same name");
   const odd = lines.findIndex((line) => line.length !== columns.length);
-  if (odd >= 0) throw new Error(`row ${odd + 1} has ${lines[odd].length} cells, the first line ${columns.length}`);
+  if (odd >= 0) throw new Error(`row ${odd + 1} has ${lines[odd].length} cells, and the header line has ${columns.length}`);
   const read = pointed(columns.map((_, i) => lines.map((line) => line[i])), mark).map(column);
   const rows = lines.map((_, i) => Object.fromEntries(columns.map((name, j) => [name, read[j][i]])));
   return { columns, rows };

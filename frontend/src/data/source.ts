@@ -1,4 +1,4 @@
-/** A table that is asked: by Python where there is one, else by the twin. */
+/** The tables of the view Your data: in Python if there is a backend, else in the page. */
 
 import { type Key, type Like, ask } from "../equation";
 import { counted, short } from "../numbers";
@@ -13,7 +13,7 @@ export interface About {
   key: string[];
   value: string[];
   version: number;
-  /** What was left out of a file, and which of its rows; the first is 1. */
+  /** Rows of a file that were skipped, and why; the first row is 1. */
   skipped?: { why: string; rows: number[] }[];
 }
 export interface Asked {
@@ -23,7 +23,7 @@ export interface Asked {
   where: string;
   at: number | null;
 }
-/** Rows that are looked at before anything is asked. */
+/** The selection of rows that are shown without a query. */
 export type Look = Pick<Asked, "where" | "at">;
 export type Row = Record<string, unknown>;
 export interface Found {
@@ -41,29 +41,29 @@ export interface Version {
   rows: number;
 }
 
-/** Rows that an answer names, and that are shown before one. */
+/** Rows that an answer lists, and that are shown without a query. */
 const TOP = 10;
-/** What a browser reads itself: rows, each a vector of up to a thousand numbers. */
+/** Most rows that the page reads without Python; each may be a vector of a thousand numbers. */
 const MOST = 5000;
 const FORMATS = ["csv", "tsv", "jsonl", "parquet", "arrow"];
 
 export interface Source {
   about: About[];
-  /** Whether conditions and versions are known. */
+  /** Whether conditions and versions are supported. */
   whole: boolean;
   formats: string[];
   ask(of: About, asked: Asked): Promise<Found>;
-  /** The first rows, all columns of each. */
+  /** The first rows with all their columns. */
   rows(of: About, look: Look): Promise<Row[]>;
-  /** The same rows by other columns; no value: all that are not the key. */
+  /** The same rows with other key and value columns; without a value, all columns except the key. */
   by(of: About, key: string, value: string | null): Promise<About>;
   versions(of: About): Promise<Version[]>;
   upload(file: File): Promise<About>;
-  /** The folder of a database; null: it cannot be read here. */
+  /** Opens the folder of a database; null without Python. */
   folder: ((files: File[]) => Promise<About>) | null;
 }
 
-/** A file's name as a database may be called. */
+/** A valid name of a database from the name of a file. */
 function named(file: string, taken: (name: string) => boolean): string {
   const plain = file.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9_.-]+/g, "_").slice(0, 48);
   const name = /^[A-Za-z0-9_]/.test(plain) ? plain : `table${plain}`;
@@ -73,13 +73,13 @@ function named(file: string, taken: (name: string) => boolean): string {
 function format(file: File): string {
   const ending = file.name.split(".").at(-1)!.toLowerCase();
   if (!FORMATS.includes(ending)) {
-    const step = "save a workbook’s sheet as CSV, unpack what is packed, or use qkv import, which reads more";
+    const step = "save a spreadsheet as CSV, decompress archives, or use qkv import, which reads more formats";
     throw new Error(`${file.name}: the name must end in .${FORMATS.join(", .")}: ${step}`);
   }
   return ending;
 }
 
-/** The file as text; an error where it is in another encoding, which would be read as other letters. */
+/** The file as text; an error if it is not UTF-8. */
 async function utf8(file: File): Promise<string> {
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
@@ -88,7 +88,7 @@ async function utf8(file: File): Promise<string> {
   }
 }
 
-/** Python's databases, and files that it is sent. */
+/** Databases in Python, and files that are uploaded to it. */
 export function remote(backend: Backend, given: About[]): Source {
   const own = new Set<string>();
   const taken = (name: string) => source.about.some((one) => one.name === name) && !own.has(name);
@@ -121,7 +121,7 @@ export function remote(backend: Backend, given: About[]): Source {
     },
     async folder(files) {
       const [folder] = files[0].webkitRelativePath.split("/");
-      if (!files.some((file) => file.name === "catalogue.sqlite")) throw new Error(`${folder} is not the folder of a database`);
+      if (!files.some((file) => file.name === "catalogue.sqlite")) throw new Error(`${folder} is not the folder of a database: choose a folder such as books.qkv`);
       const parts = files.filter((file) => !file.name.endsWith("-shm"));
       return keep(await backend.upload({ name: named(folder, taken), format: "qkv" }, tar(parts)));
     },
@@ -129,10 +129,10 @@ export function remote(backend: Backend, given: About[]): Source {
   return source;
 }
 
-/** A file in the browser alone. */
+/** Files that are read in the page, without Python. */
 export function local(): Source {
   const tables = new Map<string, Table>();
-  /** With the rows that have no key left out, as Python does. */
+  /** The description without the rows that have no key, as in Python. */
   const known = (about: About): About => {
     const { rows } = tables.get(about.name)!;
     const none = rows.flatMap((row, i) => (row[about.key[0]] === null ? [i + 1] : []));
@@ -155,12 +155,12 @@ export function local(): Source {
       const how = { score: like(asked.score), weighting: like(asked.weighting) ?? "softmax", top: TOP, columns: pools ? of.value : null };
       const found = ask(pairs, asked.query, how);
       const [first] = found.rows;
-      const share = first && `${short(first.key)} counts ${(100 * first.weight).toPrecision(3)} %. `;
+      const share = first && `${short(first.key)} has ${(100 * first.weight).toPrecision(3)} % of the weight. `;
       return {
         ...found,
         value: found.pooled,
         effective_rows: found.effective,
-        explained: `${share ? `Of ${counted(found.total, "row")}, ${share}` : ""}Computed in this page, which compares letters and numbers.`,
+        explained: `${share ? `Of ${counted(found.total, "row")}, ${share}` : ""}Computed in this page, by letters and numbers.`,
       };
     },
     rows: async (of) => tables.get(of.name)!.rows.slice(0, TOP),
@@ -172,9 +172,9 @@ export function local(): Source {
     versions: async () => [],
     folder: null,
     async upload(file) {
-      if (!["csv", "tsv"].includes(format(file))) throw new Error(`${file.name}: this page reads .csv and .tsv; qkv serve reads the others`);
+      if (!["csv", "tsv"].includes(format(file))) throw new Error(`${file.name}: without Python the page reads only .csv and .tsv; use qkv serve for other formats`);
       const table = parse(await utf8(file));
-      if (table.rows.length > MOST) throw new Error(`${file.name} has ${table.rows.length} rows; without Python ${MOST} are the most`);
+      if (table.rows.length > MOST) throw new Error(`${file.name} has ${table.rows.length} rows; without Python the page reads at most ${MOST}`);
       const name = named(file.name, () => false);
       const text = table.columns.find((column) => table.rows.some((row) => typeof row[column] === "string"));
       const key = text ?? table.columns[0];
@@ -188,7 +188,7 @@ export function local(): Source {
   return source;
 }
 
-/** `topk:3` as the twin has it. */
+/** The settings of a text such as `topk:3`. */
 function like(text: string): Like | null {
   if (!text) return null;
   const [name, number] = text.split(":");

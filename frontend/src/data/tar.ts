@@ -1,4 +1,4 @@
-/** Files as one tar, so that a folder travels as one body. */
+/** Packs files into one tar, so that a folder can be uploaded as one body. */
 
 const BLOCK = 512;
 

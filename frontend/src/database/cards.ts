@@ -1,13 +1,13 @@
-/** The answer, soft beside hard: the value, where it came from, and how many rows took part. */
+/** The cards of the soft and the hard answer: the value, its sources, entropy and effective rows. */
 
 import { clipped, fixed, h, put, s } from "../dom";
 import type { Answer } from "../equation";
 import { READ, figure as weighed, percent, rounded, short, told } from "../numbers";
 import { spell } from "./state";
 
-/** Values that are told apart by colour; the rest share one. */
+/** Values with their own colour; the others share one. */
 const SHARES = 6;
-/** Values that are named where they tie. */
+/** Values that are named in a tie. */
 const NAMED = 3;
 
 export interface Card {
@@ -16,23 +16,23 @@ export interface Card {
   fail(): void;
 }
 
-/** Values that count as much as the one that is shown. */
+/** Names the values that have as much weight as the one that is shown. */
 export function alsoHeaviest({ values }: Answer): string {
   const [first, ...others] = values;
   const equal = others.filter(({ weight }) => weight > (1 - 1e-6) * first.weight).map(({ value }) => short(value));
   if (!equal.length) return "";
   const named = equal.length > NAMED ? `${equal.length} others` : equal.join(" and ");
-  return `${named} ${equal.length > 1 ? "count" : "counts"} as much.`;
+  return `${named} ${equal.length > 1 ? "have" : "has"} the same weight.`;
 }
 
-/** Rows whose score is the largest, where one alone is taken. */
+/** Says how many rows share the largest score. */
 export function alsoBest({ scores, rows }: Answer): string {
   const top = rows.length ? scores[rows[0].index] : NaN;
   const tied = scores.filter((score) => score === top).length;
-  return tied > 1 ? `${tied} rows tie; the first is taken.` : "";
+  return tied > 1 ? `${tied} rows have the largest score; the first one is used.` : "";
 }
 
-/** `tie` tells what a card's one value leaves out. */
+/** `tie` returns a note about ties. */
 export function card(name: string, title: string, hint: string, tie: (answer: Answer) => string): Card {
   const heading = h("h3", {}, title);
   const value = h("p", { class: "value", test: `${name}-value` });
@@ -85,11 +85,11 @@ export function card(name: string, title: string, hint: string, tie: (answer: An
 function spread(answer: Answer): HTMLElement | null {
   const far = answer.spread!;
   return answer.shares && far > 0
-    ? h("p", { class: "hint" }, `the values that were pooled lie ± ${Number(far.toPrecision(3))} around it`)
+    ? h("p", { class: "hint" }, `standard deviation of the values: ± ${Number(far.toPrecision(3))}`)
     : null;
 }
 
-/** Values that cannot be pooled: the weight of each, as parts of one bar. */
+/** Values that are not numbers: the weight of each, as parts of one bar. */
 function shares(answer: Answer): HTMLElement[] {
   const all = answer.values.map(({ value, weight }) => ({ text: told(value), weight }));
   const most = all.length > SHARES ? SHARES - 1 : SHARES;
@@ -123,7 +123,7 @@ function shares(answer: Answer): HTMLElement[] {
   ];
 }
 
-/** Values that are numbers: each row a dot on their line, as large as its weight; the answer a mark. */
+/** Values that are numbers: a dot on a line for each row, sized by its weight, and a mark for the answer. */
 function line(answer: Answer, values: number[]): HTMLElement {
   const known = values.filter((x) => Number.isFinite(x));
   const pooled = answer.pooled as number;
@@ -143,6 +143,6 @@ function line(answer: Answer, values: number[]): HTMLElement {
     ),
     inside ? s("line", { x1: at(pooled), x2: at(pooled), y1: 3, y2: 47, class: "mark" }) : null,
   );
-  const ends = [rounded(low), "each row’s value, as large as its weight", rounded(high)].map((text) => h("span", {}, text));
+  const ends = [rounded(low), "values of the rows; the size of a dot is its weight", rounded(high)].map((text) => h("span", {}, text));
   return h("div", {}, drawn, h("div", { class: "ends", "aria-hidden": "true" }, ...ends));
 }

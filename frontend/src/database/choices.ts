@@ -1,4 +1,4 @@
-/** What a reader chooses: encoder, score, weighting, and the one number that each may have. */
+/** The controls for encoder, score and weighting, with a slider for the number that each may have. */
 
 import { h, labelled, put, select } from "../dom";
 import { type Like, SCORES, WEIGHTINGS, encoders } from "../equation";
@@ -9,15 +9,15 @@ import { type Outcome, PYTHON, type State } from "./state";
 const ENCODERS: Record<string, string> = {
   characters: "letters",
   lexical: "rare words (BM25)",
-  exact: "each only itself",
+  exact: "exact keys only",
   numbers: "numbers",
-  arrays: "vectors as they are",
+  arrays: "vectors, unchanged",
   text: "letters and meaning",
   words: "meaning of words",
   sentences: "meaning (MiniLM)",
 };
 const OWN = "own";
-/** The setting of each that a slider moves, its ends, and where it starts if that is not its default. */
+/** The setting that the slider changes, its range, and its start if that is not the default. */
 const NUMBERS: Record<string, { setting: string; label: string; low: number; high: number; start?: number }> = {
   scaled_dot: { setting: "scale", label: "Scale τ", low: 0.1, high: 100, start: 10 },
   cosine: { setting: "temperature", label: "Temperature τ", low: 0.01, high: 10 },
@@ -31,7 +31,7 @@ const NUMBERS: Record<string, { setting: string; label: string; low: number; hig
   entmax15: { setting: "alpha", label: "Order α", low: 1.01, high: 4 },
 };
 
-/** Scores that a shift of all keys and queries changes. */
+/** Scores that change if all keys and queries are shifted. */
 const MOVED = ["dot", "scaled_dot", "cosine", "multiplicative", "additive", "gated"];
 
 const KINDS: Record<string, { settings: Record<string, unknown> }> = { ...SCORES, ...WEIGHTINGS };
@@ -42,7 +42,7 @@ const setting = (like: Like, name: string) => (typeof like === "string" ? undefi
 export interface Choices {
   element: HTMLElement;
   formulas: HTMLElement;
-  /** After another table was opened, or another encoder was chosen. */
+  /** Redraws the controls after another table or encoder was chosen. */
   draw(): void;
   show(outcome: Outcome | null): void;
 }
@@ -59,7 +59,7 @@ export function choices(state: State, changed: () => void): Choices {
     const start = typeof told === "number" ? told : (own ?? about.start ?? Number(KINDS[name].settings[about.setting]));
     const made = slider({
       label: about.label,
-      // Wide enough for what was given, whatever its units.
+      // The range includes the start value, whatever its units.
       range: { low: name === "topk" ? 1 : Math.min(about.low, start / 10), high: Math.max(about.high, start * 10) },
       value: start,
       log: name !== "topk",
@@ -74,7 +74,7 @@ export function choices(state: State, changed: () => void): Choices {
     return made.element;
   };
 
-  /** The bandwidth that the numbers' own score has, in the keys' units. */
+  /** The default bandwidth of the encoder for numbers, in the units of the keys. */
   const unitOf = (): number | undefined => {
     try {
       const keys = state.table().map((row) => row.key);
@@ -104,9 +104,16 @@ export function choices(state: State, changed: () => void): Choices {
     const weightingNumber = number(state.weighting, "temperature", undefined, (like) => {
       state.weighting = like;
     });
-    // Learned ones need arrays, and cannot be chosen by name.
+    // Scores with learned arrays cannot be chosen by name.
     const plain = Object.keys(SCORES).filter((name) => !["multiplicative", "additive", "gated"].includes(name));
-    const scores = new Set([...plain, ...(state.score ? [scoreName] : [])]);
+    const scores = new Map([...plain.map((name): [string, string] => [name, SCORES[name].title]), ...state.registered("scores")]);
+    if (state.score && !scores.has(scoreName)) scores.set(scoreName, SCORES[scoreName]?.title ?? scoreName);
+    const weightings = new Map([
+      ...Object.entries(WEIGHTINGS).map(([name, { title }]): [string, string] => [name, title]),
+      ...state.registered("weightings"),
+    ]);
+    const weightingName = nameOf(state.weighting);
+    if (!weightings.has(weightingName)) weightings.set(weightingName, weightingName);
     const redraw = (test: string) => {
       draw();
       element.querySelector<HTMLElement>(`[data-testid="${test}"]`)?.focus();
@@ -123,7 +130,7 @@ export function choices(state: State, changed: () => void): Choices {
       ),
       labelled(
         "Score a(q, k)",
-        select([[OWN, "encoder’s own"], ...[...scores].map((n): [string, string] => [n, SCORES[n]?.title ?? n])], scoreName, (name) => {
+        select([[OWN, "encoder’s default"], ...scores], scoreName, (name) => {
           state.score = name === OWN ? null : name;
           redraw("score");
         }, { test: "score" }),
@@ -131,7 +138,7 @@ export function choices(state: State, changed: () => void): Choices {
       scoreNumber,
       labelled(
         "Weighting α",
-        select(Object.entries(WEIGHTINGS).map(([n, { title }]) => [n, title]), nameOf(state.weighting), (name) => {
+        select([...weightings], weightingName, (name) => {
           state.weighting = name;
           redraw("weighting");
         }, { test: "weighting" }),
@@ -151,15 +158,15 @@ export function choices(state: State, changed: () => void): Choices {
       const weighting = WEIGHTINGS[nameOf(state.weighting)];
       const numbers = typeof used === "string" ? [] : Object.entries(used).filter(([, x]) => typeof x === "number");
       const scaled = nameOf(used) === "scaled_dot" && typeof setting(used, "scale") === "number";
-      const formula = scaled ? "s = τ qᵀk" : score?.formula ?? "";
+      const formula = scaled ? "s = τ qᵀk" : score?.formula ?? (nameOf(used) && `s = ${nameOf(used)}(q, k)`);
       const symbol = NUMBERS[nameOf(used)];
       const named = numbers.map(([name, x]) => `${name === symbol?.setting ? symbol.label.split(" ").at(-1) : name} = ${rounded(x as number)}`);
-      if (outcome.encoder === "numbers" && MOVED.includes(nameOf(used))) named.push("q and k less the keys’ mean");
+      if (outcome.encoder === "numbers" && MOVED.includes(nameOf(used))) named.push("q and k minus the mean of the keys");
       put(
         formulas,
         h("span", {}, formula + (named.length ? `,  ${named.join(", ")}` : "")),
         h("span", { "aria-hidden": "true" }, "→"),
-        h("span", {}, weighting?.formula ?? ""),
+        h("span", {}, weighting?.formula ?? `α = ${nameOf(state.weighting)}(s)`),
         h("span", { "aria-hidden": "true" }, "→"),
         h("span", {}, outcome.soft.values.length ? "the value with the most weight" : "Σᵢ αᵢ vᵢ"),
       );

@@ -1,4 +1,4 @@
-/** The four tables that a reader can start from. */
+/** The four example tables. */
 
 export type Cell = string | number | null;
 
@@ -20,7 +20,7 @@ export const EXAMPLES: Example[] = [
     key: "last name",
     value: "first name",
     query: "Lee",
-    note: "An exact match finds the key or nothing; attention finds what resembles it. Nobody here is called Lee.",
+    note: "An exact match finds the key or nothing. Attention finds similar keys: no key here is Lee.",
     rows: [
       ["Zhang", "Aston"],
       ["Lipton", "Zachary"],
@@ -36,7 +36,7 @@ export const EXAMPLES: Example[] = [
     key: "major",
     value: "student",
     query: "phychology",
-    note: "To find people by major, the major must be the key. Two rows may share one, and a slip does no harm.",
+    note: "To find people by major, the major must be the key. Keys may repeat, and typos are tolerated.",
     rows: [
       ["psychology", "John Doe"],
       ["mathematics", "Ada Byron"],
@@ -54,7 +54,7 @@ export const EXAMPLES: Example[] = [
     key: "GPA",
     value: "salary, in thousands",
     query: 3.5,
-    note: "Values that are numbers are pooled: near rows speak louder. This is Nadaraya and Watson’s regression.",
+    note: "Values that are numbers are averaged, with more weight for near rows: Nadaraya–Watson regression.",
     rows: [
       [2.43, 71.3],
       [2.55, 66.9],

@@ -1,10 +1,23 @@
-/** The table, the query and the choices, and what the equation makes of them. No element is touched here. */
+/** The state of the view Database: rows, query, choices, and the answer computed from them. It has no DOM code. */
 
-import { type Answer, type Encoder, type Key, type Like, type Vector, ask, encoders } from "../equation";
+import {
+  type Answer,
+  type Computed,
+  type Encoder,
+  type Key,
+  type Like,
+  SCORES,
+  type Vector,
+  WEIGHTINGS,
+  ask,
+  encoders,
+  liveRows,
+} from "../equation";
+import { pythonOnly } from "../registered";
 import { type Backend, isTensor } from "../wire";
 import type { Cell, Example } from "./examples";
 
-/** A cell as it was given, until somebody types into it. */
+/** A cell: the text in its field, and the value from the data, which is used until the text changes. */
 export interface Field {
   text: string;
   given: unknown;
@@ -17,10 +30,10 @@ export interface Line {
 export interface Outcome {
   soft: Answer;
   hard: Answer;
-  /** The rows that took part, as places in `lines`. */
+  /** The rows that have a key, as positions in `lines`. */
   used: number[];
   encoder: string;
-  /** Whether the numbers are Python's own, of more rows than are here. */
+  /** Whether Python computed the numbers. */
   asked: boolean;
 }
 
@@ -30,19 +43,14 @@ interface Vectors {
   score: Like;
 }
 
-/** Encoders that need Python, as a reader knows them. */
+/** Encoders that need Python. */
 export const PYTHON = ["text", "words", "sentences"];
 
-/** A text as a field of one line shows it, and what somebody typed there as the text it stands for. */
+/** Text for a field of one line, with ⏎ for line breaks, and the inverse. */
 export const inOneLine = (text: string) => text.replace(/\r\n|\r|\n/g, "⏎");
 export const typed = (text: string) => text.replaceAll("⏎", "\n");
 
-/** A score or weighting as Python reads it: `gaussian:0.5`. */
-function written(like: Like): string {
-  if (typeof like === "string") return like;
-  const number = Object.values(like).find((x) => typeof x === "number");
-  return number === undefined ? like.name : `${like.name}:${number}`;
-}
+const nameOf = (like: Like) => (typeof like === "string" ? like : like.name);
 
 export function spell(x: unknown): string {
   if (x === null || x === undefined) return "";
@@ -54,7 +62,7 @@ export function spell(x: unknown): string {
 const field = (given: unknown): Field => ({ text: spell(given), given });
 const plain = (x: unknown) => (isTensor(x) ? Array.from(x.data as Float64Array) : x);
 
-/** A number as it is typed; null for what is none. */
+/** The number that a text is; null for other text. */
 function parsed(text: string): number | null {
   const x = Number(text.replace("−", "-"));
   return text.trim() !== "" && Number.isFinite(x) ? x : null;
@@ -62,20 +70,20 @@ function parsed(text: string): number | null {
 
 const isVector = (x: unknown): x is number[] => Array.isArray(x) && x.length > 0 && x.every((y) => typeof y === "number");
 
-/** A vector as it is typed: numbers with commas between, in brackets or not. */
+/** The vector that a text is: numbers separated by commas, with or without brackets. */
 function listed(text: string): Vector {
   const parts = text.replace(/^\s*\[|\]\s*$/g, "").split(",").map(parsed);
   if (parts.every((x) => x !== null)) return parts as number[];
-  throw new TypeError("the keys are vectors: type the query as numbers with commas between");
+  throw new TypeError("The keys are vectors: type the query as numbers separated by commas.");
 }
 
-/** The encoder that runs here in the place of one that does not. */
+/** The encoder that the page uses instead of one that needs Python. */
 function instead(keys: Key[]): string {
   const vectors = keys.every(isVector);
   return keys.some((key) => typeof key === "object") && !vectors ? "characters" : encoders.suits(keys);
 }
 
-/** A column of cells: numbers where all are, else as they were given or typed. */
+/** The cells of a column: numbers if all of them are, else the values or the typed texts. */
 function column(fields: Field[], inferred: boolean): unknown[] {
   const typed = fields.map((f) => (spell(f.given) === f.text ? plain(f.given) : f.text));
   const texts = fields.filter((f) => f.text.trim() !== "");
@@ -102,30 +110,50 @@ export class State {
   private of = "";
   private inferred = true;
   private data: any = null;
-  /** Whether rows were changed by hand; and how often anything was since it was opened, or since Python answered. */
+  /** Whether the user changed rows; and the number of changes since the data came from Python. */
   edited = false;
   private touched = 0;
+  /** Python's last result for a score or weighting that is not known here, and what it was computed from. */
+  private computed: { mark: string; result: Computed } | null = null;
   private made: { mark: string; encoder: Encoder; keys: Vector[] } | null = null;
 
-  constructor(readonly backend: Backend | null) {}
+  /** `defaults` are the data of the view, from which an example takes the registered names. */
+  constructor(
+    readonly backend: Backend | null,
+    private readonly defaults: any = null,
+  ) {}
 
-  /** Rows that Python answered from, of which only the heaviest are here. */
+  /** The number of rows that Python has and the page has not. */
   get others(): number {
     return Math.max((this.data?.answer?.total ?? 0) - (this.data?.rows?.length ?? 0), 0);
   }
 
-  /** Rows that Python left out, since their value is missing; they are not here. */
+  /** The number of rows that Python ignored because their value is missing. */
   get leftOut(): number {
     return this.data?.answer?.missing ?? 0;
   }
 
-  /** What Python scored and weighed by, where that has no name here. */
+  /** The score and weighting of Python's answer, if they have no name and the page cannot compute them. */
   get foreign(): string | null {
     const told = this.data?.answer;
     return told && this.data.told === false ? `${told.score} and ${told.weighting}` : null;
   }
 
-  /** Python's encoder of the data, whose vectors came with them. */
+  /** The names of the chosen score and weighting that have no formula in TypeScript, in words. */
+  get pythonOnly(): string[] {
+    const score = this.score ?? (this.of === this.encoder ? this.own : null);
+    const names: string[] = [];
+    if (score && !Object.hasOwn(SCORES, nameOf(score))) names.push(`score “${nameOf(score)}”`);
+    if (!Object.hasOwn(WEIGHTINGS, nameOf(this.weighting))) names.push(`weighting “${nameOf(this.weighting)}”`);
+    return names;
+  }
+
+  /** Scores and weightings that are registered in Python and not known here, by name: their titles. */
+  registered(kind: "scores" | "weightings"): [string, string][] {
+    return pythonOnly({ backend: this.backend, data: this.data ?? this.defaults }, kind);
+  }
+
+  /** Python's encoder of the data, if its vectors came with them. */
   get given(): string | null {
     return this.data?.vectors?.encoder ?? null;
   }
@@ -139,7 +167,7 @@ export class State {
     this.encoder = encoders.suits(this.table().map((row) => row.key));
   }
 
-  /** What a descriptor holds. */
+  /** Loads the data of a view descriptor. */
   open(data: any): void {
     this.reset();
     this.data = data;
@@ -163,7 +191,7 @@ export class State {
   }
 
   private learn(encoder: string, lines: Line[], query: string, found: any): void {
-    // Vectors have a column for each word of these keys: those of others cannot be compared with them.
+    // Vectors have a column for each word of these keys, so vectors of other keys cannot be compared with them.
     const others = lines.length !== this.keys.size || lines.some((line) => !this.keys.has(line.key.text));
     if (this.of !== encoder || (found.keys && others)) {
       this.keys.clear();
@@ -179,28 +207,39 @@ export class State {
     if (found.query) this.queries.set(query, cut(found.query, 0));
   }
 
-  /** Says that something was changed; where rows were, the numbers are of these rows from here on. */
+  /** Records a change; after a change of `rows` the answer is computed from the rows in the page. */
   touch(rows: boolean): void {
     this.touched += 1;
     this.edited ||= rows;
   }
 
-  /** What puts the rows back as they are now. */
+  /** Returns a function that restores the current rows. */
   mark(): () => void {
     const { edited } = this;
     const lines = this.lines.map(({ key, value }) => ({ key: { ...key }, value: { ...value } }));
     return () => Object.assign(this, { lines, edited });
   }
 
-  /** Whether Python has rows that are not here, and can be asked for all of them. */
+  /** Whether Python has more rows than the page, and can answer from all of them. */
   private get whole(): boolean {
     const { data } = this;
     return this.backend !== null && data?.database !== undefined && this.others > 0 && !this.edited && this.encoder === data.encoder;
   }
 
-  /** Whether what is shown is not the answer to what is asked now, until Python has found that. */
+  /** Whether the rows shown are those of an earlier question, until Python has answered this one. */
   get stale(): boolean {
     return this.whole && this.touched > 0;
+  }
+
+  /** Whether only Python can compute what is shown next, and has not done so yet. */
+  get waiting(): boolean {
+    if (this.stale) return true;
+    if (!this.backend || !this.pythonOnly.length || !this.table().length) return false;
+    try {
+      return !this.fromPython();
+    } catch {
+      return false; // `outcome` reports the error
+    }
   }
 
   swap(): void {
@@ -214,7 +253,7 @@ export class State {
     this.touch(true);
   }
 
-  /** The rows that have a key, with the place of each. */
+  /** The rows that have a key, with their positions in `lines`. */
   table(): { key: Key; value: unknown; place: number }[] {
     const keys = column(this.lines.map((line) => line.key), this.inferred);
     const values = column(this.lines.map((line) => line.value), this.inferred);
@@ -227,7 +266,7 @@ export class State {
       .filter((_, i) => this.lines[i].key.text !== "");
   }
 
-  /** The query as the keys are: a number among numbers. */
+  /** The query, converted to the type of the keys. */
   private asks(rows: { key: Key }[]): Key {
     const given = spell(this.query.given) === this.query.text ? plain(this.query.given) : this.query.text;
     const numbers = rows.length > 0 && rows.every((row) => typeof row.key === "number");
@@ -236,34 +275,34 @@ export class State {
     return (vectors && typeof given === "string" ? listed(given) : given) as Key;
   }
 
-  /** Whether Python's vectors of the chosen encoder are all there. */
+  /** Whether the page has Python's vectors of the query and of all keys. */
   private get known(): boolean {
     if (this.of !== this.encoder || !this.queries.has(this.query.text)) return false;
     return this.lines.every((line) => line.key.text === "" || this.keys.has(line.key.text));
   }
 
-  /** Whether the chosen encoder runs here, just as it does in Python. */
+  /** Whether the page's own version of the chosen encoder gives the same vectors as Python's. */
   private get here(): boolean {
     return encoders.can(this.encoder) && (this.encoder !== this.given || this.data.vectors.twin);
   }
 
-  /** Whether Python must be asked: for an answer, or for vectors. */
+  /** Whether Python must be asked for an answer, for weights or for vectors. */
   get wants(): boolean {
-    return this.stale || (!this.known && !this.here);
+    return this.pythonOnly.length ? this.waiting : this.stale || (!this.known && !this.here);
   }
 
-  /** Asks it; true where other rows came. */
+  /** Asks Python; returns true if the rows changed. */
   async fetch(): Promise<boolean> {
     if (!this.stale) {
-      await this.encode();
+      await (this.pythonOnly.length ? this.weigh() : this.encode());
       return false;
     }
     const { touched, data } = this;
     const found = await this.backend!.call("answer", {
       database: data.database,
       query: this.query.text,
-      score: this.score && written(this.score),
-      weighting: written(this.weighting),
+      score: this.score,
+      weighting: this.weighting,
     });
     if (touched !== this.touched || data !== this.data) return false;
     this.data = { ...found, database: data.database };
@@ -278,31 +317,71 @@ export class State {
     const rows = this.table();
     const { encoder } = this;
     const query = this.query.text;
-    const found = await this.backend!.call("encode", {
-      encoder,
-      database: encoder === this.given ? (this.data.database ?? null) : null,
-      keys: rows.map((row) => row.key),
-      query: this.asks(rows),
-    });
+    const found = await this.backend!.call("encode", this.encoding(rows));
     this.learn(encoder, lines, query, found);
   }
 
-  /** Scores → weights → value, soft and hard; an error where that means nothing. */
+  /** What Python needs to encode these rows as the database does. */
+  private encoding(rows: { key: Key }[]): Record<string, unknown> {
+    return {
+      encoder: this.encoder,
+      database: this.encoder === this.given ? (this.data.database ?? null) : null,
+      keys: rows.map((row) => row.key),
+      query: this.asks(rows),
+    };
+  }
+
+  /** The arguments with which Python computes scores and weights of the rows here. */
+  private weighing(): Record<string, unknown> {
+    const rows = this.table();
+    const live = liveRows(rows, this.data?.columns);
+    return { ...this.encoding(rows), score: this.score, weighting: this.weighting, live };
+  }
+
+  private async weigh(): Promise<void> {
+    const args = this.weighing();
+    const found = await this.backend!.call("weigh", args);
+    const { scores, weights, is_convex: convex, is_sparse: sparse } = found;
+    this.computed = { mark: JSON.stringify(args), result: { scores: scores.data, weights: weights.data, convex, sparse } };
+  }
+
+  /** Python's scores and weights of the rows here, null where it must be asked for them. */
+  private fromPython(): Computed | null {
+    const answer = this.data?.answer;
+    if (this.touched === 0 && answer?.scores && answer.scores.data.length === this.table().length) {
+      return { scores: answer.scores.data, weights: answer.weights.data, convex: answer.shares, sparse: true };
+    }
+    return this.computed?.mark === JSON.stringify(this.weighing()) ? this.computed.result : null;
+  }
+
+  /** Says why a score or weighting that needs Python cannot be computed here. */
+  private needsPython(): string {
+    const names = this.pythonOnly.join(" and the ");
+    const many = this.pythonOnly.length > 1;
+    return `The ${names} ${many ? "need" : "needs"} Python, and this page runs without it. Choose ${many ? "others" : "another one"}, or open the database in a notebook or with qkv serve.`;
+  }
+
+  /** Computes scores → weights → value, soft and hard; throws an error if that is impossible. */
   outcome(): Outcome {
     const rows = this.table();
     const query = this.asks(rows);
     const used = rows.map((row) => row.place);
     let encoder = this.encoder;
     let vectors: Vectors | undefined;
+    let computed: Computed | null = null;
+    if (rows.length && (this.pythonOnly.length || (this.foreign && this.touched === 0))) {
+      computed = this.fromPython();
+      if (!computed && this.pythonOnly.length) throw new RangeError(this.needsPython());
+    }
     if (this.known) {
       const keys = used.map((i) => this.keys.get(this.lines[i].key.text)!);
       vectors = { keys, query: this.queries.get(this.query.text)!, score: this.own ?? "scaled_dot" };
-    } else if (rows.length) {
+    } else if (rows.length && !computed) {
       const keys = rows.map((row) => row.key);
       if (!this.here) encoder = instead(keys);
       vectors = this.encoded(encoder, keys, query);
     }
-    const how = { vectors, score: this.score, top: rows.length, columns: this.data?.columns };
+    const how = { vectors, computed, score: this.score, top: rows.length, columns: this.data?.columns };
     const soft = ask(rows, query, { ...how, weighting: this.weighting });
     const hard = ask(rows, query, { ...how, weighting: "hard" });
     const asked = this.touched === 0 && (this.others > 0 || this.foreign !== null);
@@ -310,7 +389,7 @@ export class State {
     return { soft, hard, used, encoder, asked };
   }
 
-  /** What an encoder that runs here makes of them; the keys' vectors are kept while they stay. */
+  /** Encodes keys and query in the page; the vectors of the keys are cached. */
   private encoded(name: string, keys: Key[], query: Key): Vectors {
     const mark = JSON.stringify([name, keys]);
     if (this.made?.mark !== mark) {
@@ -322,7 +401,7 @@ export class State {
     return { keys: found, query: encoder.query([query])[0], score: own };
   }
 
-  /** The numbers that Python found among all its rows, in the place of ours. */
+  /** Replaces the page's numbers by those that Python computed from all rows. */
   private python(soft: Answer, hard: Answer, used: number[]): void {
     const { answer: told, best } = this.data;
     soft.weights = Float64Array.from(used, (i) => told.weights.data[i]);
@@ -335,7 +414,7 @@ export class State {
     hard.weights = Float64Array.from(used, (i) => Number(i === best.at));
     hard.pooled = plain(best.value);
     if (hard.values.length) hard.values = [{ value: best.value, weight: 1 }];
-    // A row that is not here cannot be told from others that tie with it.
+    // If the best row is not in the page, ties with it are unknown.
     if (best.at === null) hard.rows = [];
   }
 }

@@ -1,4 +1,4 @@
-/** The rows: keys and values to be typed over, and beside them what the equation makes of each. */
+/** The table of rows: editable keys and values, with the score and the weights of each row. */
 
 import { long, wholeOf } from "../bars";
 import { h, put, unique } from "../dom";
@@ -6,15 +6,15 @@ import { counted, figure, told } from "../numbers";
 import { isTensor } from "../wire";
 import { type Outcome, type State, inOneLine, typed } from "./state";
 
-/** Rows that are shown at once, where the heaviest come first. */
+/** Rows that are shown at first if they are sorted by weight. */
 const FIRST = 25;
 
 const isRecord = (x: unknown) => typeof x === "object" && x !== null && !Array.isArray(x) && !isTensor(x);
 
-/** Rows that are pasted at once. */
+/** Largest number of pasted rows. */
 const PASTED = 500;
 
-/** Lines and columns, as they come from a spreadsheet; null where it is one cell. */
+/** The cells of text copied from a spreadsheet; null if it is a single cell. */
 function cellsOf(text: string): string[][] | null {
   const rows = text
     .split(/\r\n|\r|\n/)
@@ -25,7 +25,7 @@ function cellsOf(text: string): string[][] | null {
 
 export interface Table {
   element: HTMLElement;
-  /** The rows anew: some came or went, or all are `fresh`. */
+  /** Redraws the rows; `fresh` means that another table was opened. */
   draw(fresh: boolean): void;
   show(outcome: Outcome | null): void;
 }
@@ -80,7 +80,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
   const said = h("span", { test: "pasted" });
   const undo = h("button", { test: "undo-paste", on: { click: () => restore() } }, "Undo");
   const pasted = h("p", { class: "hint", hidden: true }, said, " ", undo);
-  /** What takes the last paste back, while nothing else was changed: the browser knows only of single fields. */
+  /** Undoes the last paste, until something else changes. The browser can undo only single fields. */
   let back: (() => void) | null = null;
   const edit = (rows: boolean) => {
     back = null;
@@ -95,21 +95,21 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
     changed(true, false);
     (shown[0]?.row.querySelector("input") ?? add).focus();
   };
-  /** Cells from this one on, rightwards and down. */
+  /** Pastes cells, beginning at row `i` and going right and down. */
   const paste = (cells: string[][], what: "key" | "value", i: number) => {
-    const room = what === "key" ? 2 : 1;
+    const columns = what === "key" ? 2 : 1;
     const blank = () => ({ text: "", given: "" });
     const taken = cells.slice(0, PASTED);
     back = state.mark();
     taken.forEach((cell, j) => {
       const line = (state.lines[i + j] ??= { key: blank(), value: blank() });
-      const fields = cell.slice(0, room).map((text) => ({ text: text.trim(), given: "" }));
+      const fields = cell.slice(0, columns).map((text) => ({ text: text.trim(), given: "" }));
       Object.assign(line, what === "value" ? { value: fields[0] } : { key: fields[0], value: fields[1] ?? line.value });
     });
     changed(true);
     const wide = Math.max(...taken.map((cell) => cell.length));
     const rows = cells.length > PASTED ? `The first ${PASTED} of ${cells.length.toLocaleString("en")} rows` : counted(cells.length, "row");
-    const left = wide > room ? `; of their ${wide} columns the first ${room > 1 ? room : "one"} ${room > 1 ? "were" : "was"} taken` : "";
+    const left = wide > columns ? `; only the first ${columns > 1 ? `${columns} of their ${wide} columns were` : `of their ${wide} columns was`} used` : "";
     said.textContent = `${rows} ${cells.length > 1 ? "were" : "was"} pasted${left}.`;
     pasted.hidden = undo.hidden = false;
     shown[i].row.querySelector<HTMLInputElement>(what === "key" ? "td:first-child input" : "td:nth-child(2) input")!.focus();
@@ -158,7 +158,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
     },
   });
 
-  /** The rows in their order, or by weight; not while one of them is being typed in. */
+  /** Sorts the rows by weight if the box is checked, but not while the user types in one of them. */
   const arrange = () => {
     const by = last?.soft.weights;
     const weight = new Map(last?.used.map((line, i) => [line, Math.abs(by![i])]));
@@ -169,7 +169,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
       shown[i].row.hidden = few && place >= FIRST;
     });
     more.hidden = !sorted.checked || shown.length <= FIRST;
-    more.textContent = few ? `Show all ${shown.length} rows` : `Show the ${FIRST} heaviest`;
+    more.textContent = few ? `Show all ${shown.length} rows` : `Show the ${FIRST} rows with the most weight`;
     const now = Array.from(body.rows);
     if (order.some((i, place) => now[place] !== shown[i].row) && !body.matches(":focus-within")) {
       body.append(...order.map((i) => shown[i].row));
@@ -244,7 +244,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
     "Swap keys and values",
   );
 
-  const rows = h("table", { class: "rows" }, h("caption", { class: "unseen" }, "The database: its rows, and how much each counts"), head, body);
+  const rows = h("table", { class: "rows" }, h("caption", { class: "unseen" }, "The rows of the database with their scores and weights"), head, body);
   return {
     element: h(
       "div",
@@ -257,7 +257,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
           },
         },
       },
-      h("div", { class: "row order" }, sorted, h("label", { for: sorted.id }, "heaviest first")),
+      h("div", { class: "row order" }, sorted, h("label", { for: sorted.id }, "sort by weight")),
       rows,
       h("div", { class: "row" }, add, swap, more),
       pasted,

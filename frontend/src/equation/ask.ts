@@ -1,40 +1,51 @@
-/** What a database says to one query: the twin of Database.ask and of its Answer. */
+/** The answer of a database to one query: the same as Database.ask in Python. */
 
 import { type Attended, effective, entropy, paired, pool, weigh } from "./attend";
 import { type Encoder, type Key, fit, suits } from "./encoders";
 import type { Like, Vector } from "./scores";
+import { type Weighting, computedWeighting, resolve as weightingOf } from "./weightings";
 
 export interface Row {
   key: Key;
   value: unknown;
 }
 
+/** What Python computed for a score or weighting that this page cannot compute. */
+export interface Computed {
+  scores: Float64Array;
+  weights: Float64Array;
+  convex: boolean;
+  sparse: boolean;
+}
+
 export interface Asking {
-  /** A name, or one that is fitted already. */
+  /** A name, or a fitted encoder. */
   encoder?: string | Encoder;
-  /** Vectors that came from Python, in the place of an encoder's. */
+  /** Vectors from Python, used instead of an encoder. */
   vectors?: { keys: Vector[]; query: Vector; score: Like };
   score?: Like | null;
   weighting?: Like;
+  /** Python's numbers, used in the place of the page's own. A weighting of `hard` uses only the scores. */
+  computed?: Computed | null;
   top?: number;
-  /** The columns of values that are records of numbers, each to be pooled. */
+  /** Columns to pool, if the values are records of numbers. */
   columns?: string[] | null;
 }
 
 export interface Answer extends Attended {
   query: Key;
-  /** Σᵢ αᵢ vᵢ where values are numbers, vectors or records of `columns`, else the heaviest value; null: no row answers. */
+  /** Σᵢ αᵢ vᵢ for numbers, vectors and records of `columns`; else the value with the most weight; null without weights. */
   pooled: unknown;
-  /** The heaviest rows. */
+  /** The rows with the most weight. */
   rows: { key: Key; value: unknown; weight: number; index: number }[];
-  /** Where values are not pooled: each with the weight of all rows that hold it, heaviest first. */
+  /** If values are not pooled: each value with its total weight, the largest first. */
   values: { value: unknown; weight: number }[];
-  /** √(Σᵢ αᵢ (vᵢ − value)²), null where values are not numbers. */
+  /** √(Σᵢ αᵢ (vᵢ − value)²); null if the values are not numbers. */
   spread: number | null;
-  /** Rows that were asked, and those that were left out because their value is missing. */
+  /** Rows that have a value, and rows that are ignored because their value is missing. */
   total: number;
   missing: number;
-  /** Whether the weights share out one whole: those of `raw` and `sigmoid` do not. */
+  /** Whether the weights sum to 1; those of `raw` and `sigmoid` do not. */
   shares: boolean;
   score: Like;
 }
@@ -43,7 +54,7 @@ const isMissing = (x: unknown) => x === null || x === undefined || (typeof x ===
 const isRecord = (x: unknown) => typeof x === "object" && x !== null && !Array.isArray(x);
 const isVector = (x: unknown) => Array.isArray(x) && x.length > 0 && x.every((y) => typeof y === "number");
 
-/** Values as vectors, where they can be pooled. */
+/** Values as vectors; null if they cannot be pooled. */
 function vectors(values: unknown[], live: boolean[], columns: string[] | null): Vector[] | null {
   const some = values.filter((_, i) => live[i]);
   if (columns) return values.map((x, i) => columns.map((name) => (live[i] ? (x as any)[name] : NaN)));
@@ -52,25 +63,41 @@ function vectors(values: unknown[], live: boolean[], columns: string[] | null): 
   return null;
 }
 
+/** The rows that have a value. A record that is pooled needs a value in each of its columns. */
+export function liveRows(rows: Row[], columns?: string[] | null): boolean[] {
+  const pooled = pooledColumns(rows, columns);
+  return rows.map(({ value }) => !isMissing(value) && !pooled?.some((name) => isMissing((value as any)[name])));
+}
+
+function pooledColumns(rows: Row[], columns?: string[] | null): string[] | null {
+  return columns && rows.every((row) => isRecord(row.value) || isMissing(row.value)) ? columns : null;
+}
+
 export function ask(rows: Row[], query: Key, how: Asking = {}): Answer {
-  if (!rows.length) throw new RangeError("the database is empty, so it has no answer: add rows first");
+  if (!rows.length) throw new RangeError("The database is empty: add rows first.");
   const keys = rows.map((row) => row.key);
-  const given = how.vectors;
+  const { vectors: given, computed } = how;
   let encoder: Encoder | null = null;
-  if (!given) {
+  if (!given && !computed) {
     encoder = typeof how.encoder === "object" ? how.encoder : fit(how.encoder ?? suits(keys), keys);
   }
-  const chosen = how.score ?? given?.score ?? encoder!.score(rows.length);
-  const { score, weighting } = paired({ score: chosen, weighting: how.weighting });
+  const chosen = how.score ?? given?.score ?? encoder?.score(rows.length) ?? "";
   let scores: Float64Array;
-  if (score.comparesKeys) scores = Float64Array.from(keys, (key) => Number(key === query));
-  else {
-    const code = given ? given.query : encoder!.query([query])[0];
-    scores = Float64Array.from(given ? given.keys : encoder!.encode(keys), (key) => score.at(code, key));
+  let weighting: Weighting;
+  if (computed) {
+    scores = computed.scores;
+    weighting = how.weighting === "hard" ? weightingOf("hard") : computedWeighting(computed.weights, computed.convex, computed.sparse);
+  } else {
+    const pair = paired({ score: chosen, weighting: how.weighting });
+    weighting = pair.weighting;
+    if (pair.score.comparesKeys) scores = Float64Array.from(keys, (key) => Number(key === query));
+    else {
+      const code = given ? given.query : encoder!.query([query])[0];
+      scores = Float64Array.from(given ? given.keys : encoder!.encode(keys), (key) => pair.score.at(code, key));
+    }
   }
-  const columns = how.columns && rows.every((row) => isRecord(row.value) || isMissing(row.value)) ? how.columns : null;
-  // A record that is to be pooled lacks a value where one column does.
-  const live = rows.map(({ value }) => !isMissing(value) && !columns?.some((name) => isMissing((value as any)[name])));
+  const columns = pooledColumns(rows, how.columns);
+  const live = liveRows(rows, columns);
   const values = vectors(rows.map((row) => row.value), live, columns);
   const found = weigh(scores, values, weighting, live);
   const { weights } = found;

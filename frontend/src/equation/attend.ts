@@ -1,4 +1,4 @@
-/** Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with all that lies between. */
+/** Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with scores, weights and entropy. */
 
 import { type Like, type Score, type Vector, resolve as scoreOf } from "./scores";
 import { type Live, type Weighting, resolve as weightingOf } from "./weightings";
@@ -12,13 +12,13 @@ export interface How {
 export interface Attended {
   scores: Float64Array;
   weights: Float64Array;
-  /** Σᵢ αᵢ vᵢ, null where no values were given. */
+  /** Σᵢ αᵢ vᵢ; null without values. */
   value: Float64Array | null;
-  /** −Σ pᵢ ln pᵢ of p = |α| / Σ |α|, 0 where no weight is. */
+  /** −Σ pᵢ ln pᵢ of p = |α| / Σ |α|; 0 if all weights are 0. */
   entropy: number;
-  /** e^entropy: as many rows as would give it if all counted the same; 0 where no weight is. */
+  /** e^entropy, the effective number of rows; 0 if all weights are 0. */
   effective: number;
-  /** log Σ exp(score), for a weighting that has one. */
+  /** log Σ exp(score); null for a weighting that has none. */
   lse: number | null;
 }
 
@@ -40,7 +40,7 @@ export function effective(weights: Vector): number {
   return 0;
 }
 
-/** Σᵢ αᵢ vᵢ; `sparse`: a value whose weight is 0 cannot spoil it. */
+/** Σᵢ αᵢ vᵢ; with `sparse`, values of weight 0 are skipped, so that their NaN has no effect. */
 export function pool(weights: Vector, values: Vector[], sparse: boolean, live: Live = null): Float64Array {
   const out = new Float64Array(values[0]?.length ?? 0);
   for (let i = 0; i < weights.length; i++) {
@@ -50,7 +50,7 @@ export function pool(weights: Vector, values: Vector[], sparse: boolean, live: L
   return out;
 }
 
-/** The score and weighting of two names, refused where they mean nothing together. */
+/** The score and the weighting; throws an error if they cannot be combined. */
 export function paired(how: How): { score: Score; weighting: Weighting } {
   const score = scoreOf(how.score ?? "scaled_dot");
   const weighting = weightingOf(how.weighting ?? "softmax");
@@ -61,7 +61,7 @@ export function paired(how: How): { score: Score; weighting: Weighting } {
   return { score, weighting };
 }
 
-/** What is known of scores that are there. */
+/** Weights, value and entropy of given scores. */
 export function weigh(
   scores: Float64Array,
   values: Vector[] | null,

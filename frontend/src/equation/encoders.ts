@@ -1,6 +1,6 @@
-/** Keys as vectors, and how those are compared: the encoders of a database that run here as well.
+/** Encoders: keys as vectors, and their default scores. These encoders need no Python.
  *
- * Vectors are rounded to float32, as a database keeps them. */
+ * Vectors are rounded to float32, as a database stores them. */
 
 import { blake2b, digest, written } from "./digest";
 import { characters, words } from "./letters";
@@ -12,7 +12,7 @@ export interface Encoder {
   name: string;
   encode(keys: Key[]): Vector[];
   query(queries: Key[]): Vector[];
-  /** How its vectors are compared unless the caller says otherwise, in so many rows. */
+  /** The default score for a database of this many rows. */
   score(rows: number): Named;
 }
 
@@ -26,13 +26,13 @@ function text(key: Key): string {
   return typeof key === "number" ? written(key) : JSON.stringify(Array.from(key));
 }
 
-/** Halves to the even neighbour, as NumPy rounds. */
+/** Rounds halves to even, as NumPy does. */
 function rint(x: number): number {
   const near = Math.round(x);
   return near - x === 0.5 && near % 2 !== 0 ? near - 1 : near;
 }
 
-/** The vector of a key as a database keeps it: scale times 8 bits, where it is made of text. */
+/** The vector of a key as a database stores it: vectors of text have 8 bits per number and a scale. */
 function kept(x: Vector): Float32Array {
   const largest = Array.from(x).reduce((top, y) => Math.max(top, Math.abs(y)), 0);
   const scale = Math.fround(largest / 127);
@@ -136,7 +136,7 @@ function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
     query: (some) =>
       some.map((key) => {
         const found = words(text(key));
-        // What nobody has counts in what could have been found.
+        // Words that no key has still count in the norm of the query.
         const told = sum(found, (code) => idf(counts.get(code) ?? 0));
         const by = 1 / (told + usual || 1);
         return laid(Array.from(found, ([code, f]) => [code, f * idf(counts.get(code) ?? 0) * by]));
@@ -168,21 +168,21 @@ const FITTED: Record<string, (keys: Key[]) => Encoder> = {
   arrays: () => alike("arrays", (key) => Float32Array.from(key as Vector), () => ({ name: "scaled_dot" })),
 };
 
-/** The encoders that run here. */
+/** The encoders that need no Python. */
 export const NAMES = Object.keys(FITTED);
 
-/** Whether an encoder runs here. Where it does not, its vectors come from Python. */
+/** Whether the page has this encoder. Vectors of the others come from Python. */
 export function can(name: string): boolean {
   return Object.hasOwn(FITTED, name);
 }
 
-/** An encoder that has learned what it needs from the keys. */
+/** An encoder, fitted to the keys. */
 export function fit(name: string, keys: Key[]): Encoder {
   if (can(name)) return FITTED[name](keys);
-  throw new RangeError(`the encoder ${name} does not run in a browser: ask Python, or use ${NAMES.join(", ")}`);
+  throw new RangeError(`the encoder ${name} needs Python; the page has ${NAMES.join(", ")}`);
 }
 
-/** The one that fits the keys' types and runs here. */
+/** The default encoder for the type of the keys. */
 export function suits(keys: Key[]): string {
   if (keys.length && keys.every((key) => typeof key === "number")) return "numbers";
   if (keys.length && keys.every((key) => typeof key === "object")) return "arrays";

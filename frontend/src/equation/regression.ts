@@ -1,4 +1,4 @@
-/** Nadaraya–Watson: f(q) = Σᵢ α(q, kᵢ) vᵢ over points, whose x are the keys and whose y the values. */
+/** Nadaraya–Watson regression: f(q) = Σᵢ α(q, kᵢ) vᵢ; the keys are x and the values y of points. */
 
 import { type Attended, paired, weigh } from "./attend";
 import type { Like } from "./scores";
@@ -8,15 +8,15 @@ export interface Point {
   y: number;
 }
 
-/** A kernel as a score, with the weighting that makes an estimator of it. */
+/** A kernel: a score, and the weighting that turns it into an estimator. */
 export interface Kernel {
   score: Like;
   weighting: Like;
 }
 
-/** Windows are weights as they are, and divided by their sum; other scores go through a softmax.
+/** The kernel of a name: windows are divided by their sum, other scores go through a softmax.
  *
- * `onEmpty` says what a query gets that has no key in its window. */
+ * `onEmpty` is the rule for a query without keys in its window. */
 export function kernel(name: string, width: number, onEmpty = "nan"): Kernel {
   if (name === "gaussian" || name === "laplace") {
     return { score: { name, bandwidth: width }, weighting: "softmax" };
@@ -26,14 +26,14 @@ export function kernel(name: string, width: number, onEmpty = "nan"): Kernel {
   return { score, weighting: { name: "normalized", on_empty: closest ? "nan" : onEmpty } };
 }
 
-/** f: what the points say at x, and how much each counts. */
+/** The regression function: the value at x and the weight of each point. */
 export function regress(points: Point[], how: Kernel): (x: number) => Attended {
   const { score, weighting } = paired(how);
   const [keys, values] = [points.map((p) => [p.x]), points.map((p) => [p.y])];
   return (x) => weigh(Float64Array.from(keys, (key) => score.at([x], key)), values, weighting);
 }
 
-/** What the other points predict for each of them. */
+/** The prediction for each point from the other points. */
 export function heldOut(points: Point[], how: Kernel): Float64Array {
   const { score, weighting } = paired(how);
   const keys = points.map((p) => [p.x]);
@@ -46,7 +46,7 @@ export function heldOut(points: Point[], how: Kernel): Float64Array {
   });
 }
 
-/** The root of the mean squared error of `heldOut`; points that no other reaches are left out. */
+/** The root mean squared error of `heldOut`, without the points that no other point reaches. */
 export function heldOutError(points: Point[], how: Kernel): { error: number; alone: number } {
   const found = heldOut(points, how);
   let [sum, count] = [0, 0];

@@ -1,4 +1,4 @@
-/** a(q, k): how well a key matches a query. The twin of qkv.scores, in float64. */
+/** Scores a(q, k): how well a key matches a query. The same as qkv.scores, in float64. */
 
 export type Vector = ArrayLike<number>;
 type Pair = (query: Vector, key: Vector) => number;
@@ -10,22 +10,22 @@ export interface Score {
   name: string;
   settings: Record<string, unknown>;
   nonnegative: boolean;
-  /** The keys themselves are compared, which need not be vectors. */
+  /** It compares the keys themselves, which need not be vectors. */
   comparesKeys: boolean;
   at: Pair;
-  /** The same score, which still ranks the keys outside of its window. */
+  /** A variant that also ranks the keys outside of its window. */
   closeness?: Pair;
 }
 
 export interface Kind {
   title: string;
   formula: string;
-  /** What it is told, and what it is where nothing is told; null: it must be, or is worked out. */
+  /** Settings and their defaults; null for a setting that is required or derived. */
   settings: Record<string, number | null>;
   nonnegative?: boolean;
   comparesKeys?: boolean;
   make(settings: any): Pair;
-  /** r² of a window. */
+  /** r² of a score with a window. */
   square?(settings: any): Pair;
 }
 
@@ -35,7 +35,7 @@ function dot(q: Vector, k: Vector): number {
   return sum;
 }
 
-/** x / ‖x‖, and 0 for 0: scaled first, so that no square overflows. */
+/** x / ‖x‖, and 0 for 0. It scales first, so that no square overflows. */
 export function unit(x: Vector): Float64Array {
   const out = Float64Array.from(x);
   const largest = out.reduce((top, y) => Math.max(top, Math.abs(y)), 0);
@@ -46,14 +46,14 @@ export function unit(x: Vector): Float64Array {
   return out;
 }
 
-/** The i-th of an array, or the one number for all. */
+/** The i-th entry of an array, or the number itself. */
 function nth(x: number | Vector, i: number): number {
   return typeof x === "number" ? x : x[i];
 }
 
-/** ‖q/w − k/w‖²: scaled before it is squared, so that a narrow width does not underflow.
+/** ‖q/w − k/w‖², scaled before it is squared, so that a narrow width does not underflow.
  *
- * Of float32 it is float32, as in NumPy: keys that tie in a database tie here. */
+ * float32 input is computed in float32, as in NumPy, so that ties are the same. */
 function squaredDistance(width: number | Vector): Pair {
   return (q, k) => {
     const round = k instanceof Float32Array ? Math.fround : Number;
@@ -182,12 +182,12 @@ export const SCORES: Record<string, Kind> = {
 
 const POSITIVE = ["bandwidth", "width", "temperature", "softcap", "alpha"];
 
-/** A name and settings, with those that were not told, refused where they mean nothing. */
+/** A name with all its settings; throws an error for invalid ones. */
 export function settled(what: string, kinds: Record<string, { settings: object }>, like: Like): Named {
   const given = typeof like === "string" ? { name: like } : like;
   const kind = Object.hasOwn(kinds, given.name) ? kinds[given.name] : undefined;
   if (!kind) {
-    throw new RangeError(`no ${what} is named "${given.name}": it is one of ${Object.keys(kinds).join(", ")}`);
+    throw new RangeError(`no ${what} is named "${given.name}"; the page knows ${Object.keys(kinds).join(", ")}`);
   }
   const told = { ...kind.settings, ...given };
   for (const [name, value] of Object.entries(told)) {
@@ -198,7 +198,7 @@ export function settled(what: string, kinds: Record<string, { settings: object }
   return told;
 }
 
-/** A score from its name and settings. */
+/** The score with this name and these settings. */
 export function resolve(like: Like): Score {
   const { name, ...settings } = settled("score", SCORES, like);
   const kind = SCORES[name];

@@ -1,8 +1,8 @@
-/** α: how the scores of a row become weights. The twin of qkv.weightings, in float64. */
+/** Weightings α: how the scores of a row become weights. The same as qkv.weightings, in float64. */
 
 import { type Like, SCORES, type Score, type Vector, settled, sigmoid } from "./scores";
 
-/** Which keys count; null: all. */
+/** The keys that have weight; null means all. */
 export type Live = ArrayLike<boolean | number> | null;
 
 export interface Weighting {
@@ -10,12 +10,12 @@ export interface Weighting {
   settings: Record<string, unknown>;
   /** The weights of a row are nonnegative and sum to one. */
   convex: boolean;
-  /** A weight may be 0 by design: that row's value then cannot reach the output. */
+  /** Weights may be exactly 0; the value of such a row has no influence, not even NaN. */
   sparse: boolean;
   weights(scores: Vector, live?: Live): Float64Array;
   /** log Σ exp(score), −∞ where no key is live; null for a weighting that has none. */
   lse(scores: Vector, live?: Live): number | null;
-  /** Why weights of this score mean nothing, or null. */
+  /** Why this weighting cannot be used with a score, or null. */
   refuses(score: Score): string | null;
 }
 
@@ -26,7 +26,7 @@ interface Kind {
   convex?: boolean;
   sparse?: boolean;
   weights(s: Float64Array, settings: any): Float64Array;
-  /** What of the scores counts in the log-sum-exp. */
+  /** The scores that enter the log-sum-exp. */
   logs?(s: Float64Array, settings: any): Float64Array;
 }
 
@@ -113,7 +113,7 @@ const INSTEAD: Record<string, (s: Float64Array) => Float64Array> = {
   uniform: (s) => s.map(() => 1 / s.length),
   nearest: hard,
   raise: () => {
-    throw new RangeError("no key lies within the window of the query: widen the score, or pass on_empty: nearest");
+    throw new RangeError("no key is within the window of the query: use a larger width, or on_empty: nearest");
   },
 };
 
@@ -190,7 +190,7 @@ export const WEIGHTINGS: Record<string, Kind> = {
   },
 };
 
-/** A weighting from its name and settings. */
+/** The weighting with this name and these settings. */
 export function resolve(like: Like): Weighting {
   const { name, ...settings } = settled("weighting", WEIGHTINGS, like);
   const kind = WEIGHTINGS[name];
@@ -199,7 +199,7 @@ export function resolve(like: Like): Weighting {
   }
   if (name === "normalized" && !Object.hasOwn(INSTEAD, String(settings.on_empty))) {
     const known = Object.keys(INSTEAD).join(", ");
-    throw new RangeError(`normalized: no on_empty is named "${settings.on_empty}": it is one of ${known}`);
+    throw new RangeError(`normalized: on_empty must be one of ${known}, not "${settings.on_empty}"`);
   }
   const some = (scores: Vector, live?: Live) =>
     Float64Array.from(live ? Array.from(scores).filter((_, i) => live[i]) : scores);
@@ -218,7 +218,7 @@ export function resolve(like: Like): Weighting {
     refuses(score) {
       if (name !== "normalized") return null;
       if (!score.nonnegative) {
-        return `Normalized divides scores by their sum, but ${SCORES[score.name].title} can be negative: use softmax, or a score that cannot (boxcar, triangular, epanechnikov, constant, exact)`;
+        return `Normalized divides scores by their sum, but ${SCORES[score.name].title} can be negative: use softmax, or a score that is never negative (boxcar, triangular, epanechnikov, constant, exact)`;
       }
       if (settings.on_empty === "nearest" && !score.closeness) {
         return `on_empty nearest needs a score with a distance (boxcar, triangular, epanechnikov), not ${SCORES[score.name].title}`;
@@ -226,4 +226,9 @@ export function resolve(like: Like): Weighting {
       return null;
     },
   };
+}
+
+/** A weighting that Python computed for one row of scores: `weights` are its result. */
+export function computedWeighting(weights: Float64Array, convex: boolean, sparse: boolean): Weighting {
+  return { name: "", settings: {}, convex, sparse, weights: () => weights, lse: () => null, refuses: () => null };
 }

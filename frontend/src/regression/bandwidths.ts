@@ -1,11 +1,11 @@
-/** The leave-one-out error of each bandwidth, and which has the least. */
+/** A plot of the leave-one-out error over the bandwidth, with its minimum. */
 
 import { type Range, around, frame, path } from "../axes";
 import { h, put, s } from "../dom";
 import { type Kernel, type Point, heldOutError } from "../equation";
 import { alike, clamp, numeral } from "../numbers";
 
-/** Bandwidths that are tried, and points up to which they are at every move. */
+/** The number of bandwidths, and the number of points up to which all are recomputed at every move. */
 const TRIED = 41;
 const MANY = 150;
 const HEIGHT = 110;
@@ -25,13 +25,13 @@ export class Bandwidths {
       "section",
       { class: "bandwidths", "aria-label": "Leave-one-out error" },
       h("h3", {}, "Which bandwidth?"),
-      h("p", { class: "hint" }, "Each point is predicted by the others; the error is the root of the mean square."),
+      h("p", { class: "hint" }, "Each point is predicted from the others. The error is the root mean square."),
       this.plot,
       this.best,
     );
   }
 
-  /** `how` makes a kernel of a width; `now` is the one in use, with its error. */
+  /** `how` returns the kernel of a width; `now` is the current width with its error. */
   paint(points: Point[], range: Range, how: ((width: number) => Kernel) | null, now: { width: number; error: number }) {
     this.element.hidden = !how || points.length > MANY;
     if (!how || points.length > MANY) return;
@@ -77,7 +77,7 @@ export class Bandwidths {
     const some = Number.isFinite(this.least);
     const told = some ? numeral(this.least, 0, 3) : "none";
     this.plot.setAttribute("aria-label", `Leave-one-out error of each bandwidth; the least is at ${told}`);
-    this.best.textContent = some ? `Use the best, ${told}` : "No bandwidth reaches every point";
+    this.best.textContent = some ? `Use the best, ${told}` : "No bandwidth predicts every point";
     this.best.disabled = !some;
   }
 }

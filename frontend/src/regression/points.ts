@@ -1,4 +1,4 @@
-/** Points to begin with. */
+/** Example points. */
 
 import type { Point } from "../equation";
 
@@ -11,7 +11,7 @@ export interface Example {
   query?: number;
 }
 
-/** Noise that is the same on every page: a sum of twelve numbers between 0 and 1, less 6. */
+/** Reproducible noise: the sum of twelve numbers between 0 and 1, minus 6. */
 function noise(seed: number): () => number {
   let state = seed;
   const next = () => {

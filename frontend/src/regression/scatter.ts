@@ -1,4 +1,4 @@
-/** Points and the curve through them, to be dragged by mouse, finger and keyboard. */
+/** A plot of the points and the curve; points can be moved by mouse, touch and keyboard. */
 
 import { type Frame, type Range, axes, frame, path } from "../axes";
 import { css, sequential } from "../colours";
@@ -6,13 +6,13 @@ import { put, s } from "../dom";
 import type { Point } from "../equation";
 import { clamp, numeral } from "../numbers";
 
-/** What a person does to the points. */
+/** Callbacks for changes of the points. */
 export interface Acts {
   move(i: number, to: Point): void;
   insert(to: Point): void;
   remove(i: number): void;
   choose(i: number): void;
-  /** Where a point is now, aloud: a pointer's hand knows it. */
+  /** Announces the position of a point that was moved by the keyboard. */
   say(i: number): void;
   ask(x: number): void;
 }
@@ -27,7 +27,7 @@ export interface Drawn {
   fitted: number[];
   profile: number[];
   query: number;
-  /** f(q), NaN where nothing answers. */
+  /** f(q); NaN if no key has weight. */
   value: number;
   weights: Float64Array;
   /** The point that the keyboard moves. */
@@ -36,9 +36,9 @@ export interface Drawn {
   told(i: number): string;
 }
 
-/** Pixels of a letter of the text beside the mark. */
+/** Width in pixels of a letter of the text next to the mark. */
 const LETTER = 8.5;
-/** Half of the point that counts most, its outline and a little. */
+/** Radius of the largest point with its outline and some space. */
 const DOT = 13;
 const ARROWS: Record<string, [number, number]> = {
   ArrowLeft: [-1, 0],
@@ -46,7 +46,7 @@ const ARROWS: Record<string, [number, number]> = {
   ArrowUp: [0, 1],
   ArrowDown: [0, -1],
 };
-/** An arrow key goes this part of the range, with Shift ten times as far. */
+/** Step of an arrow key as a fraction of the range; with Shift ten times as much. */
 const STEP = 1 / 200;
 
 export class Scatter {
@@ -72,7 +72,7 @@ export class Scatter {
     this.element.addEventListener("dblclick", (event) => acts.insert(this.place(event)));
   }
 
-  /** As many dots as there are points. */
+  /** Creates a dot for each point. */
   build(count: number) {
     put(this.dots, ...Array.from({ length: count }, (_, i) => this.dot(i)));
   }
@@ -93,7 +93,7 @@ export class Scatter {
     return { x: this.view!.atX(event.clientX - left), y: this.view!.atY(event.clientY - top) };
   }
 
-  /** Follows the pointer from here until it lets go. */
+  /** Follows the pointer until it is released. */
   private follow(on: SVGElement, event: PointerEvent, act: (at: Point) => void) {
     on.setPointerCapture(event.pointerId);
     const moved = (e: PointerEvent) => act(this.place(e));

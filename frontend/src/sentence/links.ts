@@ -1,4 +1,4 @@
-/** Words on the left, words on the right: lines and numbers between those chosen and all. */
+/** Words on the left and on the right, with lines and weights between the chosen words and all words. */
 
 import { long } from "../bars";
 import { fixed, h, put, s } from "../dom";
@@ -40,7 +40,7 @@ export class Links {
   private keys: { bar: HTMLElement; number: HTMLElement }[] = [];
   private lines = s("svg", { preserveAspectRatio: "none", "aria-hidden": "true" });
 
-  /** `changed` hears which words are looked at now. */
+  /** `changed` is called with the chosen words. */
   constructor(
     private readonly given: Given,
     private readonly changed: (words: number[]) => void,
@@ -48,7 +48,7 @@ export class Links {
     this.element = h("div", { class: "links", on: { keydown: (event) => this.step(event) } });
   }
 
-  /** Other words, of which the first is chosen; or the same with other weights. */
+  /** Shows other words and chooses the first one, or shows other weights of the same words. */
   show(names: string[], alpha: Rows) {
     this.alpha = alpha;
     if (names.length !== this.names.length || names.some((name, i) => name !== this.names[i])) {
@@ -103,7 +103,7 @@ export class Links {
   private toggle(i: number) {
     if (!this.chosen.delete(i)) this.chosen.add(i);
     if (!this.chosen.size) this.chosen.add(i);
-    // What is chosen is what a click asks to see, not the word that the pointer rests on.
+    // A click shows the chosen words, not the word below the pointer.
     this.pointed = null;
     this.draw();
     this.given.announce(`${this.title.textContent}: ${this.heaviest()}`);
@@ -132,15 +132,15 @@ export class Links {
     const { current, names } = this;
     const many = current.length > 1;
     const who = current.map((i) => `“${names[i]}”`).join(" + ");
-    const verb = this.way === "to" ? (many ? "look at" : "looks at") : many ? "are looked at by" : "is looked at by";
+    const verb = this.way === "to" ? (many ? "attend to" : "attends to") : many ? "are attended by" : "is attended by";
     this.title.textContent = who && `${who} ${verb}`;
     const each = names.map((_, j) => this.weight(j));
     const total = each.reduce((a, b) => a + b, 0);
     const of = this.way === "to" ? "row" : "column";
     this.sum.textContent = many
-      ? `Sum of ${current.length} ${of}s: ${fixed(total)} in all.`
-      : `One ${of}: ${fixed(total)} in all.`;
-    // Of several words a bar is their mean, so that it is never longer than its place.
+      ? `Sum of ${current.length} ${of}s: ${fixed(total)} in total.`
+      : `One ${of}: ${fixed(total)} in total.`;
+    // For several words the bar shows the mean, which is at most 1.
     each.forEach((weight, j) => {
       this.keys[j].bar.style.setProperty("width", long(weight / current.length));
       this.keys[j].number.textContent = fixed(weight);

@@ -1,4 +1,4 @@
-/** A sentence as a model reads it: X, and for each head Q, K, V and the weights. */
+/** The activations of a model for a sentence: X, and for each head Q, K, V and the weights. */
 
 import { weights } from "../equation";
 import { characters } from "../equation/letters";
@@ -9,7 +9,7 @@ export type Rows = ArrayLike<number>[];
 
 export interface Head {
   name: string;
-  /** X (n, d) → Q, K (n, d_Q) and V (n, d_V); W_Q, W_K, W_V where they are at hand. */
+  /** X (n, d) → Q, K (n, d_Q) and V (n, d_V); W_Q, W_K, W_V if they are known. */
   x: Rows;
   q: Rows;
   k: Rows;
@@ -22,21 +22,21 @@ export interface Head {
 export interface Read {
   model: string;
   tokens: string[];
-  /** The words that the tokens are pieces of, and for each token its word's number. */
+  /** The words, and for each token the number of its word. */
   words: string[];
   groups: number[];
   /** Heads in rows of `across`: a layer each, or all in one. */
   heads: Head[];
   across: number;
   layered: boolean;
-  /** The head to look at first. */
+  /** The head that is shown first. */
   first: number;
 }
 
 const WORD = /[\p{L}\p{N}_]+(?:['’-][\p{L}\p{N}_]+)*|[^\p{L}\p{N}_\s]/gu;
 export const MOST = 60;
 
-/** Numbers of X that say how a word is spelled, and turns a word that say where it stands. */
+/** The numbers of X for the spelling of a word, and the frequencies that encode its position. */
 const SPELLING = 16;
 const TURNS = [1.6, 0.8, 0.4, 0.2];
 const WIDTH = SPELLING + 2 * TURNS.length;
@@ -67,14 +67,14 @@ function zeros(): Float64Array[] {
   return Array.from({ length: WIDTH }, () => new Float64Array(SPELLING));
 }
 
-/** Takes the spelling, `gain` times. */
+/** A projection on the spelling, scaled by `gain`. */
 function spelling(gain: number): Rows {
   const w = zeros();
   for (let i = 0; i < SPELLING; i++) w[i][i] = gain;
   return w;
 }
 
-/** Takes the place, moved by `step` words: each pair of numbers turned by its angle. */
+/** A projection on the position, shifted by `step` words: it rotates each pair of numbers. */
 function place(gain: number, step: number): Rows {
   const w = zeros();
   TURNS.forEach((turn, i) => {
@@ -86,7 +86,7 @@ function place(gain: number, step: number): Rows {
   return w;
 }
 
-/** As training finds them at its start. */
+/** A random projection, as before training. */
 function random(seed: number): Rows {
   let state = seed;
   const next = () => {
@@ -98,12 +98,12 @@ function random(seed: number): Rows {
 
 const HEADS: [string, Rows, Rows][] = [
   ["same letters", spelling(4), spelling(4)],
-  ["word before", place(3, -1), place(3, 0)],
-  ["word after", place(3, 1), place(3, 0)],
-  ["at random", random(3), random(8)],
+  ["previous word", place(3, -1), place(3, 0)],
+  ["next word", place(3, 1), place(3, 0)],
+  ["random", random(3), random(8)],
 ];
 
-/** A little model whose projections were written by hand: it needs no training, and runs here. */
+/** A small model with hand-written projections; it needs neither training nor Python. */
 export function byHand(text: string): Read {
   const tokens = (text.match(WORD) ?? []).slice(0, MOST);
   const x = tokens.map((word, at) => [
@@ -119,7 +119,7 @@ export function byHand(text: string): Read {
   return { model: "hand", tokens, words: tokens, groups, heads, across: heads.length, layered: false, first: 0 };
 }
 
-/** What Python read: x (layers, n, d), q, k and v (layers, heads, n, d_Q), weights (layers, heads, n, n). */
+/** The data from Python: x (layers, n, d), q, k and v (layers, heads, n, d_Q), weights (layers, heads, n, n). */
 export interface Wired {
   model: string;
   tokens: string[];
@@ -150,7 +150,7 @@ export function wired(of: Wired): Read {
   return { ...of, heads, across, layered: true };
 }
 
-/** Weights from word to word: the rows of a word's pieces averaged, the columns summed. */
+/** Weights between words: the mean of the rows and the sum of the columns of a word's tokens. */
 export function merged(alpha: Rows, groups: number[], count: number): Rows {
   const out = Array.from({ length: count }, () => new Float64Array(count));
   const pieces = new Float64Array(count);

@@ -1,4 +1,4 @@
-/** softmax(QKᵀ / √d_Q) V, one step at a time, every matrix with its dimensions. */
+/** softmax(QKᵀ / √d_Q) V step by step, each matrix with its dimensions. */
 
 import { fixed, h, put } from "../dom";
 import { clamp, numeral } from "../numbers";
@@ -20,7 +20,7 @@ export const STYLE = `
 .steps-readout { min-height: 1.5em; font-variant-numeric: tabular-nums; }
 `;
 
-/** CSS pixels of a number, and the most of a matrix's side. */
+/** CSS pixels per number, and the largest side of a matrix. */
 const CELL = 14;
 const LARGEST = 160;
 
@@ -28,9 +28,9 @@ interface Tile {
   name: string;
   rows: number;
   cols: number;
-  /** None where a model keeps it to itself. */
+  /** null if the model does not provide them. */
   numbers: Rows | null;
-  /** Whether its rows are the sentence's words. */
+  /** Whether its rows are the words of the sentence. */
   worded: boolean;
 }
 
@@ -39,7 +39,7 @@ interface Step {
   says: string;
   /** Lines of matrices, and signs between them. */
   lines: (Tile | string)[][];
-  /** The word's own row of the last matrix. */
+  /** A description of the word's row in the last matrix. */
   row: string;
 }
 
@@ -77,19 +77,19 @@ function stepsOf(head: Head, heads: number, layered: boolean): Step[] {
   return [
     {
       title: "X",
-      says: `Each word becomes a vector of d = ${d} numbers; X has a row for each of the ${n}.`,
+      says: `Each word is a vector of d = ${d} numbers. X has one row for each of the ${n} words.`,
       lines: [[tile("X", x)]],
       row: "its vector",
     },
     {
       title: "Q, K, V",
-      says: `Q = X W_Q, K = X W_K, V = X W_V: (${n} × ${d}) · (${d} × ${dq}) = ${n} × ${dq}. A query, a key and a value for each word.`,
+      says: `Q = X W_Q, K = X W_K, V = X W_V: (${n} × ${d}) · (${d} × ${dq}) = ${n} × ${dq}. Each word has a query, a key and a value.`,
       lines: [project("q", q), project("k", k), project("v", v)],
       row: "its value",
     },
     {
       title: "QKᵀ",
-      says: `Every query meets every key: (${n} × ${dq}) · (${dq} × ${n}) = ${n} × ${n} dot products.`,
+      says: `The dot products of all queries and keys: (${n} × ${dq}) · (${dq} × ${n}) = ${n} × ${n}.`,
       lines: [[tile("Q", q), "·", tile("Kᵀ", transposed(k), false), "=", tile("QKᵀ", raw)]],
       row: "its scores",
     },
@@ -108,8 +108,8 @@ function stepsOf(head: Head, heads: number, layered: boolean): Step[] {
     {
       title: "S = αV",
       says:
-        `The values, weighted and summed: (${n} × ${n}) · (${n} × ${dv}) = ${n} × ${dv}. ` +
-        `All ${heads} heads side by side: ${n} × ${heads * dv}.`,
+        `The weighted sum of the values: (${n} × ${n}) · (${n} × ${dv}) = ${n} × ${dv}. ` +
+        `All ${heads} heads together: ${n} × ${heads * dv}.`,
       lines: [[tile("α", weights), "·", tile("V", v), "=", tile("S", pooled(weights, v))]],
       row: "its output",
     },

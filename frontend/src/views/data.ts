@@ -1,13 +1,14 @@
-/** A table of one's own: upload it, or open one that is served, choose its columns, ask it. */
+/** The view Your data: open a file or a database of the server, choose its columns, and ask it. */
 
 import { long } from "../bars";
 import { type About, type Found, type Row, local, remote } from "../data/source";
 import { clipped, fixed, h, labelled, put, select } from "../dom";
 import { READ, counted, percent, short, told } from "../numbers";
+import { pythonOnly } from "../registered";
 import type { View } from "../view";
 
 const SCORES: [string, string][] = [
-  ["", "encoder’s own"],
+  ["", "encoder’s default"],
   ["cosine", "cosine"],
   ["gaussian", "Gaussian"],
   ["laplace", "Laplace"],
@@ -19,23 +20,23 @@ const WEIGHTINGS: [string, string][] = [
   ["sparsemax", "sparsemax"],
   ["entmax15", "entmax 1.5"],
   ["hard", "hard: the best row"],
-  ["average", "average: all rows alike"],
+  ["average", "average: equal weights"],
 ];
-/** All columns beside the key. */
+/** The choice of all columns except the key. */
 const REST = "";
-/** Milliseconds without a key pressed, before it is asked. */
+/** Milliseconds after the last key press until the query is sent. */
 const PAUSE = 250;
-/** Where a file goes that is opened. */
-const KEPT = {
-  notebook: "It is kept in memory until Python ends.",
-  server: "It is kept in memory until the server ends.",
-  file: "It stays in this page.",
+/** Where an opened file is stored. */
+const STORED = {
+  notebook: "It stays in memory until Python ends.",
+  server: "The server keeps it in memory until it stops.",
+  file: "It stays in this page and is not uploaded.",
 };
-/** Letters up to which a cell is an example of what to type. */
+/** Longest cell that is used as an example of a query. */
 const LONG = 40;
-/** Bytes of files that are read while one waits. */
+/** Larger files take noticeable time to read. */
 const LARGE = 5e6;
-/** Names of columns that stand for themselves in a condition; others stand in backticks. */
+/** Names of columns that need no backticks in a condition. */
 const PLAIN = /^(?!(and|as|class|for|from|global|if|in|is|not|or|pass|return|with)$)[A-Za-z_]\w*$/;
 
 const STYLE = `
@@ -63,7 +64,7 @@ const STYLE = `
 @container page (max-width: 30rem) { .data .share { display: none; } }
 `;
 
-/** A file's button, as all buttons here look; the browser's own lies over it, unseen. */
+/** A button for a file input: the browser's own button lies over it, invisible. */
 function opener(label: string, text: string, input: HTMLInputElement, hint: string): HTMLElement {
   const field = labelled(label, input, hint);
   const box = h("div", { class: "file" });
@@ -72,11 +73,11 @@ function opener(label: string, text: string, input: HTMLInputElement, hint: stri
   return field;
 }
 
-/** The first few numbers of rows. */
+/** The first few row numbers as text. */
 const listed = (rows: number[]) =>
   `${rows.length === 1 ? "row" : "rows"} ${rows.slice(0, 5).join(", ")}${rows.length > 5 ? ", …" : ""}`;
 
-/** A condition that some of these rows pass. */
+/** An example of a condition that some of these rows pass. */
 function condition(rows: Row[], columns: string[]): string {
   const name = (column: string) => (PLAIN.test(column) ? column : `\`${column.replaceAll("`", "``")}\``);
   const cells = columns.map((column) => [column, rows.map((row) => row[column]).filter((x) => x !== null)] as const);
@@ -105,8 +106,8 @@ export const view: View = {
       h("input", { type: "text", test, autocomplete: "off", spellcheck: "false", on: { input: () => later() }, ...props });
     const query = input("data-query");
     const where = input("data-where");
-    const score = select(SCORES, "", () => void show(), { test: "data-score" });
-    const weighting = select(WEIGHTINGS, "softmax", () => void show(), { test: "data-weighting" });
+    const score = select([...SCORES, ...pythonOnly(given, "scores")], "", () => void show(), { test: "data-score" });
+    const weighting = select([...WEIGHTINGS, ...pythonOnly(given, "weightings")], "softmax", () => void show(), { test: "data-weighting" });
     let version: HTMLSelectElement | null = null;
     let turn: Promise<void> = Promise.resolve();
 
@@ -136,7 +137,7 @@ export const view: View = {
         const look = { where: where.value, at: version?.value ? Number(version.value) : null };
         const late = (error: unknown) => {
           if (mine !== last) return null;
-          put(answer); // it was to another question
+          put(answer); // the visible answer belongs to another query
           throw error;
         };
         if (query.value.trim() === "") {
@@ -149,7 +150,7 @@ export const view: View = {
         if (!found || gone || mine !== last) return;
         draw(found, of);
         const value = told(found.value);
-        given.announce(found.rows.length ? `${value}. ${short(found.rows[0].key)} counts ${percent(found.rows[0].weight)}.` : "No row answers.");
+        given.announce(found.rows.length ? `${value}. ${short(found.rows[0].key)} has ${percent(found.rows[0].weight)} of the weight.` : "No row matches the query.");
       });
 
     const draw = (found: Found, of: About) => {
@@ -185,16 +186,16 @@ export const view: View = {
       );
     };
 
-    /** Before anything is asked: the first rows, and a query that could be. */
+    /** Without a query: shows the first rows, and an example of a query. */
     const begin = (first: Row[], of: About) => {
       const cells = (row: Row, names: string[]) => names.map((name) => row[name]);
       const [one] = first.map((row) => told(cells(row, of.key)));
-      query.placeholder = one && one.length <= LONG ? `${one}, or something like it` : `${of.key.join(", ")}, or something like it`;
+      query.placeholder = one && one.length <= LONG ? `${one}, or something similar` : `${of.key.join(", ")}, or something similar`;
       if (first.length) where.placeholder = condition(first, of.columns);
       const shown = [...of.key, ...of.value];
       put(
         answer,
-        h("p", { class: "note" }, first.length ? `Its first ${first.length === 1 ? "row" : `${first.length} rows`}:` : "No row is like that."),
+        h("p", { class: "note" }, first.length ? `First ${first.length === 1 ? "row" : `${first.length} rows`}:` : "No rows match."),
         first.length > 0 &&
           h(
             "div",
@@ -214,10 +215,10 @@ export const view: View = {
     };
 
     const pick = (name: string) => {
-      where.value = ""; // it names columns of another
+      where.value = ""; // it refers to columns of the previous table
       void open(source.about.find((one) => one.name === name)!);
     };
-    /** The controls anew, for the table that is chosen now. */
+    /** Opens a table and redraws the controls for it. */
     const open = (of: About | null) =>
       attempt(async () => {
         chosen = of;
@@ -236,7 +237,7 @@ export const view: View = {
         about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}${left.join("")}`;
         const change = () => {
           const [by, to] = [key.value, value.value === key.value ? REST : value.value];
-          // One after the other: both tables have one name, and the last that was chosen must stay.
+          // One after the other: the new tables have the same name, and the last choice must win.
           turn = turn.then(() => attempt(async () => open(await source.by(of, by, to || null))));
           return turn;
         };
@@ -254,8 +255,8 @@ export const view: View = {
           labelled("Value", value),
           labelled("Score", score),
           labelled("Weighting", weighting),
-          source.whole && labelled("Only rows where", where, "and, or, in: as in Python"),
-          version && labelled("As of version", version),
+          source.whole && labelled("Only rows where", where, "a condition in Python’s syntax, with and, or, in"),
+          version && labelled("Version", version),
         );
         await show();
       });
@@ -267,11 +268,11 @@ export const view: View = {
         const size = some.reduce((sum, one) => sum + one.size, 0);
         const before = about.textContent;
         const waits = source.whole && size > LARGE;
-        about.textContent = waits ? `Reading ${Math.round(size / 1e6)} MB: this takes a while. What qkv import wrote is open at once.` : "Reading …";
+        about.textContent = waits ? `Reading ${Math.round(size / 1e6)} MB, which takes a while. A database made by qkv import opens at once.` : "Reading …";
         try {
           const of = await read(some);
           await open(of);
-          given.announce(`${of.name} is read.`);
+          given.announce(`${of.name} is open.`);
         } catch (error) {
           about.textContent = before;
           throw error;
@@ -309,12 +310,12 @@ export const view: View = {
       },
       tables,
       opener(
-        "A file of yours",
+        "File",
         "Open a file, or drop it here",
         file,
-        `${source.formats.join(", ")}. ${KEPT[given.backend ? given.host : "file"]}`,
+        `${source.formats.join(", ")}. ${STORED[given.backend ? given.host : "file"]}`,
       ),
-      source.folder && opener("A database of yours", "Open a folder", folder, "Such as books.qkv."),
+      source.folder && opener("Database", "Open a folder", folder, "For example books.qkv."),
     );
     const element = h(
       "div",
@@ -328,7 +329,7 @@ export const view: View = {
     );
     at.append(element);
     void open(chosen);
-    // A notebook has its own place to type in.
+    // In a notebook the focus stays in the cell.
     if (given.host !== "notebook") query.focus({ preventScroll: true });
     return () => {
       gone = true;

@@ -1,4 +1,4 @@
-/** Rows and a query: scores → weights → value, live, soft beside hard. */
+/** The view Database: rows and a query, scores → weights → value, with a soft and a hard answer. */
 
 import { alsoBest, alsoHeaviest, card } from "../database/cards";
 import { choices } from "../database/choices";
@@ -9,13 +9,13 @@ import { fixed, h, labelled } from "../dom";
 import { counted, figure, percent, told } from "../numbers";
 import type { View } from "../view";
 
-/** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */
+/** Milliseconds after the last key press until Python is asked or a sentence is announced. */
 const PAUSE = 200;
 
-/** Milliseconds after which a reader is told that Python has not answered. */
+/** Milliseconds until the page reports that Python has not answered. */
 const LATE = 10_000;
 
-/** Letters from which a query has a line of its own. */
+/** A query with more letters gets its own line. */
 const LONG = 24;
 
 const STYLE = `
@@ -106,7 +106,7 @@ export const view: View = {
   title: "Database",
   style: STYLE,
   mount(at, given) {
-    const state = new State(given.backend);
+    const state = new State(given.backend, given.data);
     const own = Array.isArray(given.data.rows);
     const starts = [
       ...(own ? [{ name: "given", title: "Your rows", open: () => state.open(given.data) }] : []),
@@ -134,15 +134,15 @@ export const view: View = {
         },
       },
     });
-    const soft = card("answer", "Soft", "every row counts, as far as its key resembles the query", alsoHeaviest);
-    const hard = card("hard", "Hard", "the row with the largest score, and no other", alsoBest);
+    const soft = card("answer", "Soft", "all rows, weighted by how similar their keys are to the query", alsoHeaviest);
+    const hard = card("hard", "Hard", "only the row with the largest score", alsoBest);
     soft.element.classList.add("soft");
 
     const show = () => {
-      if (state.stale) {
-        // What stands there is of the last query: no guess from a part of the rows takes its place.
+      if (state.waiting) {
+        // The last answer stays until Python sends the next one.
         trouble.hidden = true;
-        asked.textContent = "Python is asked …";
+        asked.textContent = "Waiting for Python …";
         asked.hidden = false;
         return;
       }
@@ -181,8 +181,8 @@ export const view: View = {
         const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : told(outcome.soft.pooled);
         given.announce(
           first
-            ? `${value}. ${spell(first.key)} ${outcome.soft.shares ? `counts ${percent(first.weight)}` : `weighs ${figure(first.weight)}`}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
-            : "No row answers: every weight is 0.",
+            ? `${value}. ${spell(first.key)} ${outcome.soft.shares ? `has ${percent(first.weight)} of the weight` : `has weight ${figure(first.weight)}`}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
+            : "No row matches the query: all weights are 0.",
         );
       }, 3 * PAUSE);
     };
@@ -191,7 +191,7 @@ export const view: View = {
       given.unsaved(state.edited);
       if (structure) {
         query.value = inOneLine(state.query.text);
-        // While it is typed the query stays where it is.
+        // The layout does not change while the user types.
         asking.classList.toggle("long", query.value.length > LONG);
         rows.draw(fresh);
         chosen.draw();
@@ -203,19 +203,19 @@ export const view: View = {
     const ask = () => {
       clearTimeout(waiting);
       waiting = setTimeout(async () => {
-        // The last answer must not stand beside another question for ever.
+        // The last answer must not stay visible next to a different query.
         const late = setTimeout(() => {
-          if (gone || !state.stale) return;
+          if (gone || !state.waiting) return;
           fail();
-          const again = given.host === "notebook" ? ", or its kernel was started again: then run the cell again" : "";
-          trouble.textContent = `Python has not answered yet. It is at work on something else${again}.`;
+          const again = given.host === "notebook" ? " If the kernel was restarted, run the cell again." : "";
+          trouble.textContent = `Python has not answered yet. It may be busy.${again}`;
           trouble.hidden = false;
         }, LATE);
         try {
           if ((await state.fetch()) && !gone) rows.draw(false);
         } catch (error) {
           if (gone) return;
-          if (state.stale) fail();
+          if (state.waiting) fail();
           trouble.textContent = `Python: ${error instanceof Error ? error.message : error}`;
           trouble.hidden = false;
           return;
@@ -273,7 +273,7 @@ export const view: View = {
   },
 };
 
-/** What a reader must know of where the numbers come from. */
+/** Says where the numbers come from, if that is not obvious. */
 function remark(state: State, outcome: Outcome): string {
   const parts: string[] = [];
   if (state.others) {
@@ -281,25 +281,25 @@ function remark(state: State, outcome: Outcome): string {
     const all = (state.lines.length + state.others).toLocaleString("en");
     parts.push(
       outcome.asked
-        ? `Answered from ${all} rows, of which the ${here} heaviest are here.`
-        : `From here on only the ${here} rows that are here are asked, not all ${all}.`,
+        ? `Computed from all ${all} rows. The table shows the ${here} with the most weight.`
+        : `Computed from the ${here} rows in this table, not from all ${all}.`,
     );
   }
   if (state.foreign) {
     parts.push(
       outcome.asked
-        ? `Answered by ${state.foreign}, which run in Python alone.`
-        : `Python answered by ${state.foreign}; from here on what is chosen above counts.`,
+        ? `Python computed these numbers with ${state.foreign}, which the page cannot compute.`
+        : `Python used ${state.foreign}. The page now uses the score and the weighting chosen above.`,
     );
   }
   if (outcome.encoder !== state.encoder) {
     parts.push(
       state.backend
-        ? `Python is asked for the vectors of the encoder “${state.encoder}”; until they come, letters are compared.`
-        : `The encoder “${state.encoder}” runs in Python, and knows no vector for what was typed: here letters are compared.`,
+        ? `Waiting for Python to encode with “${state.encoder}”. Until then the page compares letters.`
+        : `The encoder “${state.encoder}” needs Python, and this page runs without it. The page compares letters instead.`,
     );
   }
   const missing = outcome.soft.missing + (outcome.asked ? 0 : state.leftOut);
-  if (missing) parts.push(`${counted(missing, "row")} without a value ${missing === 1 ? "is" : "are"} left out.`);
+  if (missing) parts.push(`${counted(missing, "row")} without a value ${missing === 1 ? "is" : "are"} ignored.`);
   return parts.join(" ");
 }

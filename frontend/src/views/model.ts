@@ -1,4 +1,4 @@
-/** The heads of a transformer: all of them small, one of them large. */
+/** The view Model: the heads of a transformer, all of them small and one of them large. */
 
 import { bars } from "../bars";
 import { fixed, h, labelled } from "../dom";
@@ -33,9 +33,9 @@ const STYLE = `${HEADS}
 .head-large { display: grid; gap: 0.75rem; align-content: start; align-self: start; min-width: 0; position: sticky; top: 1rem; }
 `;
 
-/** Where nothing was captured Python is asked: a sentence that the bundled MiniLM reads. */
+/** Without a captured model: asks Python for the heads of the bundled MiniLM for a sentence. */
 function asking(at: HTMLElement, given: Given): () => void {
-  const note = "No model was captured: qkv.transformers.capture(model), then .show().";
+  const note = "No model was captured. In Python: with qkv.transformers.capture(model) as heads: …, then heads.show().";
   if (!given.backend) {
     at.append(h("p", { class: "note" }, note));
     return () => at.replaceChildren();
@@ -52,7 +52,7 @@ function asking(at: HTMLElement, given: Given): () => void {
       trouble.textContent = "Type a sentence first.";
       return;
     }
-    trouble.textContent = "MiniLM reads …";
+    trouble.textContent = "Waiting for MiniLM …";
     try {
       const data = await backend.call("model", { text: text.value });
       if (mine !== asked) return;
@@ -75,11 +75,11 @@ function asking(at: HTMLElement, given: Given): () => void {
         },
       },
     },
-    labelled("A sentence", text),
-    h("button", { class: "main", test: "model-read" }, "Show what MiniLM looks at"),
+    labelled("Sentence", text),
+    h("button", { class: "main", test: "model-read" }, "Show the heads of MiniLM"),
   );
   at.append(form, trouble, found);
-  // A server's visitor came to see it; a notebook waits to be asked.
+  // On a server the example is shown at once; in a notebook only on request.
   if (given.host === "server") void read();
   const themed = () => found.dispatchEvent(new CustomEvent("theme"));
   at.addEventListener("theme", themed);
@@ -122,7 +122,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   const whose = h("p", { class: "hint", test: "head-row" });
   const list = bars(8, "head-bars");
   const row = (i: number) => {
-    whose.textContent = `${rowNames ? `“${rowNames[i]}”` : `Query ${i}`} looks at`;
+    whose.textContent = `${rowNames ? `“${rowNames[i]}”` : `Query ${i}`} attends to`;
     const name = (j: number) => colNames?.[j] ?? String(j);
     list.show(Array.from({ length: cols }, (_, j) => ({ name: name(j), weight: value(chosen, i, j) })));
   };
@@ -144,8 +144,8 @@ function mount(at: HTMLElement, given: Given): () => void {
     const nats = entropy(layer, head);
     title.textContent = `Layer ${layer}, head ${head}`;
     about.textContent = Number.isNaN(nats)
-      ? "Entropy: not known, since not all weights were kept."
-      : `Entropy ${fixed(nats)} of at most ${fixed(most)}: as many as ${fixed(Math.exp(nats), 1)} of ${all.keys} keys.`;
+      ? "Entropy: unknown, because not all weights were captured."
+      : `Entropy ${fixed(nats)} of at most ${fixed(most)}: about ${fixed(Math.exp(nats), 1)} of ${all.keys} keys.`;
     const found = await matrix(layer, head);
     if (mine !== asked) return;
     chosen = found;
@@ -169,12 +169,12 @@ function mount(at: HTMLElement, given: Given): () => void {
 
   const told = [
     `${layers} layers × ${heads} heads, ${all.queries} queries × ${all.keys} keys.`,
-    "Each picture has its own scale, from 0 to its largest weight. Below it: the entropy of a row, in the mean,",
-    `from 0 (one key) to ${fixed(most, 2)} (all ${all.keys} alike).`,
+    "Each picture has its own scale, from 0 to its largest weight. The number below it is the mean entropy of its rows,",
+    `from 0 (one key) to ${fixed(most, 2)} (all ${all.keys} keys equally).`,
     all.note ?? "",
   ];
   at.append(
-    h("h2", {}, "What the heads look at"),
+    h("h2", {}, "Attention weights of all heads"),
     h("p", { class: "note", test: "model-about" }, told.join(" ")),
     h(
       "div",

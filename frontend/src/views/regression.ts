@@ -1,4 +1,4 @@
-/** Nadaraya–Watson regression: points to drag, a kernel, a bandwidth, and the weights they make. */
+/** The view Regression: Nadaraya–Watson regression with draggable points, a kernel and a bandwidth. */
 
 import { type Range, around } from "../axes";
 import { long } from "../bars";
@@ -6,7 +6,7 @@ import { fixed, h, labelled, onceAFrame, put, s, select } from "../dom";
 import * as equation from "../equation";
 import type { Point } from "../equation";
 import { Heatmap } from "../heatmap";
-import { alike, clamp, numeral } from "../numbers";
+import { alike, clamp, counted, numeral } from "../numbers";
 import { slider } from "../slider";
 import { stems } from "../stems";
 import type { Given, View } from "../view";
@@ -17,22 +17,22 @@ import { SCATTER, Scatter } from "../regression/scatter";
 
 const KERNELS = ["gaussian", "laplace", "boxcar", "triangular", "epanechnikov", "constant"];
 const EMPTY: [string, string][] = [
-  ["nan", "no answer"],
+  ["nan", "no value"],
   ["nearest", "the nearest key"],
-  ["uniform", "the mean of all"],
+  ["uniform", "the mean of all keys"],
   ["zero", "zero"],
 ];
-/** Positions of the curve, and queries of the heatmap at least and at most. */
+/** Points of the curve, and the smallest and largest number of queries of the heatmap. */
 const CURVE = 240;
 const QUERIES: [number, number] = [16, 40];
-/** The narrowest bandwidth, as a part of the range of x. */
+/** The smallest bandwidth, as a fraction of the range of x. */
 const NARROWEST = 0.01;
-/** With fewer points there is nothing to leave out. */
+/** Leave-one-out needs at least this many points. */
 const FEWEST = 2;
 const KEYS =
   "Arrow keys move a point, Page Up and Page Down choose another, plus adds one, Delete removes it.";
 
-/** The points that Python gave. */
+/** The points from Python. */
 function own({ x, y, name, names, bandwidth }: any): Example[] {
   const [keys, values] = [x, y].map((some) => (isTensor(some) ? some.data : some) as ArrayLike<number>);
   if (!keys?.length) return [];
@@ -106,9 +106,9 @@ function mount(at: HTMLElement, given: Given): () => void {
     },
     { test: "regression-empty" },
   );
-  const emptyField = labelled("Where no key is within", empty);
+  const emptyField = labelled("If no key is in the window", empty);
 
-  // What is seen.
+  // Output.
 
   const plot = new Scatter({
     move: (i, to) => move(i, { x: clamp(to.x, xs.low, xs.high), y: clamp(to.y, ys.low, ys.high) }),
@@ -139,7 +139,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   let map: Heatmap | null = null;
   let queries: number[] = [];
 
-  // What is done to the points.
+  // Changes of the points.
 
   function load(next: Example) {
     example = next;
@@ -153,7 +153,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     rebuild();
   }
 
-  /** As many dots and rows as there are points. */
+  /** Creates a dot and a table row for each point. */
   function rebuild() {
     active = clamp(active, 0, points.length - 1);
     plot.build(points.length);
@@ -190,7 +190,7 @@ function mount(at: HTMLElement, given: Given): () => void {
           change: (event) => {
             const to = event.target.valueAsNumber;
             if (!Number.isFinite(to)) return;
-            // What is typed may lie outside of what is shown.
+            // A typed number may be outside of the visible range.
             const wider = (range: Range) =>
               to < range.low || to > range.high ? around([range.low, range.high, to]) : range;
             if (axis === "x") xs = wider(xs);
@@ -247,9 +247,9 @@ function mount(at: HTMLElement, given: Given): () => void {
     const here = f(query);
     const y = here.value![0];
     const off = equation.heldOutError(points, how);
-    value.textContent = Number.isFinite(y) ? numeral(y) : "no answer";
+    value.textContent = Number.isFinite(y) ? numeral(y) : "no value";
     effective.textContent = `${fixed(here.effective, 2)} of ${points.length}`;
-    error.textContent = numeral(off.error) + (off.alone ? `, ${off.alone} alone` : "");
+    error.textContent = numeral(off.error) + (off.alone ? `, without ${counted(off.alone, "isolated point")}` : "");
     const lines = [
       "f(q) = Σᵢ α(q, kᵢ) vᵢ",
       equation.WEIGHTINGS[equation.weighting(how.weighting).name].formula.replaceAll("/T", ""),
@@ -306,7 +306,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     );
   }
 
-  /** The weights of queries from left to right. */
+  /** Draws the weights of queries from left to right. */
   function weigh(f: (x: number) => equation.Attended) {
     const order = Array.from(points.keys()).sort((i, j) => points[i].x - points[j].x);
     const count = clamp(points.length, ...QUERIES);
@@ -373,7 +373,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     h(
       "details",
       { test: "regression-points" },
-      h("summary", {}, "The points and their weights as numbers"),
+      h("summary", {}, "Points and weights as numbers"),
       h("div", { class: "scroll" }, h("table", { class: "numbers" }, h("thead", {}, h("tr", {}, ...heads)), body)),
     ),
   );

@@ -1,4 +1,4 @@
-/** Similarity functions as surfaces over q and k, and the weights that are made of them. */
+/** The view Scores: similarity functions as surfaces over q and k, and the weights computed from them. */
 
 import { around, axes, frame, path, said } from "../axes";
 import { stems } from "../stems";
@@ -9,29 +9,53 @@ import { Heatmap } from "../heatmap";
 import { clamp, numeral } from "../numbers";
 import { thumbnail } from "../picture";
 import { type Slider, slider } from "../slider";
+import { pythonOnly } from "../registered";
 import type { Given, View } from "../view";
-import { SIMILARITIES, SPACES, type Setting, WEIGHTED } from "../scores/similarities";
+import { SIMILARITIES, SPACES, type Setting, type Similarity, WEIGHTED } from "../scores/similarities";
 
-/** Queries and keys of a surface, positions of the curve, and cells of a small picture. */
+/** Rows and columns of a surface, points of the curve, and rows and columns of a small picture. */
 const CELLS = 41;
 const CURVE = 240;
 const SMALL = 25;
-/** The cell of the first query. */
+/** The position of the first query. */
 const START = 26;
 
 type Values = Record<string, number>;
+
+/** All numbers that are shown, computed here or by Python. */
+interface Numbers {
+  /** Scores and weights of every query (row) and key (column); no weights where they are refused. */
+  scores: Float64Array[];
+  weights: Float64Array[];
+  /** Why there are no weights, or null. */
+  reason: string | null;
+  /** Scores and weights of the one query, its scores along the axis, and that of the marked key. */
+  row: Float64Array;
+  rowWeights: Float64Array | null;
+  line: ArrayLike<number>;
+  pair: number;
+}
+
 
 function grid({ low, high }: { low: number; high: number }, count: number): number[] {
   return Array.from({ length: count }, (_, i) => Number((low + ((high - low) * i) / (count - 1)).toPrecision(6)));
 }
 
 function mount(at: HTMLElement, given: Given): () => void {
-  let chosen = Math.max(SIMILARITIES.findIndex((x) => x.name === given.data.score), 0);
+  const extraScores = new Map(pythonOnly(given, "scores"));
+  const extraWeightings = new Map(pythonOnly(given, "weightings"));
+  const similarities: Similarity[] = [
+    ...SIMILARITIES,
+    ...Array.from(extraScores.keys(), (name) => ({ name, note: "Computed by Python.", settings: {}, like: () => name })),
+  ];
+  const titleOf = (name: string) => equation.SCORES[name]?.title ?? extraScores.get(name) ?? name;
+  const formulaOf = (name: string) => equation.SCORES[name]?.formula ?? `s = ${name}(q, k)`;
+  let chosen = Math.max(similarities.findIndex((x) => x.name === given.data.score), 0);
   let space = SPACES[0];
   let weighting = "softmax";
   let q = grid(space.range, CELLS)[START];
   let k = q;
-  /** What was set, by the name of the score or weighting. */
+  /** The settings of each score or weighting, by its name. */
   const kept = new Map<string, Values>();
   const values = (name: string, settings: Record<string, Setting>): Values => {
     let found = kept.get(name);
@@ -41,15 +65,15 @@ function mount(at: HTMLElement, given: Given): () => void {
     }
     return found;
   };
-  const like = () => SIMILARITIES[chosen].like(values(SIMILARITIES[chosen].name, SIMILARITIES[chosen].settings));
+  const like = () => similarities[chosen].like(values(similarities[chosen].name, similarities[chosen].settings));
   const weighed = (): equation.Like => ({ name: weighting, ...values(weighting, WEIGHTED[weighting] ?? {}) });
   const cells = () => grid(space.range, CELLS);
 
-  // What is chosen.
+  // Controls.
 
-  const cards = SIMILARITIES.map(({ name }, i) => {
+  const cards = similarities.map(({ name }, i) => {
     const picture = h("canvas", { "aria-hidden": "true" });
-    const title = equation.SCORES[name].title;
+    const title = titleOf(name);
     const button = h(
       "button",
       { type: "button", class: "card", test: `score-${name}`, on: { click: () => choose(i) } },
@@ -61,12 +85,12 @@ function mount(at: HTMLElement, given: Given): () => void {
 
   function choose(i: number) {
     chosen = i;
-    if (SIMILARITIES[i].learned && space !== SPACES[0]) {
+    if (similarities[i].learned && space !== SPACES[0]) {
       space = SPACES[0];
       q = k = cells()[START];
     }
     arrange();
-    given.announce(`${equation.SCORES[SIMILARITIES[i].name].title}: ${equation.SCORES[SIMILARITIES[i].name].formula}`);
+    given.announce(`${titleOf(similarities[i].name)}: ${formulaOf(similarities[i].name)}`);
   }
 
   const spaces = select(
@@ -80,7 +104,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     { test: "scores-space" },
   );
   const weightings = select(
-    Object.entries(equation.WEIGHTINGS).map(([name, { title }]): [string, string] => [name, title]),
+    [...Object.entries(equation.WEIGHTINGS).map(([name, { title }]): [string, string] => [name, title]), ...extraWeightings],
     weighting,
     (to) => {
       weighting = to;
@@ -117,7 +141,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     );
   }
 
-  // What is seen.
+  // Output.
 
   const title = h("h2", { test: "scores-title" });
   const formula = h("p", { class: "formula", test: "scores-formula" });
@@ -141,10 +165,10 @@ function mount(at: HTMLElement, given: Given): () => void {
     body,
   );
 
-  /** Another score, weighting or space: controls and small pictures anew. */
+  /** Redraws everything after another score, weighting or space was chosen. */
   function arrange() {
-    const { name, note: told, settings: own, learned } = SIMILARITIES[chosen];
-    title.textContent = equation.SCORES[name].title;
+    const { name, note: told, settings: own, learned } = similarities[chosen];
+    title.textContent = titleOf(name);
     note.textContent = told;
     spaces.value = space.name;
     spaces.disabled = Boolean(learned);
@@ -163,7 +187,8 @@ function mount(at: HTMLElement, given: Given): () => void {
   function pictures() {
     const side = grid(SPACES[0].range, SMALL);
     cards.forEach(({ picture }, i) => {
-      const { name, like, settings: own } = SIMILARITIES[i];
+      const { name, like, settings: own } = similarities[i];
+      if (extraScores.has(name)) return void pythonPicture(name, side, picture);
       const score = equation.score(like(values(name, own)));
       const data = Float64Array.from({ length: SMALL ** 2 }, (_, c) =>
         score.at([side[Math.floor(c / SMALL)]], [side[c % SMALL]]),
@@ -172,22 +197,90 @@ function mount(at: HTMLElement, given: Given): () => void {
     });
   }
 
+  async function pythonPicture(name: string, side: number[], picture: HTMLCanvasElement) {
+    const vectors = side.map((x) => [x]);
+    const found = await given.backend!.call("grid", { queries: vectors, keys: vectors, score: name }).catch(() => null);
+    if (found && picture.isConnected) thumbnail(picture, { data: found.scores.data, rows: SMALL, cols: SMALL }, 56, given.dark());
+  }
+
   const draw = onceAFrame(paint);
 
+  let gone = false;
+  let [asking, again] = [false, false];
+
+  /** Computes the numbers here, or asks Python for them, one question at a time. */
   function paint() {
+    if (!extraScores.has(similarities[chosen].name) && !extraWeightings.has(weighting)) return show(compute());
+    again = asking;
+    if (asking) return;
+    asking = true;
+    const before = JSON.stringify([like(), weighed(), space.name]);
+    fetchNumbers()
+      .then((numbers) => {
+        if (!gone && before === JSON.stringify([like(), weighed(), space.name])) show(numbers);
+        else again = true;
+      })
+      .catch((error) => {
+        refusal.textContent = `Python: ${error instanceof Error ? error.message : error}`;
+        refusal.hidden = false;
+      })
+      .finally(() => {
+        asking = false;
+        if (again && !gone) draw();
+      });
+  }
+
+  const fine = () => grid(space.range, CURVE);
+
+  function compute(): Numbers {
     const score = equation.score(like());
     const how = equation.weighting(weighed());
-    const keys = cells();
-    const vectors = keys.map(space.vector);
+    const vectors = cells().map(space.vector);
+    const here = space.vector(q);
     const scores = vectors.map((a) => Float64Array.from(vectors, (b) => score.at(a, b)));
+    const row = Float64Array.from(vectors, (b) => score.at(here, b));
     const reason = how.refuses(score);
+    return {
+      scores,
+      weights: reason ? [] : scores.map((each) => how.weights(each)),
+      reason,
+      row,
+      rowWeights: reason ? null : how.weights(row),
+      line: fine().map((x) => score.at(here, space.vector(x))),
+      pair: score.at(here, space.vector(k)),
+    };
+  }
+
+  async function fetchNumbers(): Promise<Numbers> {
+    const backend = given.backend!;
+    const here = Array.from(space.vector(q));
+    const keys = cells().map((x) => Array.from(space.vector(x)));
+    const args = { queries: [...keys, here], keys, score: like() };
+    const axis = [...fine(), k].map((x) => Array.from(space.vector(x)));
+    let reason: string | null = null;
+    const weighted = backend.call("grid", { ...args, weighting: weighed() }).catch((error) => {
+      reason = error instanceof Error ? error.message : String(error);
+      return backend.call("grid", args);
+    });
+    const [found, along] = await Promise.all([weighted, backend.call("grid", { ...args, queries: [here], keys: axis })]);
+    const rows = ({ data }: { data: Float64Array }) =>
+      Array.from(args.queries, (_, i) => data.subarray(i * keys.length, (i + 1) * keys.length));
+    const scores = rows(found.scores);
+    const weights = reason ? [] : rows(found.weights);
+    const row = scores.pop()!;
+    const rowWeights = weights.pop() ?? null;
+    const line: Float64Array = along.scores.data;
+    return { scores, weights, reason, row, rowWeights, line: line.subarray(0, -1), pair: line[line.length - 1] };
+  }
+
+  function show({ scores, weights, reason, row, rowWeights, line, pair: marked }: Numbers) {
+    const keys = cells();
     refusal.textContent = reason ?? "";
     refusal.hidden = !reason;
     weightMap.hidden = Boolean(reason);
 
-    const flat = (rows: Float64Array[]) => Float64Array.from(rows.flatMap((row) => Array.from(row)));
+    const flat = (rows: Float64Array[]) => Float64Array.from(rows.flatMap((each) => Array.from(each)));
     const matrix = (rows: Float64Array[]) => ({ data: flat(rows), rows: CELLS, cols: CELLS });
-    const weights = reason ? [] : scores.map((row) => how.weights(row));
     if (maps.length) {
       maps[0].update(matrix(scores));
       if (!reason) maps[1]?.update(matrix(weights));
@@ -197,25 +290,22 @@ function mount(at: HTMLElement, given: Given): () => void {
       maps[1] = surface(weightMap, "Weight of every query and key", "scores-weights", matrix(weights));
     }
 
-    const here = space.vector(q);
-    const found = Float64Array.from(vectors, (b) => score.at(here, b));
-    const mine = reason ? null : equation.weigh(found, null, how);
-    cut(score, keys, found, mine?.weights ?? null);
-    effective.textContent = mine ? `${fixed(mine.effective, 2)} of ${CELLS}` : "none";
-    entropy.textContent = mine ? fixed(mine.entropy) : "none";
-    pair.textContent = numeral(score.at(here, space.vector(k)));
+    cut(line, keys, row, rowWeights);
+    effective.textContent = rowWeights ? `${fixed(equation.effective(rowWeights), 2)} of ${CELLS}` : "none";
+    entropy.textContent = rowWeights ? fixed(equation.entropy(rowWeights)) : "none";
+    pair.textContent = numeral(marked);
     (pair.closest("div")!.firstChild as HTMLElement).textContent = `s(${said(q)}, ${said(k)})`;
 
-    const { learned, settings: own } = SIMILARITIES[chosen];
-    const told = Object.entries(learned ? {} : own).map(([key, { label }]) => {
+    const { name: score, learned, settings: own } = similarities[chosen];
+    const settingTexts = Object.entries(learned ? {} : own).map(([key, { label }]) => {
       const name = label.split(" ").at(-1);
-      return `${name} = ${numeral(values(score.name, {})[key], 0, 3)}`;
+      return `${name} = ${numeral(values(score, {})[key], 0, 3)}`;
     });
-    const base = score.name === "scaled_dot" ? "s = qᵀk · scale" : equation.SCORES[score.name].formula;
-    put(formula, ...[base, ...told].map((text) => h("span", {}, text)));
-    alpha.textContent = equation.WEIGHTINGS[weighting].formula;
+    const base = score === "scaled_dot" ? "s = qᵀk · scale" : formulaOf(score);
+    put(formula, ...[base, ...settingTexts].map((text) => h("span", {}, text)));
+    alpha.textContent = equation.WEIGHTINGS[weighting]?.formula ?? `α = ${weighting}(s)`;
     query.set(q);
-    rows(keys, found, mine?.weights ?? null);
+    rows(keys, row, rowWeights);
   }
 
   function surface(into: HTMLElement, label: string, test: string, matrix: any): Heatmap {
@@ -241,14 +331,11 @@ function mount(at: HTMLElement, given: Given): () => void {
     return map;
   }
 
-  /** The scores of one query: a line through the surface. */
-  function cut(score: equation.Score, keys: number[], found: Float64Array, weights: Float64Array | null) {
+  /** Draws the scores of one query: a section through the surface. */
+  function cut(line: ArrayLike<number>, keys: number[], found: Float64Array, weights: Float64Array | null) {
     const size = { width: box.clientWidth || 480, height: clamp((box.clientWidth || 480) * 0.5, 200, 320) };
     const xs = around(keys, 0.02);
-    const fine = grid(space.range, CURVE);
-    const here = space.vector(q);
-    const line = fine.map((x) => score.at(here, space.vector(x)));
-    const ys = around([...line, ...found, 0].filter(Number.isFinite), 0.1);
+    const ys = around([...Array.from(line), ...found, 0].filter(Number.isFinite), 0.1);
     const inside = frame(size, xs, ys);
     section.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
     section.setAttribute("height", String(size.height));
@@ -256,7 +343,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       section,
       ...axes(inside, xs, ys, { x: "key k", y: `s(${said(q)}, k)` }),
       s("line", { class: "query", x1: inside.x(q), x2: inside.x(q), y1: inside.top, y2: inside.bottom }),
-      s("path", { class: "curve", d: path(fine.map((x, i) => [inside.x(x), inside.y(line[i])])) }),
+      s("path", { class: "curve", d: path(fine().map((x, i) => [inside.x(x), inside.y(line[i])])) }),
       ...keys.map((x, i) => s("circle", { class: "key", cx: inside.x(x), cy: inside.y(found[i]), r: 3 })),
     );
     const top = found.indexOf(Math.max(...found));
@@ -317,7 +404,7 @@ function mount(at: HTMLElement, given: Given): () => void {
         alpha,
         refusal,
         weightMap,
-        h("p", { class: "note" }, `Each query weighs the same ${CELLS} keys.`),
+        h("p", { class: "note" }, `One row per query, over the same ${CELLS} keys.`),
         h("div", { class: "controls" }, labelled("Weighting", weightings)),
         weightSettings,
       ),
@@ -325,7 +412,7 @@ function mount(at: HTMLElement, given: Given): () => void {
         "section",
         { class: "wide" },
         h("h2", {}, "One query"),
-        h("p", { class: "hint" }, "Point at a surface, or choose a cell by the arrow keys, to move it."),
+        h("p", { class: "hint" }, "To choose a query, point at a surface or move the cell with the arrow keys."),
         box,
         query.element,
         h("dl", { class: "facts" }, fact("s", pair), fact("effective rows", effective), fact("entropy", entropy)),
@@ -334,7 +421,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     h(
       "details",
       { test: "scores-keys" },
-      h("summary", {}, "The keys, their scores and weights as numbers"),
+      h("summary", {}, "Keys, scores and weights as numbers"),
       h("div", { class: "scroll" }, table),
     ),
   );
@@ -352,6 +439,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   at.addEventListener("theme", turned);
   arrange();
   return () => {
+    gone = true;
     observer.disconnect();
     at.removeEventListener("theme", turned);
     draw.stop();

@@ -1,4 +1,4 @@
-/** Self-attention of a sentence: who looks at whom, head by head, and how that comes about. */
+/** The view Sentence: self-attention of a sentence, head by head and step by step. */
 
 import { h, labelled, select } from "../dom";
 import { entropy } from "../equation";
@@ -41,7 +41,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     on: { input: () => read.model === "hand" && start(), change: () => start() },
   });
   const fail = h("p", { class: "error", role: "alert", test: "sentence-error", hidden: true });
-  const models: [string, string][] = [["hand", "Four heads, written by hand"]];
+  const models: [string, string][] = [["hand", "Four hand-written heads"]];
   if (given.backend || kept) models.push(["minilm", "MiniLM: 6 layers × 12 heads"]);
   const model = select(models, kept ? "minilm" : "hand", () => start(), { test: "sentence-model" });
   const examples = select(
@@ -60,8 +60,8 @@ function mount(at: HTMLElement, given: Given): () => void {
     test: "sentence-merge",
     on: { change: () => ((whole = merge.checked), draw()) },
   });
-  const pieces = h("label", { class: "sentence-pieces", hidden: true }, merge, "Sub-tokens as words: rows averaged, columns summed");
-  const ways: [Way, string][] = [["to", "looks at (row)"], ["from", "is looked at by (column)"]]; // prettier-ignore
+  const pieces = h("label", { class: "sentence-pieces", hidden: true }, merge, "Merge sub-tokens into words: rows averaged, columns summed");
+  const ways: [Way, string][] = [["to", "attends to (row)"], ["from", "is attended by (column)"]]; // prettier-ignore
   const way = select(ways, "to", (value) => {
     links.way = value as Way;
     links.draw();
@@ -123,12 +123,12 @@ function mount(at: HTMLElement, given: Given): () => void {
     gridBox.replaceChildren(small.element);
     pieces.hidden = words.length === tokens.length;
     about.textContent = layered
-      ? `${counted(tokens.length, "token")}, ${counted(words.length, "word")}, as ${read.model} reads them.`
-      : `${counted(tokens.length, "word")}. X holds how a word is spelled (16 numbers) and where it stands (8); the projections were written by hand, the last at random, as training finds them.`;
+      ? `${counted(tokens.length, "token")}, ${counted(words.length, "word")} in ${read.model}.`
+      : `${counted(tokens.length, "word")}. X holds the spelling of each word (16 numbers) and its position (8). The projections are written by hand; those of the last head are random, as before training.`;
     choose(chosen);
   };
 
-  /** Another reading; a head that was chosen of the same model stays. */
+  /** Shows another result; the chosen head stays if the model is the same. */
   const turn = (to: Read) => {
     if (to.model !== read.model) chosen = to.first;
     read = to;
@@ -140,25 +140,25 @@ function mount(at: HTMLElement, given: Given): () => void {
     fail.textContent = error;
   };
 
-  /** Reads what the controls say: here, or by the model where Python is. */
+  /** Computes the chosen model: in the page, or in Python. */
   async function start() {
     text = input.value;
     const mine = ++asked;
     tell("");
     if (model.value === "hand") {
       const found = byHand(text);
-      if (!found.tokens.length) return tell("A sentence has at least one word.");
-      if (found.tokens.length === MOST) tell(`The first ${MOST} words are read.`);
+      if (!found.tokens.length) return tell("Type at least one word.");
+      if (found.tokens.length === MOST) tell(`Only the first ${MOST} words are used.`);
       input.disabled = false;
       return turn(found);
     }
     if (!given.backend) {
-      // A file holds what the model read, and cannot ask it anew.
+      // A file has the result for one sentence, and cannot run the model again.
       input.value = given.data.text;
       input.disabled = true;
       return turn(kept as Read);
     }
-    about.textContent = "The model reads …";
+    about.textContent = "Waiting for the model …";
     try {
       const found = wired(await given.backend.call("sentence", { text }));
       if (mine !== asked) return;
@@ -172,14 +172,14 @@ function mount(at: HTMLElement, given: Given): () => void {
   const themed = () => steps.draw();
   at.addEventListener("theme", themed);
   at.append(
-    h("h2", {}, "A sentence that attends to itself"),
+    h("h2", {}, "Self-attention of a sentence"),
     h(
       "div",
       { class: "controls" },
       h("div", { class: "sentence-input" }, labelled("Sentence", input)),
       labelled("Examples", examples),
       h("div", { class: "sentence-model" }, labelled("Model", model)),
-      labelled("A word", way),
+      labelled("Each word", way),
       pieces,
     ),
     fail,
@@ -187,8 +187,8 @@ function mount(at: HTMLElement, given: Given): () => void {
     h(
       "div",
       { class: "sentence" },
-      h("div", {}, links.title, links.element, links.sum, h("p", { class: "hint" }, "Point at a word or move by arrow keys; click words to add them up."), how),
-      h("div", {}, headTitle, gridBox, h("p", { class: "hint" }, "The number under each picture: its entropy, a row’s mean."), large.element),
+      h("div", {}, links.title, links.element, links.sum, h("p", { class: "hint" }, "Point at a word, or use the arrow keys. Click several words to add their weights."), how),
+      h("div", {}, headTitle, gridBox, h("p", { class: "hint" }, "The number below each picture is the mean entropy of its rows."), large.element),
     ),
   );
   if (kept && !given.backend) input.disabled = true;

@@ -1,4 +1,4 @@
-"""The page: one small front end for notebook, server and file."""
+"""The page: one front end for notebooks, the server and HTML files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def __getattr__(name: str) -> Any:
 
 
 def show(*shown: Any) -> Any:
-    """A live view of what is given, in a notebook, each in a tab.
+    """Return a live view for a notebook, with one tab per argument.
 
-    That is an answer, a database, captured heads, or a sentence, which attends to itself.
+    An argument is an answer, a database, captured heads, or a sentence, which attends to itself.
     """
     from qkv.database.database import ReadableDatabase
     from qkv.page.views import build_views
     from qkv.page.widget import Page
 
-    found: list[dict[str, Any]] = []
+    views: list[dict[str, Any]] = []
     databases: dict[str, ReadableDatabase[Any, Any]] = {}
     for item in shown:
         for view in build_views(item):
@@ -34,8 +34,8 @@ def show(*shown: Any) -> Any:
                 name = f"{len(databases)}"
                 databases[name] = item
                 view["data"]["database"] = name
-            found.append(view)
-    return Page(found, databases)
+            views.append(view)
+    return Page(views, databases)
 
 
 @overload
@@ -43,29 +43,30 @@ def to_html(shown: Any, path: None = None, title: str | None = None) -> str: ...
 @overload
 def to_html(shown: Any, path: str | Path, title: str | None = None) -> None: ...
 def to_html(shown: Any, path: str | Path | None = None, title: str | None = None) -> str | None:
-    """The same as the text of one HTML file that needs no network, or, where `path` is given,
-    written there: a notebook would print what comes back.
+    """Return the view as one HTML file that needs no network, or write it to `path`.
+
+    `shown` is what `show` takes, or a list or dict of such. With `path` the result is None.
 
     >>> from qkv import Database
-    >>> render_page = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
-    >>> render_page.startswith("<!doctype html>")
+    >>> text = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
+    >>> text.startswith("<!doctype html>")
     True
     """
     from qkv.database.export.files import open_atomically
     from qkv.page.html_file import render_page
     from qkv.page.views import build_views
 
-    place = None if path is None else validate_file_path(path)
+    target = None if path is None else validate_file_path(path)
     if not isinstance(title, str | None):
         raise DtypeError(f"title must be text, not a {type(title).__name__}")
-    found = build_views(shown)
-    if not found:
-        raise ArgumentError("to_html was given nothing to show")
-    glance = getattr(shown, "_repr_html_", None)
-    still = glance() if glance is not None else "This page needs JavaScript."
-    text = render_page(found, title or found[0]["title"] or "qkv", still)
-    if place is None:
+    views = build_views(shown)
+    if not views:
+        raise ArgumentError("to_html got nothing to show: pass an answer, a database or heads")
+    static_html = getattr(shown, "_repr_html_", None)
+    fallback = static_html() if static_html is not None else "This page needs JavaScript."
+    text = render_page(views, title or views[0]["title"] or "qkv", fallback)
+    if target is None:
         return text
-    with open_atomically(place) as file:
+    with open_atomically(target) as file:
         file.write(text.encode())
     return None

@@ -1,4 +1,4 @@
-"""What a page asks of Python, by name: the same in a notebook and over HTTP."""
+"""The calls that a page makes to Python, by name: the same in a notebook and over HTTP."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from qkv import scores
+from qkv import attention, scores, weightings
 from qkv.database import encoders
 from qkv.database.table.encoding import add_word_columns, encode_as_stored
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, unknown_name_error
 from qkv.frameworks.ragged import entry_positions
-from qkv.page import sentence, tables, views
+from qkv.page import components, sentence, tables, views
 from qkv.page.limits import MAX_NUMBERS, MAX_TEXT_CHARACTERS, QUERY, check_count
-from qkv.page.views import named_settings
 
 Args = Mapping[str, Any]
 Databases = MutableMapping[str, Any]
 
 
 def encode_keys(args: Args, databases: Databases) -> dict[str, Any]:
-    """The vectors of `keys` and of a `query`, and the score that compares them.
+    """Return the vectors of `keys` and of a `query`, and the score that compares them.
 
-    They are those of the encoder of `database`, or of the `encoder` so named, fitted to the keys.
+    The encoder is that of `database`, or the one named `encoder`, fitted to the keys.
     """
     keys = args["keys"]
     if not isinstance(keys, list) or not keys:
-        raise ArgumentError("keys must be a list of them")
+        raise ArgumentError("keys must be a list that is not empty")
     check_count(
         "characters of keys", sum(len(x) for x in keys if isinstance(x, str)), MAX_TEXT_CHARACTERS
     )
@@ -38,31 +37,88 @@ def encode_keys(args: Args, databases: Databases) -> dict[str, Any]:
     else:
         encoder = encoders.resolve_name(args["encoder"]).fit(keys)
     check_count("numbers", len(keys) * encoder.width, MAX_NUMBERS)
-    beside = encoder.encode_sparse(keys)
-    if beside is not None:
+    sparse = encoder.encode_sparse(keys)
+    if sparse is not None:
         check_count(
             "numbers",
-            len(keys) * (encoder.width + len(np.unique(entry_positions(beside)))),
+            len(keys) * (encoder.width + len(np.unique(entry_positions(sparse)))),
             MAX_NUMBERS,
         )
-    query, key = add_word_columns(encoder, [query], encode_as_stored(encoder, keys), beside)
+    query, key = add_word_columns(encoder, [query], encode_as_stored(encoder, keys), sparse)
     return {
         "keys": key,
         "query": query[0],
-        "score": named_settings(scores.NAMES, encoder.default_score(len(keys))),
+        "score": components.named_settings(scores.NAMES, encoder.default_score(len(keys))),
     }
 
 
+def weigh_keys(args: Args, databases: Databases) -> dict[str, Any]:
+    """Return the score and the weight of each of `keys` for `query`, (m,) each.
+
+    A page calls this for a `score` or `weighting` that it cannot compute itself. Keys where `live`
+    is false get no weight.
+
+    >>> args = {"keys": ["Li", "Hu"], "query": "Li", "encoder": "exact", "weighting": "hard"}
+    >>> weigh_keys(args, {})["weights"]
+    array([1., 0.])
+    """
+    encoded = encode_keys(args, databases)
+    keys, query = np.asarray(encoded["keys"]), np.asarray(encoded["query"])
+    score_spec = args.get("score") or encoded["score"]
+    score = components.build_component(scores.NAMES, score_spec, keys.dtype)
+    weighting = components.build_component(weightings.NAMES, args.get("weighting") or "softmax")
+    live = args.get("live")
+    mask = np.ones(len(keys), bool) if live is None else np.asarray(live, bool)
+    if mask.shape != (len(keys),):
+        raise ArgumentError(f"live must be a list of {len(keys)} booleans, one for each key")
+    if score.compares_keys:
+        found = components.score_by_equality(args["keys"], args["query"])
+        weights = weighting(found[None], mask[None])[0]
+    else:
+        found = weighting.adapt_score(score)(query[None], keys)[0]
+        weights = attention.weights(
+            query[None], keys, score=score, weighting=weighting, mask=mask[None]
+        )[0]
+    return {
+        "scores": np.asarray(found, np.float64),
+        "weights": np.asarray(weights, np.float64),
+        "is_convex": weighting.is_convex,
+        "is_sparse": weighting.is_sparse,
+    }
+
+
+def weigh_grid(args: Args, databases: Databases) -> dict[str, Any]:
+    """Return the scores, and the weights if a `weighting` is given, of vectors: (n, m) each.
+
+    `queries` (n, d) and `keys` (m, d) are lists of lists. The page draws a score that it cannot
+    compute itself from these numbers.
+    """
+    queries, keys = (np.asarray(args[name], np.float64) for name in ("queries", "keys"))
+    if queries.ndim != 2 or keys.ndim != 2:
+        raise ArgumentError("queries and keys must be lists of vectors of equal length")
+    check_count("numbers", queries.size + keys.size + len(queries) * len(keys), MAX_NUMBERS)
+    score = components.build_component(scores.NAMES, args["score"])
+    result = {"scores": np.asarray(score(queries, keys), np.float64)}
+    if args.get("weighting"):
+        weighting = components.build_component(weightings.NAMES, args["weighting"])
+        result["weights"] = np.asarray(
+            attention.weights(queries, keys, score=score, weighting=weighting), np.float64
+        )
+    return result
+
+
 def answer_query(args: Args, databases: Databases) -> dict[str, Any]:
-    """What `ask` finds, with its heaviest rows and their vectors as a view shows them; `best` is
-    the row with the largest score, and `at` its place among them or None."""
-    found = tables.find_answer(args, databases)
-    data: dict[str, Any] = views.answer_view(found)["data"]
-    source = found._collect_source(views.MAX_ROWS)
+    """Return the data of the view of an answer: its heaviest rows and their vectors.
+
+    `best` is the row with the largest score, and `best["at"]` its position among the rows or None.
+    """
+    answer = tables.find_answer(args, databases)
+    data: dict[str, Any] = views.answer_view(answer)["data"]
+    source = answer._collect_source(views.MAX_ROWS)
     rows = [] if source is None else source.rows
     for best in tables.find_answer({**args, "weighting": "hard", "top": 1}, databases).rows:
-        places = (i for i, row in enumerate(rows) if row.index == best.index)
-        data["best"] = {"key": best.key, "value": best.value, "at": next(places, None)}
+        positions = (i for i, row in enumerate(rows) if row.index == best.index)
+        data["best"] = {"key": best.key, "value": best.value, "at": next(positions, None)}
     return data
 
 
@@ -70,6 +126,8 @@ CALL_HANDLERS: dict[str, Callable[[Args, Databases], Any]] = {
     "ask": tables.ask_database,
     "answer": answer_query,
     "encode": encode_keys,
+    "weigh": weigh_keys,
+    "grid": weigh_grid,
     "databases": tables.list_databases,
     "sentence": sentence.read_text_call,
     "model": sentence.read_heads_call,
@@ -81,7 +139,7 @@ CALL_HANDLERS: dict[str, Callable[[Args, Databases], Any]] = {
 
 
 def run_call(name: str, args: Args, databases: Databases) -> Any:
-    """The answer to one call, arrays still arrays; QkvError where it makes no sense.
+    """Run one call and return its result, with NumPy arrays; raise QkvError if it is invalid.
 
     >>> from qkv import Database
     >>> names = Database({"Li": "Mu", "Smola": "Alex"})
@@ -89,5 +147,5 @@ def run_call(name: str, args: Args, databases: Databases) -> Any:
     'Mu'
     """
     if name not in CALL_HANDLERS:
-        raise ArgumentError(f"a page calls {', '.join(sorted(CALL_HANDLERS))}, not {name!r}")
+        raise unknown_name_error("call", name, sorted(CALL_HANDLERS))
     return CALL_HANDLERS[name](args, databases)

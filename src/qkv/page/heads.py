@@ -1,4 +1,4 @@
-"""The captured heads of a model, as the page's view of them."""
+"""The page's view of the captured heads of a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from qkv.plot import data as plotted
+from qkv.plot import data as plot_data
 
 THUMBNAIL_CELLS = 64
-"""Rows and columns of a head among all others."""
+"""Rows and columns of the small picture of a head."""
 
 MAX_HEAD_CELLS = 512
-"""Rows and columns of a head whose largest weights alone were kept."""
+"""Rows and columns of a head of which only the largest weights were captured."""
+
+
+POOLED_NOTE = "Only the largest weights were captured: a cell shows the largest of several."
 
 
 def heads_view(
@@ -22,12 +25,12 @@ def heads_view(
     *,
     lengths: tuple[int, int] | None = None,
     labels: Sequence[str] | None = None,
-    whole: bool = True,
+    has_all_weights: bool = True,
 ) -> dict[str, Any]:
-    """The view of α (layers, heads, rows, columns): one byte for each weight.
+    """Return the view of α (layers, heads, rows, columns), one byte per weight.
 
-    A weight is its byte's square times its head's scale: the root leaves the small weights of a
-    long row their digits. `lengths` are the queries and keys where rows and columns pool them.
+    A weight is the square of its byte times the scale of its head: the square root keeps digits of
+    small weights. If rows and columns pool weights, `lengths` are the queries and keys.
 
     >>> data = heads_view(np.array([[[[0.25, 0.75], [1.0, 0.0]]]]), ["encoder"])["data"]
     >>> (data["scale"][0, 0] * data["weights"][0, 0].astype(float) ** 2).round(2)
@@ -46,16 +49,18 @@ def heads_view(
         scale[at] = alpha.max(initial=0) / 255**2
         roots = np.sqrt(alpha.clip(0) / (scale[at] or 1.0))
         cells[at] = np.rint(roots)
-    entropy = plotted.entropy(weights).entropy if whole else np.full_like(scale, np.nan)
+    entropy = plot_data.entropy(weights).entropy if has_all_weights else np.full_like(scale, np.nan)
     data = {
         "names": list(names),
         "weights": cells,
-        "small": plotted.heatmaps(cells, (THUMBNAIL_CELLS, THUMBNAIL_CELLS)).cells.astype(np.uint8),
+        "small": plot_data.heatmaps(cells, (THUMBNAIL_CELLS, THUMBNAIL_CELLS)).cells.astype(
+            np.uint8
+        ),
         "scale": scale,
         "entropy": entropy,
         "queries": queries,
         "keys": keys,
         "tokens": None if labels is None else list(labels),
-        "note": "" if whole else "Not all weights were kept: a cell shows the largest that was.",
+        "note": "" if has_all_weights else POOLED_NOTE,
     }
     return {"view": "model", "title": "Heads", "data": data}

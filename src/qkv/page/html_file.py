@@ -1,4 +1,4 @@
-"""One HTML file: the page, its data and nothing else, live without a network."""
+"""The page and its data as one HTML file that works without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ style-src 'unsafe-inline'; img-src data: blob:">
 <title>{title}</title>
 <style>body{{margin:0;background:light-dark(#fff,#14181d)}}</style>
 <body>
-<noscript>{still}</noscript>
+<noscript>{fallback}</noscript>
 <script type="application/octet-stream" id="qkv-page">{data}</script>
 <script type="module" async>{code}</script>
 {parts}</html>
@@ -34,16 +34,16 @@ _PART_TEMPLATE = '<script type="application/octet-stream" id="qkv-part-{at}">{da
 
 @memoize("page.module_text")
 def read_module() -> str:
-    """The page's one ES module."""
+    """Return the ES module of the page."""
     return resources.files("qkv.page").joinpath("static/qkv.js").read_text(encoding="utf-8")
 
 
-def render_page(views: list[dict[str, Any]], title: str, still: str = "") -> str:
-    """The views as the text of an HTML file; `still` is what shows where scripts do not run.
+def render_page(views: list[dict[str, Any]], title: str, fallback: str = "") -> str:
+    """Return the views as an HTML file; browsers without scripts show `fallback`.
 
-    Data stand in it as base64, so that nothing in them can become markup, and the policy in its
-    head runs the one script that is ours and reaches no address. That starts at once; the heads of
-    a large model follow, to be opened one by one.
+    The data is base64, so it cannot become markup. The content security policy allows only the
+    page's own script and no network access. The weights of a large model are stored per head after
+    the script, and decompressed when a head is opened.
 
     >>> "</html>" in render_page([{"view": "scores", "title": "Scores", "data": {}}], "Scores")
     True
@@ -53,7 +53,7 @@ def render_page(views: list[dict[str, Any]], title: str, still: str = "") -> str
     return _PAGE_TEMPLATE.format(
         module=f"sha256-{digest}",
         title=html.escape(title),
-        still=still,
+        fallback=fallback,
         data=data,
         code=code,
         parts="".join(_PART_TEMPLATE.format(at=at, data=part) for at, part in parts.items()),
@@ -61,7 +61,7 @@ def render_page(views: list[dict[str, Any]], title: str, still: str = "") -> str
 
 
 def _bundle_views(views: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
-    """[length of the JSON, u32][JSON][buffers], and parts of large buffers by number and place."""
+    """Return [length of the JSON, u32][JSON][buffers], and the parts of large buffers by name."""
     packed, buffers = pack_arrays(views)
     sizes = find_deferred_buffers(packed, buffers)
     parts = {
@@ -76,5 +76,5 @@ def _bundle_views(views: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
 
 
 def _compress_base64(data: bytes) -> str:
-    """base64 of gzip; without the time, so that the same page is the same file."""
+    """Return data as base64 of gzip, without a timestamp: equal pages are equal files."""
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")

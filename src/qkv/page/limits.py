@@ -1,4 +1,4 @@
-"""How much a page may bring or ask for: a small file can unpack to a large table."""
+"""Limits of what a page may upload or request. A small file can unpack to a large table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_ROWS = 1_000_000
 MAX_COLUMNS = 1_000
 MAX_CELLS = 10_000_000
 MAX_UNPACKED_BYTES = 2**27
-"""Of all cells, unpacked."""
+"""Size of all cells after decompression."""
 MAX_NUMBERS = 2**20
-"""Of the vectors that one call gives."""
+"""Numbers in the vectors of one call."""
 QUERY = 2**16
-"""Characters of a query, or of a key that is added."""
+"""Characters of a query or of an added key."""
 MAX_TEXT_CHARACTERS = 2**20
 """Characters of the keys that one call encodes."""
 CELL = 2**20
@@ -28,24 +28,26 @@ WHERE = 10_000
 
 _FORMAT_BY_MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _TEXT = re.compile(rb'"([^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+)(?:"(\s*+:)?)?+')
-"""A text of JSON, to the line's end where it never closes, and the colon if it is a name. No
-character is tried twice: the time grows with the length alone."""
+"""A JSON string, up to the end of the line if it is not closed, and the colon if it is a name.
+
+The quantifiers are possessive, so that the time is linear in the length.
+"""
 
 
 def check_file(path: Path, form: str) -> None:
-    """Refuse a file that would be more than these, before it is read as a whole."""
+    """Refuse a file that exceeds the limits, before it is parsed."""
     data = path.read_bytes()
     if data.startswith(b"SQLite format 3"):
-        raise ArgumentError(f"this is SQLite, not {form}: export a table of it")
+        raise ArgumentError(f"this file is SQLite, not {form}: export one of its tables as CSV")
     form = next((kind for magic, kind in _FORMAT_BY_MAGIC.items() if data.startswith(magic)), form)
     match form:
         case "parquet" | "arrow":
             _check_unpacked_size(path, form)
         case "jsonl":
             names: set[bytes] = set()
-            for found in _TEXT.finditer(data):
-                if found[2]:
-                    names.add(found[1])
+            for match in _TEXT.finditer(data):
+                if match[2]:
+                    names.add(match[1])
                     check_count("different names", len(names), MAX_COLUMNS)
             rows = data.count(b"\n") + 1 if data.lstrip()[:1] == b"{" else data.count(b"{")
             check_count("rows", rows, MAX_ROWS)
@@ -62,39 +64,39 @@ def check_file(path: Path, form: str) -> None:
 
 
 def check_count(what: str, count: int, most: int) -> None:
-    """Refuse more than so many."""
+    """Refuse more than `most`."""
     if count > most:
-        raise ArgumentError(f"at most {most:,} {what} may come from a page: ask in Python for more")
+        raise ArgumentError(f"the page allows at most {most:,} {what}: use Python for more")
 
 
 def _check_unpacked_size(path: Path, form: str) -> None:
     try:
         import pyarrow
     except ImportError:
-        return  # whoever reads it says so
+        return  # reading the file reports the missing package
     try:
         (_check_parquet if form == "parquet" else _check_arrow)(path)
     except QkvError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError):
-        return  # likewise what is wrong with it
+        return  # reading the file reports what is wrong with it
 
 
 def _check_parquet(path: Path) -> None:
     import pyarrow.parquet
 
-    told = pyarrow.parquet.read_metadata(path)
-    _check_shape(told.num_rows, told.num_columns)
-    columns = [told.schema.column(i) for i in range(told.num_columns)]
-    # Words that repeat are written once in the file, and are to be counted before they are not.
-    words = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-    wide = sum(max(column.length or 0, 0) for column in columns)
-    check_count("bytes, unpacked", wide * told.num_rows, MAX_UNPACKED_BYTES)
-    groups = [told.row_group(i) for i in range(told.num_row_groups)]
+    metadata = pyarrow.parquet.read_metadata(path)
+    _check_shape(metadata.num_rows, metadata.num_columns)
+    columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    # The dictionary encoding is kept, so that repeated texts are counted before they are expanded.
+    text_columns = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    row_bytes = sum(max(column.length or 0, 0) for column in columns)
+    check_count("bytes, unpacked", row_bytes * metadata.num_rows, MAX_UNPACKED_BYTES)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     check_count(
         "bytes, unpacked", sum(group.total_byte_size for group in groups), MAX_UNPACKED_BYTES
     )
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=words) as opened:
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=text_columns) as opened:
         _check_batches(opened.iter_batches(batch_size=4096))
 
 
@@ -119,7 +121,7 @@ def _check_shape(rows: int, columns: int) -> None:
 
 
 def _check_batches(batches: Any) -> None:
-    """The rows and bytes of batches, as many as may be."""
+    """Refuse batches with too many rows or bytes."""
     rows = size = 0
     for batch in batches:
         rows += batch.num_rows
@@ -130,7 +132,7 @@ def _check_batches(batches: Any) -> None:
 
 
 def _column_bytes(column: Any) -> int:
-    """What a column has with every cell written out: those of a dictionary may repeat."""
+    """Return the size of a column with every cell written out, without dictionary encoding."""
     from pyarrow import compute, types
 
     kind, rows = column.type, len(column)
@@ -149,7 +151,8 @@ def _column_bytes(column: Any) -> int:
     if _is_text(kind) or any(known(kind) for known in plain):
         return int(column.nbytes)
     raise ArgumentError(
-        f"a column of type {kind} may not come from a page: nobody knows its size before it is read"
+        f"the page cannot read a column of type {kind}, because its size is unknown before it is "
+        "read: use qkv import"
     )
 
 
@@ -161,18 +164,17 @@ def _is_text(kind: Any) -> bool:
 
 
 CONTINUATION_MARKER = 0xFFFFFFFF
-"""Before the length of a message."""
+"""The four bytes before the length of a message."""
 
 BATCH_MESSAGE_TYPES = (2, 3)
-"""Kinds of messages that hold rows: those of a dictionary, and those of a table."""
+"""Types of messages that hold rows: dictionary batches and record batches."""
 
 
 def unpacked_arrow_bytes(data: bytes) -> int:
-    """Bytes of all buffers that are compressed, unpacked; refused where that cannot be told.
+    """Return the size of all compressed buffers of an Arrow file after decompression.
 
-    Each begins with its length, which a reader asks the system for before it looks at anything
-    else. Where they lie is told by flatbuffers: tables whose fields are found by a list of offsets
-    before them.
+    Each buffer begins with that size, and a reader allocates it first. The positions of the buffers
+    are in flatbuffers: tables that find their fields by a list of offsets.
 
     >>> unpacked_arrow_bytes(b"")
     0
@@ -182,17 +184,17 @@ def unpacked_arrow_bytes(data: bytes) -> int:
             _batch_bytes(message, body) for message, body in _iterate_messages(memoryview(data))
         )
     except (struct.error, ValueError):
-        raise ArgumentError("this is no Arrow file: it ends before it says what it holds") from None
+        raise ArgumentError("this is not a complete Arrow file") from None
 
 
 class _FlatbufferTable(NamedTuple):
-    """A table of a flatbuffer, which begins at a place."""
+    """A table of a flatbuffer, which begins at `position`."""
 
     data: memoryview
     position: int
 
     def field_position(self, field: int) -> int | None:
-        """Where a field lies; None where the table has none."""
+        """Return the position of a field; None if the table lacks it."""
         start = self.position - _read_integer("<i", self.data, self.position)
         if 4 + 2 * field >= _read_integer("<H", self.data, start):
             return None
@@ -212,7 +214,7 @@ class _FlatbufferTable(NamedTuple):
         )
 
     def read_structs(self, field: int, form: str) -> Iterator[tuple[int, ...]]:
-        """The structures of a vector."""
+        """Yield the structs of a vector."""
         place = self.field_position(field)
         if place is None:
             return
@@ -233,7 +235,7 @@ def _root_table(data: memoryview) -> _FlatbufferTable:
 
 
 def _iterate_messages(data: memoryview) -> Iterator[tuple[_FlatbufferTable | None, memoryview]]:
-    """Each message that is read, and what follows it."""
+    """Yield each message and the bytes after it."""
     if bytes(data[:6]) == b"ARROW1":
         end = len(data) - 10
         footer = _root_table(data[end - _read_integer("<I", data, end) : end])
@@ -251,7 +253,7 @@ def _iterate_messages(data: memoryview) -> Iterator[tuple[_FlatbufferTable | Non
 
 
 def _read_message(data: memoryview, at: int) -> tuple[_FlatbufferTable | None, int]:
-    """The message at a place, None at the end of all, and where it ends."""
+    """Return the message at a position, None at the end of the stream, and where it ends."""
     size = _read_integer("<I", data, at)
     if size == CONTINUATION_MARKER:
         at += 4

@@ -1,4 +1,4 @@
-"""What a page is given, as JSON and bytes: arrays travel beside the text, not spelled out."""
+"""Data for the page as JSON and buffers: arrays are sent as bytes, not as JSON numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qkv.util.formatting import to_jsonable
 DTYPES = {"uint8": "u8", "uint16": "u16", "int32": "i32", "float32": "f32", "float64": "f64"}
 
 MIN_DEFERRED_BYTES = 2**22
-"""Bytes of a model's weights, beyond which a page opens them head by head."""
+"""Weights of a model above this size are sent head by head, when a head is opened."""
 
 
 def pack_arrays(thing: Any) -> tuple[Any, list[bytes]]:
-    """JSON in which an array is `{"$": i, "dtype", "shape"}`, and the bytes that i counts.
+    """Return JSON in which an array is `{"$": i, "dtype", "shape"}`, and the list of buffers.
 
     `unpack` of the page's `wire.ts` is its inverse.
 
@@ -32,20 +32,20 @@ def pack_arrays(thing: Any) -> tuple[Any, list[bytes]]:
             buffers.append(x.astype(x.dtype.newbyteorder("<"), order="C", copy=False).tobytes())
             return {"$": len(buffers) - 1, "dtype": DTYPES[x.dtype.name], "shape": list(x.shape)}
         if isinstance(x, Mapping):
-            # So that no name in the data is taken for a reference.
+            # An additional $ marks names that are not references.
             named = {str(name): item for name, item in x.items()}
             return {f"${k}" if k.startswith("$") else k: pack_value(v) for k, v in named.items()}
         if isinstance(x, list | tuple):
             return [pack_value(item) for item in x]
         if type(x) is int and abs(x) > 2**53:
-            return str(x)  # a number of JavaScript would lose its last digits
+            return str(x)  # JavaScript's numbers would lose the last digits
         return to_jsonable(x)
 
     return pack_value(thing), buffers
 
 
 def _to_known_dtype(x: np.ndarray) -> np.ndarray:
-    """x in one of the five types that the page reads."""
+    """Convert to one of the five types that the page reads."""
     if x.dtype.name in DTYPES:
         return x
     if x.dtype.kind == "f":
@@ -54,7 +54,7 @@ def _to_known_dtype(x: np.ndarray) -> np.ndarray:
 
 
 def find_deferred_buffers(views: list[Any], buffers: list[bytes]) -> dict[int, int]:
-    """The buffers that a page opens in parts, and the bytes of a part: a large model's heads."""
+    """Return the buffers that the page loads in parts, one per head, and the size of a part."""
     shown = [view["data"] for view in views if view["view"] == "model"]
     models = [data["weights"] for data in shown if "weights" in data]
     return {

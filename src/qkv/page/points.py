@@ -1,4 +1,4 @@
-"""A table of numbers as points: the view Regression of it."""
+"""The view Regression of a database of numbers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from qkv.scores import Gaussian
 
 
 def points(shown: Database, title: str = "Regression") -> dict[str, Any]:
-    """One number against another, with the bandwidth that the database has: f(q) in this view is
-    `D.ask(q).value`. A row whose value is missing is left out there as it is here.
+    """Return the view Regression of a database with a number as key and a number as value.
+
+    It has the bandwidth of the database, so f(q) is `D.ask(q).value`. Rows without a value are
+    left out.
 
     >>> view = points(Database({2.9: 58.0, 3.4: 70.0, 3.9: 88.0}))
     >>> view["view"], view["data"]["x"].tolist(), round(view["data"]["bandwidth"], 3)
     ('regression', [2.9, 3.4, 3.9], 0.328)
     """
-    told = shown.info()
-    kinds = told["key_kind"], told["value_kind"]
+    info = shown.info()
+    kinds = info["key_kind"], info["value_kind"]
     if kinds != ("number", "number"):
         raise DtypeError(
-            f"points are of numbers, not of the types {kinds[0]} and {kinds[1]}: choose columns of "
-            "numbers by D.by(key=…, value=…)"
+            f"points needs numbers as key and value, not {kinds[0]} and {kinds[1]}: choose columns "
+            "of numbers with D.by(key=…, value=…)"
         )
     pairs = [(x, y) for x, y in shown.items() if y is not None]
     x, y = np.array(pairs, np.float64).reshape(-1, 2).T
     known = ~np.isnan(y)
-    data = {"x": x[known], "y": y[known], "names": [*told["key"], *told["value"]], "name": title}
+    data = {"x": x[known], "y": y[known], "names": [*info["key"], *info["value"]], "name": title}
     score = None if shown.encoder is None else shown.encoder.default_score(len(shown))
     if isinstance(score, Gaussian) and isinstance(score.bandwidth, float):
         data |= {"score": "gaussian", "bandwidth": score.bandwidth}

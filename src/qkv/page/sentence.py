@@ -1,4 +1,4 @@
-"""A sentence as the bundled MiniLM reads it: X, Q, K, V and the weights of every head."""
+"""A sentence in the bundled model MiniLM: X, Q, K, V and the weights of every head."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from qkv.errors import ArgumentError
 from qkv.page.heads import heads_view
 
 MAX_TOKENS = 128
-"""Tokens of a sentence that is read."""
+"""Longest sentence, in tokens."""
 
 MAX_CHARACTERS = 10_000
-"""Of a sentence that is tokenized."""
+"""Longest sentence, in characters."""
 
 
 def sentence(text: str, *, model: bool = False) -> dict[str, Any]:
-    """The view of a sentence; with `read_heads_call`, as MiniLM reads it, else by the page's own
-    heads.
+    """Return the view of a sentence; `model` adds the activations of MiniLM.
+
+    Without them the page uses its own example heads.
 
     >>> sentence("I like NLP, a lot!")
     {'view': 'sentence', 'title': 'Sentence', 'data': {'text': 'I like NLP, a lot!'}}
@@ -32,66 +33,69 @@ def sentence(text: str, *, model: bool = False) -> dict[str, Any]:
 
 
 def read_text_call(args: Mapping[str, Any], _: Any) -> dict[str, Any]:
-    """`read_sentence` of the page's text."""
+    """Return the activations of MiniLM for the page's text."""
     return read_sentence(str(args["text"]))
 
 
 def read_heads_call(args: Mapping[str, Any], _: Any) -> dict[str, Any]:
-    """The heads of MiniLM while it reads the page's text, as the view of a model has them."""
-    found = read_sentence(str(args["text"]))
-    names = [f"layer {i}" for i in range(len(found["weights"]))]
-    return heads_view(np.asarray(found["weights"]), names, labels=found["tokens"])["data"]  # type: ignore[no-any-return]
+    """Return the data of the view of a model: the heads of MiniLM for the page's text."""
+    read = read_sentence(str(args["text"]))
+    names = [f"layer {i}" for i in range(len(read["weights"]))]
+    return heads_view(np.asarray(read["weights"]), names, labels=read["tokens"])["data"]  # type: ignore[no-any-return]
 
 
 def read_sentence(text: str) -> dict[str, Any]:
-    """x (layers, n, d), q, k and v (layers, heads, n, d_Q), weights (layers, heads, n, n).
+    """Return the activations of MiniLM for a text.
 
-    `tokens` are pieces of `words`: `groups` has for each the number of its word.
+    They are x (layers, n, d), q, k and v (layers, heads, n, d_Q), and weights (layers, heads, n,
+    n). `tokens` are pieces of `words`; `groups` has the number of the word of each token.
     """
     if len(text) > MAX_CHARACTERS:
         raise ArgumentError(
-            f"the sentence has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: "
-            "give a shorter one"
+            f"the sentence has {len(text):,} characters, and at most {MAX_CHARACTERS:,} are "
+            "allowed: shorten it"
         )
-    reader, tokenizer = load_minilm()
+    model, tokenizer = load_minilm()
     import torch
 
     from qkv.transformers import capture
     from qkv.transformers.captured_attention import group_tokens
 
-    found = tokenizer(text, return_tensors="pt")
-    ids = found["input_ids"][0].tolist()
+    encoded = tokenizer(text, return_tensors="pt")
+    ids = encoded["input_ids"][0].tolist()
     if len(ids) > MAX_TOKENS:
-        raise ArgumentError(f"the sentence has {len(ids)} tokens; at most {MAX_TOKENS} are read")
-    heads, kept = reader.config.num_attention_heads, _ProjectionRecorder()
-    with torch.no_grad(), kept.record_projections(reader), capture(reader) as seen:
-        reader(**found)
+        raise ArgumentError(
+            f"the sentence has {len(ids)} tokens, and at most {MAX_TOKENS} are allowed: shorten it"
+        )
+    heads, recorder = model.config.num_attention_heads, _ProjectionRecorder()
+    with torch.no_grad(), recorder.record_projections(model), capture(model) as captured:
+        model(**encoded)
     words, groups = group_tokens(tokenizer, ids)
     return {
         "model": "all-MiniLM-L6-v2",
         "tokens": tokenizer.convert_ids_to_tokens(ids),
         "words": words,
         "groups": groups,
-        "x": np.stack(kept.inputs),
-        **{name[0]: _split_heads(kept.outputs[name], heads) for name in _ProjectionRecorder.NAMES},
-        "weights": seen.weights,
-        "first": find_farthest_head(seen.weights),
+        "x": np.stack(recorder.inputs),
+        **{name[0]: _split_heads(recorder.outputs[name], heads) for name in recorder.NAMES},
+        "weights": captured.weights,
+        "first": find_farthest_head(captured.weights),
     }
 
 
 def find_farthest_head(alpha: np.ndarray) -> int:
-    """The head whose words look most at one word that is no neighbour, and no mark at an end.
+    """Return the head with the largest weights between words that are not neighbours.
 
-    α (layers, heads, n, n) → layer · heads + head.
+    α (layers, heads, n, n) → layer · heads + head. The special tokens at both ends do not count.
     """
-    at = np.arange(alpha.shape[-1])
-    far = abs(at[:, None] - at) > 1
+    position = np.arange(alpha.shape[-1])
+    far = abs(position[:, None] - position) > 1
     far[[0, -1]] = far[:, [0, -1]] = False
     return int((alpha * far).max(-1).sum(-1).argmax())
 
 
 class _ProjectionRecorder:
-    """What goes into the projections of each layer, and what comes out."""
+    """Record the inputs and outputs of the projections of each layer."""
 
     NAMES = ("query", "key", "value")
 
@@ -102,9 +106,9 @@ class _ProjectionRecorder:
     @contextlib.contextmanager
     def record_projections(self, model: Any) -> Iterator[None]:
         def make_hook(name: str) -> Any:
-            def hook(_: Any, given: tuple[Any, ...], out: Any) -> None:
+            def hook(_: Any, inputs: tuple[Any, ...], out: Any) -> None:
                 if name == "query":
-                    self.inputs.append(given[0][0].numpy())
+                    self.inputs.append(inputs[0][0].numpy())
                 self.outputs[name].append(out[0].numpy())
 
             return hook
@@ -118,18 +122,17 @@ class _ProjectionRecorder:
 
 
 def _split_heads(layers: list[Any], heads: int) -> Any:
-    """(layers, n, heads · d) as (layers, heads, n, d)."""
-    whole = np.stack(layers)
-    return whole.reshape(*whole.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+    """Reshape (layers, n, heads · d) to (layers, heads, n, d)."""
+    stacked = np.stack(layers)
+    return stacked.reshape(*stacked.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
 def load_minilm() -> tuple[Any, Any]:
-    """The model that reads, and its tokenizer; without the bars that others draw for a moment's
-    work."""
+    """Return MiniLM and its tokenizer; load them without a progress bar."""
     from qkv.database.encoders import Sentences
 
     with contextlib.ExitStack() as after:
-        with contextlib.suppress(ImportError):  # whoever needs it says so
+        with contextlib.suppress(ImportError):  # loading the model reports the missing package
             from transformers.utils import logging
 
             logging.disable_progress_bar()

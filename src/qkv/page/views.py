@@ -1,8 +1,7 @@
-"""What is shown, as the descriptors of views: `{"view", "title", "data"}`, arrays still arrays."""
+"""View descriptors, `{"view", "title", "data"}` with NumPy arrays, of the objects to show."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,26 @@ from qkv.answer_backend import SourceRows
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
 from qkv.database.interface import RowSource
 from qkv.errors import ArgumentError, DtypeError
+from qkv.page.components import list_registered, named_settings, score_by_equality
 from qkv.page.heads import MAX_HEAD_CELLS, heads_view
 from qkv.page.sentence import sentence
 from qkv.util.display import HeadsDisplayable
 from qkv.util.formatting import format_one_line
-from qkv.util.registry import ClassRegistry
 
 Descriptor = dict[str, Any]
 
 VIEW_NAMES = ("database", "data", "sentence", "regression", "scores", "model")
+VIEWS_WITH_SCORES = ("database", "data", "scores")
+"""Views in which a reader chooses among all registered scores and weightings."""
 
 MAX_ROWS = 500
-"""Rows of a database that a page holds; of more, the heaviest."""
+"""Rows of a database that the page holds; the heaviest ones of a larger database."""
 
 
 def build_views(shown: Any) -> list[Descriptor]:
-    """The views of an answer, a database or captured heads; or of several, each in a tab, by
-    title where they are a dict.
+    """Return the views of an answer, a database, captured heads or a sentence.
+
+    A list or dict of them gives one view each; the keys of a dict are the titles.
 
     >>> from qkv import Database
     >>> [view] = build_views(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
@@ -38,16 +40,19 @@ def build_views(shown: Any) -> list[Descriptor]:
     ('database', 'Mu')
     """
     if isinstance(shown, HeadsDisplayable):  # before dict, which it may be too
-        weights, names, lengths, labels, whole = shown.head_weights(MAX_HEAD_CELLS)
-        return [heads_view(weights, names, lengths=lengths, labels=labels, whole=whole)]
+        weights, names, lengths, labels, has_all = shown.head_weights(MAX_HEAD_CELLS)
+        return [heads_view(weights, names, lengths=lengths, labels=labels, has_all_weights=has_all)]
     if isinstance(shown, list | tuple):
         return [view for item in shown for view in build_views(item)]
     if isinstance(shown, dict) and "view" in shown:
         if shown["view"] not in VIEW_NAMES:
             raise ArgumentError(
-                f"no view is called {shown['view']!r}: there are {', '.join(VIEW_NAMES)}"
+                f"no view is named {shown['view']!r}: the views are {', '.join(VIEW_NAMES)}"
             )
-        return [{"title": "", "data": {}} | shown]
+        view: Descriptor = {"title": "", "data": {}} | shown
+        if view["view"] in VIEWS_WITH_SCORES:
+            view["data"] = {"registered": list_registered()} | view["data"]
+        return [view]
     if isinstance(shown, dict):
         return [{**view, "title": name} for name, x in shown.items() for view in build_views(x)]
     if isinstance(shown, Answer):
@@ -63,78 +68,78 @@ def build_views(shown: Any) -> list[Descriptor]:
 
 
 def database_view(shown: Any) -> Descriptor:
-    """A database, asked for its first key."""
+    """Return the view of a database, with its first key as the query."""
     title = "database" if shown.path is None else Path(shown.path).stem
     first = next(iter(shown), None)
     if first is None:
-        return {"view": "database", "title": title, "data": {"rows": [], "query": ""}}
+        data = {"rows": [], "query": "", "registered": list_registered()}
+        return {"view": "database", "title": title, "data": data}
     return {**answer_view(shown.ask(first)), "title": title}
 
 
-def answer_view(found: Answer) -> Descriptor:
-    """An answer, with what it takes to ask its rows anew."""
-    told = found.to_dict() | {"score": found.score, "weighting": found.weighting}
-    told["values"] = [share._asdict() for share in found.values]
-    data: dict[str, Any] = {"query": found.query, "answer": told}
-    if isinstance(found.value, dict) and not found.values:  # several columns, each pooled
-        data["columns"] = list(found.value)
-    source, rows = found._collect_source(MAX_ROWS), found.rows
+def answer_view(answer: Answer) -> Descriptor:
+    """Return the view of an answer, with the data that the page needs to recompute it."""
+    fields = answer.to_dict() | {"score": answer.score, "weighting": answer.weighting}
+    fields["values"] = [share._asdict() for share in answer.values]
+    data: dict[str, Any] = {
+        "query": answer.query,
+        "answer": fields,
+        "registered": list_registered(),
+    }
+    if isinstance(answer.value, dict) and not answer.values:  # several columns, each pooled
+        data["columns"] = list(answer.value)
+    source, rows = answer._collect_source(MAX_ROWS), answer.rows
     if source is not None:
         rows = source.rows
-        told["spread"] = found.spread
+        fields["spread"] = answer.spread
         names = dict(zip(("key", "value"), source.column_names, strict=True))
-        data |= {"names": names, **_scoring_data(source, found.total + found.missing)}
-    told["weights"] = np.array([row.weight for row in rows], np.float64)
+        data |= {"names": names, **_scoring_data(source, answer.total + answer.missing)}
+        fields["shares"] = answer.is_normalized
+        fields["scores"] = _source_scores(source, answer)
+    fields["weights"] = np.array([row.weight for row in rows], np.float64)
     data["rows"] = [{"key": row.key, "value": row.value} for row in rows]
-    return {"view": "database", "title": format_one_line(found.query, 40), "data": data}
+    return {"view": "database", "title": format_one_line(answer.query, 40), "data": data}
 
 
 def _scoring_data(source: SourceRows, count: int) -> dict[str, Any]:
-    """Score, weighting and vectors as the page's equation knows them, of `count` rows in all."""
+    """Return the score, weighting and vectors for the page; `count` is the number of all rows."""
     encoder = source.encoder
     score = named_settings(scores.NAMES, source.score)
     own = named_settings(scores.NAMES, encoder.default_score(count))
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "score": None if score == own else score,
         "weighting": named_settings(weightings.NAMES, source.weighting),
         "encoder": encoder.kind,
         "told": None not in (score, own, named_settings(weightings.NAMES, source.weighting)),
     }
     if source.keys is not None:
-        found["vectors"] = {
+        data["vectors"] = {
             "keys": source.keys,
             "query": source.query,
             "encoder": encoder.kind,
             "score": own,
             "twin": _runs_in_browser(encoder),
         }
-    return found
+    return data
 
 
-def named_settings(names: ClassRegistry[Any], thing: Any) -> dict[str, Any] | None:
-    """A score or weighting as its name and settings; None for what has no name.
+def _source_scores(source: SourceRows, answer: Answer) -> np.ndarray | None:
+    """Return the score of each row that the page holds, (r,); None if it cannot be recomputed.
 
-    >>> named_settings(scores.NAMES, scores.Gaussian(0.5))
-    {'name': 'gaussian', 'bandwidth': 0.5}
+    A score without a name may depend on the positions of the keys, so it needs all of them.
     """
-    name = names.name_of(type(thing))
-    if name is None:
+    if source.keys is None:
+        return score_by_equality([row.key for row in source.rows], answer.query)
+    has_all_rows = len(source.rows) == answer.total + answer.missing
+    if named_settings(scores.NAMES, source.score) is None and not has_all_rows:
         return None
-    settings = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
-    plain = {key: _plain_setting(x) for key, x in settings.items() if x is not None}
-    return None if NotImplemented in plain.values() else {"name": name, **plain}
-
-
-def _plain_setting(x: Any) -> Any:
-    if isinstance(x, bool | int | float | str):
-        return x
-    if isinstance(x, np.ndarray | np.generic):
-        return x.tolist()
-    return NotImplemented
+    assert source.query is not None
+    adapted = source.weighting.adapt_score(source.score)
+    return np.asarray(adapted(source.query[None], source.keys)[0], np.float64)
 
 
 def _runs_in_browser(encoder: Encoder) -> bool:
-    """Whether the page's encoder of that kind gives the same vectors."""
+    """Return whether the page's own encoder of this kind gives the same vectors."""
     if isinstance(encoder, Numbers):
         return encoder.units is None and encoder.bandwidth is None
     return encoder in (Arrays(), Characters(), Exact())

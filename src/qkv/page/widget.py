@@ -1,4 +1,4 @@
-"""The page in a notebook, as a widget."""
+"""The page as a widget in a notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkv.page.packing import find_deferred_buffers, pack_arrays
 
 
 class Page(anywidget.AnyWidget):  # type: ignore[misc]
-    """Views, and the bytes that their data refer to; the databases that they may ask, by name."""
+    """A widget with views, the buffers of their arrays, and the databases that they may query."""
 
     _esm = read_module()
     views: Any = traitlets.List().tag(sync=True)
@@ -29,7 +29,7 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
         self, views: list[dict[str, Any]], databases: Mapping[str, Any] | None = None
     ) -> None:
         packed, self.all_buffers = pack_arrays(views)
-        # What is large stays here until the page looks at a part of it.
+        # Large buffers stay in Python until the page asks for a part of them.
         parts = find_deferred_buffers(packed, self.all_buffers)
         buffers = [b"" if i in parts else x for i, x in enumerate(self.all_buffers)]
         super().__init__(views=packed, buffers=buffers)
@@ -37,21 +37,22 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
         self.on_msg(self._handle_message)
 
     def _handle_message(self, _: Any, message: Any, __: Any) -> None:
-        if isinstance(message, Mapping) and "id" in message:  # else nobody waits for a word
+        if isinstance(message, Mapping) and "id" in message:  # others expect no reply
             self.send(*self.answer_message(message))
 
     def answer_message(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-        """`{id, call, args}` → `{id, result}`, or `{id, error}` in a sentence, and its arrays."""
+        """Run the call `{id, call, args}`; return `{id, result}` or `{id, error}`, and buffers."""
         try:
             name, args = message["call"], message["args"]
-            found = (
-                self.read_part(**args) if name == "part" else run_call(name, args, self.databases)
-            )
-            result, buffers = pack_arrays(found)
-        except Exception as error:  # the page waits for a word, whatever went wrong
+            if name == "part":
+                value = self.read_part(**args)
+            else:
+                value = run_call(name, args, self.databases)
+            result, buffers = pack_arrays(value)
+        except Exception as error:  # the page needs a reply in any case
             return {"id": message["id"], "error": str(error) or type(error).__name__}, []
         return {"id": message["id"], "result": result}, buffers
 
     def read_part(self, buffer: int, start: int, stop: int) -> np.ndarray:
-        """Some bytes of what was kept back."""
+        """Return a part of a buffer that was not sent with the views."""
         return np.frombuffer(self.all_buffers[buffer], np.uint8)[start:stop]

@@ -1,5 +1,5 @@
-"""Pictures of attention. Each returns a figure, and has a twin in `qkv.plot.data` that returns the
-numbers. matplotlib is loaded when the first one is drawn.
+"""Plots of attention. Each function returns a figure; the function of the same name in
+`qkv.plot.data` returns the numbers. matplotlib is imported when the first figure is drawn.
 """
 
 from qkv.plot import data

@@ -1,6 +1,7 @@
-"""What each picture shows, as numbers: `qkv.plot.data.heads` is the twin of `qkv.plot.heads`.
+"""The numbers of each plot: `qkv.plot.data.heads` returns what `qkv.plot.heads` draws.
 
-A twin takes what its picture takes, less the looks, and needs no matplotlib.
+The functions take the arguments of the plots, except those for their style, and do not need
+matplotlib.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import numpy as np
 from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, format_plural
 from qkv.frameworks import to_numpy
 from qkv.scores import Score, ScoreLike
-from qkv.scores import resolve as score_of
+from qkv.scores import resolve as resolve_score
 from qkv.weightings import WeightingLike, pair_score_with_weighting
-from qkv.weightings import resolve as weighting_of
+from qkv.weightings import resolve as resolve_weighting
 
 Matrix: TypeAlias = "np.ndarray[Any, Any]"
 Pool = Literal["max", "mean"]
@@ -32,14 +33,14 @@ KERNELS: tuple[ScoreLike, ...] = ("gaussian", "laplace", "boxcar", "triangular",
 
 
 class Cells(NamedTuple):
-    """Matrices as they are drawn: `cells` (…, rows, columns), each of up to `block` entries."""
+    """Matrices to draw: `cells` (…, rows, columns); each cell pools up to `block` entries."""
 
     cells: Matrix
     block: tuple[int, int]
 
 
 class Bars(NamedTuple):
-    """A name and a weight for each bar, the rest of all others last."""
+    """The name and the weight of each bar; the sum of all other rows is last."""
 
     names: list[str]
     weights: list[float]
@@ -53,14 +54,14 @@ class Kernels(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """f(q) (p,) and its weights α(q, kᵢ) (p, m)."""
+    """f(q), (p,), and its weights α(q, kᵢ), (p, m)."""
 
     fitted: Matrix
     weights: Matrix
 
 
 class Regression(NamedTuple):
-    """The fit of each score by name, at the queries (p,); keys and values (m,) by rising key."""
+    """The fit of each score by name at the queries (p,); keys and values (m,), sorted by key."""
 
     query: Matrix
     key: Matrix
@@ -69,7 +70,7 @@ class Regression(NamedTuple):
 
 
 class Surfaces(NamedTuple):
-    """s(q, k) of each score by name, (p, p): a row for each query, a column for each key."""
+    """s(q, k) of each score by name, (p, p): one row per query, one column per key."""
 
     query: Matrix
     key: Matrix
@@ -83,25 +84,24 @@ class Link(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Weights from token to token, (layers, n, n): of each layer alone, and of all up to it."""
+    """Weights between tokens, (layers, n, n): of each layer, and of all layers up to it."""
 
     raw: Matrix
     rollout: Matrix
 
 
 class Entropy(NamedTuple):
-    """H (layers, heads) in nats, and log m, which it is where all m keys count alike."""
+    """H (layers, heads) in nats, and its maximum log m, reached if all m weights are equal."""
 
     entropy: Matrix
     max_entropy: float
 
 
 def heatmaps(matrices: Any, most: tuple[int, int] | None = None, pool: Pool = "max") -> Cells:
-    """The matrices as (rows, columns, queries, keys), NaN for infinities, pooled to `most`
-    cells.
+    """Return matrices as (rows, columns, queries, keys), pooled to at most `most` cells.
 
-    A pooled cell is the entry of largest magnitude in its block ("max"), or their mean; NaN are
-    left out.
+    A pooled cell is the entry of largest magnitude in its block ("max"), or their mean. NaN is
+    ignored, and infinities become NaN.
 
     >>> heatmaps([[0.5, 0.1, 0.2, 0.2]], most=(1, 2)).cells
     array([[[[0.5, 0.2]]]])
@@ -112,39 +112,40 @@ def heatmaps(matrices: Any, most: tuple[int, int] | None = None, pool: Pool = "m
 
 
 def bars(names: Sequence[str], weights: Sequence[float], *, others: int = 0) -> Bars:
-    """αᵢ of each named row, and 1 − Σ αᵢ of `others` more rows, where that is anything.
+    """Return αᵢ of each named row, and 1 − Σ αᵢ of `others` more rows if it is not 0.
 
     >>> bars(["Li", "Hu"], [0.75, 0.125], others=4)
     Bars(names=['Li', 'Hu', '4 other rows'], weights=[0.75, 0.125, 0.125])
     """
     if not (np.iterable(names) and np.ndim(weights) == 1):
-        raise ShapeError("bars needs a list of names, and a weight for each of them")
+        raise ShapeError("bars needs a list of names, and a list with one weight per name")
     if len(names) != len(weights) or not len(names):
         raise ShapeError(
-            f"bars needs one weight for each name, not {len(weights)} for {len(names)}"
+            f"bars needs one weight per name, not {len(weights)} weights for {len(names)} names"
         )
     all_names, all_weights = list(names), [float(weight) for weight in weights]
-    rest = 1 - sum(all_weights)
-    if others > 0 and rest > 0.0005:
+    remainder = 1 - sum(all_weights)
+    if others > 0 and remainder > 0.0005:
         all_names.append(format_plural(others, "other row"))
-        all_weights.append(rest)
+        all_weights.append(remainder)
     return Bars(all_names, all_weights)
 
 
 def heads(weights: Any, most: tuple[int, int] = (48, 48), pool: Pool = "max") -> Cells:
-    """α (layers, heads, n, m), pooled to `max_entropy` cells each as in `heatmaps`.
+    """Return α (layers, heads, n, m), each head pooled to at most `most` cells as in `heatmaps`.
 
     >>> heads(np.ones((2, 3, 96, 96)) / 96).block
     (2, 2)
     """
-    cells, kept = captured_cells(weights)
+    cells, captured_block = captured_cells(weights)
     cells, block = pool_cells(cells, most, pool)
-    return Cells(cells, (block[0] * kept[0], block[1] * kept[1]))
+    return Cells(cells, (block[0] * captured_block[0], block[1] * captured_block[1]))
 
 
 def kernels(scores: Scores = KERNELS, reach: float = 2.5, points: int = 501) -> Kernels:
-    """K(r) at distances r from −reach to reach: exp(s) of a score that softmax reads, s of one
-    that cannot be negative and is a weight as it stands.
+    """Return K(r) at distances r from −reach to reach.
+
+    K is s for a score that is never negative, and exp(s), as in a softmax, for the others.
 
     >>> distance, values = kernels(["gaussian", "epanechnikov"], reach=1, points=5)
     >>> values["gaussian"].round(2)
@@ -154,10 +155,11 @@ def kernels(scores: Scores = KERNELS, reach: float = 2.5, points: int = 501) -> 
     """
     reach = _require_positive(reach, "reach")
     r = np.linspace(-reach, reach, points)
-    found = {
-        name: (s, s(np.zeros((1, 1)), r[:, None])[0]) for name, s in scores_by_name(scores).items()
-    }
-    return Kernels(r, {n: x if s.is_nonnegative else np.exp(x) for n, (s, x) in found.items()})
+    values = {}
+    for name, score in scores_by_name(scores).items():
+        s = score(np.zeros((1, 1)), r[:, None])[0]
+        values[name] = s if score.is_nonnegative else np.exp(s)
+    return Kernels(r, values)
 
 
 def regression(
@@ -167,11 +169,11 @@ def regression(
     weighting: WeightingLike | None = None,
     query: Any = None,
 ) -> Regression:
-    """f(q) = Σᵢ α(q, kᵢ) vᵢ, the estimator of Nadaraya and Watson, with its weights.
+    """Return f(q) = Σᵢ α(q, kᵢ) vᵢ, the Nadaraya–Watson estimator, with its weights.
 
-    key, value (m,); query (p,), else 128 of them along the keys. α is the softmax of the score, or
-    the score over its sum where it cannot be negative; or what `weighting` makes of it. f(q) is NaN
-    where no key is in reach.
+    key, value (m,); query (p,), by default 128 values over the range of the keys. The default
+    weighting is softmax, or `normalized` for a score that is never negative. f(q) is NaN if no key
+    has weight.
 
     >>> fit = regression([0.0, 1.0, 2.0], [1.0, 2.0, 3.0], "boxcar", query=[0.5]).fits["boxcar"]
     >>> fit.weights
@@ -187,14 +189,16 @@ def regression(
     q = np.linspace(k[0], k[-1], 128) if query is None else _as_vector(query, "query")
     fits = {}
     for name, score in scores_by_name(scores).items():
-        how = weighting_of(weighting or ("normalized" if score.is_nonnegative else "softmax"))
-        alpha = np.asarray(how(pair_score_with_weighting(score, how)(q[:, None], k[:, None])))
+        default = "normalized" if score.is_nonnegative else "softmax"
+        chosen = resolve_weighting(weighting or default)
+        adapted = pair_score_with_weighting(score, chosen)
+        alpha = np.asarray(chosen(adapted(q[:, None], k[:, None])))
         fits[name] = Fit(np.where(alpha.any(-1), alpha @ v, np.nan), alpha)
     return Regression(q, k, v, fits)
 
 
 def surfaces(scores: Scores, reach: float = 2.0, points: int = 129) -> Surfaces:
-    """s(q, k) for numbers q and k from −reach to reach.
+    """Return s(q, k) for numbers q and k from −reach to reach.
 
     >>> surfaces("gaussian", reach=1, points=3).values["gaussian"]
     array([[-0. , -0.5, -2. ],
@@ -202,15 +206,14 @@ def surfaces(scores: Scores, reach: float = 2.0, points: int = 129) -> Surfaces:
            [-2. , -0.5, -0. ]])
     """
     reach = _require_positive(reach, "reach")
-    at = np.linspace(-reach, reach, points)
-    found = {
-        name: np.asarray(s(at[:, None], at[:, None])) for name, s in scores_by_name(scores).items()
-    }
-    return Surfaces(at, at, found)
+    axis = np.linspace(-reach, reach, points)
+    column = axis[:, None]
+    values = {name: np.asarray(s(column, column)) for name, s in scores_by_name(scores).items()}
+    return Surfaces(axis, axis, values)
 
 
 def alignment(weights: Any, least: float = 0.02) -> list[Link]:
-    """The links from queries to keys whose α is at least `least`, strongest first.
+    """Return the links from queries to keys with α of at least `least`, largest first.
 
     weights: (n, m).
 
@@ -220,16 +223,16 @@ def alignment(weights: Any, least: float = 0.02) -> list[Link]:
     if isinstance(least, bool) or not isinstance(least, Real):
         raise DtypeError(f"least must be a number, not {least!r}")
     matrix = as_grid(weights, "weights", {2: "(n, m)"})[0, 0]
-    found = [Link(int(i), int(j), float(matrix[i, j])) for i, j in np.argwhere(matrix >= least)]
-    return sorted(found, key=lambda link: -link.weight)
+    links = [Link(int(i), int(j), float(matrix[i, j])) for i, j in np.argwhere(matrix >= least)]
+    return sorted(links, key=lambda link: -link.weight)
 
 
 def flow(weights: Any) -> Flow:
-    """Raw: Āₗ, the mean of a layer's heads. Rollout: Rₗ = ½(Āₗ + 1) Rₗ₋₁ with R₀ = 1.
+    """Return raw weights Āₗ, the mean of a layer's heads, and their rollout Rₗ = ½(Āₗ + 1) Rₗ₋₁.
 
-    weights: (layers, heads, n, n). Half of what a layer passes on is what came in beside its
-    attention (Abnar and Zuidema, 2020); `rollout[l, i, j]` is how much token i, after layer l, is
-    made of the j-th word that was read.
+    weights: (layers, heads, n, n). R₀ = 1, and half of the output of a layer is its residual input
+    (Abnar and Zuidema, 2020). `rollout[l, i, j]` is the share of input token j in token i after
+    layer l.
 
     >>> raw, rollout = flow(np.full((2, 1, 2, 2), 0.5))
     >>> rollout
@@ -241,52 +244,51 @@ def flow(weights: Any) -> Flow:
     alpha = require_unpooled(weights)
     layers, _, n, m = alpha.shape
     if n != m:
-        raise ShapeError(f"weights has {n} queries and {m} keys; flow needs queries that are keys")
+        raise ShapeError(f"weights has {n} queries and {m} keys; flow needs self-attention")
     raw = alpha.mean(1)
-    steps, so_far = [], np.eye(n)
+    rollouts, rollout = [], np.eye(n)
     for layer in range(layers):
-        so_far = (raw[layer] + np.eye(n)) / 2 @ so_far
-        steps.append(so_far)
-    return Flow(raw, np.stack(steps))
+        rollout = (raw[layer] + np.eye(n)) / 2 @ rollout
+        rollouts.append(rollout)
+    return Flow(raw, np.stack(rollouts))
 
 
 def entropy(weights: Any) -> Entropy:
-    """H = −Σⱼ αⱼ log αⱼ, the mean over a head's queries; a query that looks at nothing is left out.
+    """Return H = −Σⱼ αⱼ log αⱼ, the mean over a head's queries; queries without weight are ignored.
 
-    weights: (layers, heads, n, m). exp(H) keys count in effect.
+    weights: (layers, heads, n, m). exp(H) is the effective number of keys.
 
     >>> alpha = np.stack([np.full((4, 4), 0.25), np.eye(4)])
     >>> entropy(alpha[None]).entropy.round(2)
     array([[1.39, 0.  ]])
     """
     alpha = require_unpooled(weights)
-    found = np.full(alpha.shape[:2], np.nan)
-    for at in np.ndindex(found.shape):
+    mean_entropy = np.full(alpha.shape[:2], np.nan)
+    for at in np.ndindex(mean_entropy.shape):
         rows = alpha[at].astype(np.float64)
         rows = rows[rows.sum(-1) > 0]
         if len(rows):
             logs = np.log(rows, where=rows > 0, out=np.zeros_like(rows))
-            found[at] = 0.0 - (rows * logs).sum(-1).mean()
-    return Entropy(found, float(np.log(alpha.shape[-1])))
+            mean_entropy[at] = 0.0 - (rows * logs).sum(-1).mean()
+    return Entropy(mean_entropy, float(np.log(alpha.shape[-1])))
 
 
 def as_grid(
     matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = MATRICES
 ) -> Matrix:
-    """The matrices as floating numbers with four axes, and NaN for infinities."""
+    """Return matrices as floats with four axes, and NaN for infinities."""
     try:
         array = np.asarray(_to_nested_numpy(matrices))
     except ValueError:
         raise ShapeError(
-            f"{argument} is ragged; expected as many keys in every row and as many queries in "
-            "every matrix"
+            f"{argument} is ragged; expected rows of equal length, and matrices of equal size"
         ) from None
     if array.ndim not in shapes:
         expected = " or ".join(shapes.values())
         raise ShapeError(f"{argument} has shape {array.shape}; expected {expected}")
     if array.size == 0:
         raise ShapeError(f"{argument} has shape {array.shape}; expected at least one cell to draw")
-    # NumPy files the narrow floats of machine learning under no kind of number.
+    # NumPy gives bfloat16 and the 8-bit floats no numeric kind.
     if array.dtype.kind not in "biuf" and "float" not in array.dtype.name:
         raise DtypeError(f"{argument} has dtype {array.dtype}; expected real numbers")
     short = array.dtype.itemsize <= 2 or array.dtype == np.float32
@@ -298,25 +300,24 @@ def as_grid(
 
 
 def captured_cells(weights: Any) -> Cells:
-    """α of a model's heads, (layers, heads, n, m), as a capture kept them; one layer may come
-    without its axis."""
+    """Return α (layers, heads, n, m) of an array or a capture; one layer needs no layer axis."""
     alpha = as_grid(getattr(weights, "weights", weights), "weights", HEADS)
     return Cells(alpha, getattr(weights, "block", (1, 1)))
 
 
 def require_unpooled(weights: Any) -> Matrix:
-    """The same, where no weight was pooled."""
+    """Return the same; raise an error if weights were pooled."""
     alpha, block = captured_cells(weights)
     if block != (1, 1):
         raise ArgumentError(
-            f"weights holds the largest of each {block[0]} × {block[1]}, and all are needed: "
-            "capture with a larger budget"
+            f"weights has only the largest of each {block[0]} × {block[1]} weights, and this needs "
+            "all of them: capture with a larger budget"
         )
     return alpha
 
 
 def pool_cells(cells: Matrix, most: tuple[int, int] | None, pool: Pool) -> Cells:
-    """At most so many cells in the last two axes; NaN where a block holds nothing else."""
+    """Pool the last two axes to at most `most` cells; a block of only NaN stays NaN."""
     if pool not in ("max", "mean"):
         raise ArgumentError(f'pool must be "max" or "mean", not {pool!r}')
     sizes = cells.shape[-2:]
@@ -334,32 +335,34 @@ def pool_cells(cells: Matrix, most: tuple[int, int] | None, pool: Pool) -> Cells
 
 
 def scores_by_name(scores: Scores) -> dict[str, Score]:
-    """The scores by what they are called: a name, a class with its numbers, or one's own."""
+    """Return scores by name: the keys of a dict, or the name of each score or function."""
     if isinstance(scores, Mapping):
-        return {str(name): score_of(score) for name, score in scores.items()}
-    many: list[Any] = list(scores) if isinstance(scores, list | tuple) else [scores]
-    found = {}
-    for given in many:
-        score = score_of(given)
-        name = given if isinstance(given, str) else getattr(given, "__name__", None)
-        found[name or type(score).__name__.lower()] = score
-    if not found:
-        raise ArgumentError("scores is empty: give the name of one, or several")
-    if len(found) < len(many):
-        raise ArgumentError("scores holds two of one name: name them, as in {'σ = 1': Gaussian(1)}")
-    return found
+        return {str(name): resolve_score(score) for name, score in scores.items()}
+    specs: list[Any] = list(scores) if isinstance(scores, list | tuple) else [scores]
+    by_name = {}
+    for spec in specs:
+        score = resolve_score(spec)
+        name = spec if isinstance(spec, str) else getattr(spec, "__name__", None)
+        by_name[name or type(score).__name__.lower()] = score
+    if not by_name:
+        raise ArgumentError("scores is empty: pass at least one score")
+    if len(by_name) < len(specs):
+        raise ArgumentError(
+            "scores has two of the same name: pass a dict, as in {'σ = 1': Gaussian(1)}"
+        )
+    return by_name
 
 
-def _reduce_blocks(how: Any, cells: Matrix, counts: list[int]) -> Matrix:
+def _reduce_blocks(ufunc: Any, cells: Matrix, counts: list[int]) -> Matrix:
     for axis, count in zip((-2, -1), counts, strict=True):
         size = cells.shape[axis]
         if size > count:
-            cells = how.reduceat(cells, np.arange(count) * size // count, axis=axis)
+            cells = ufunc.reduceat(cells, np.arange(count) * size // count, axis=axis)
     return cells
 
 
 def _to_nested_numpy(x: Any) -> Any:
-    """Lists as they are, the arrays in them made NumPy's: NumPy cannot stack every tensor."""
+    """Convert the arrays in nested lists to NumPy, which cannot stack every tensor itself."""
     if isinstance(x, list | tuple):
         return [_to_nested_numpy(item) for item in x]
     return to_numpy(x) if hasattr(x, "shape") else x
@@ -369,11 +372,11 @@ def _as_vector(x: Any, argument: str) -> Matrix:
     try:
         array = to_numpy(x).astype(np.float64)
     except (TypeError, ValueError):
-        raise DtypeError(f"{argument} must be numbers in a row, not {x!r:.40}") from None
+        raise DtypeError(f"{argument} must be a vector of numbers, not {x!r:.40}") from None
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or not array.size:
-        raise ShapeError(f"{argument} has shape {array.shape}; expected some numbers in a row")
+        raise ShapeError(f"{argument} has shape {array.shape}; expected a vector of numbers")
     return array
 
 

@@ -1,4 +1,4 @@
-"""A matplotlib figure that belongs to its caller and shows itself in a notebook."""
+"""A matplotlib figure that pyplot does not manage, and that a notebook can display."""
 
 import re
 import warnings
@@ -13,29 +13,29 @@ _MISSING_GLYPH = re.compile(r"Glyph (\d+) .* missing from font\(s\) (.*)\.")
 
 
 class Figure(matplotlib.figure.Figure):
-    """A figure that pyplot does not know of: no window opens, and it is freed like any object.
+    """A figure outside of pyplot: it opens no window, and is freed like any object.
 
-    A notebook draws pyplot's figures only, so this one brings its own pictures: SVG for the page,
-    PNG for exports that cannot read SVG.
+    Notebooks display only pyplot's figures by themselves, so this class provides SVG, and PNG for
+    exports without SVG.
     """
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
-        """As matplotlib's, with one warning of all letters that the font lacks."""
-        with warnings.catch_warnings(record=True) as told:
+        """Save the figure as matplotlib does, with one warning for all glyphs that are missing."""
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             super().savefig(*args, **kwargs)
-        lacks = dict[str, str]()
-        for each in told:
-            if found := _MISSING_GLYPH.match(str(each.message)):
-                lacks[chr(int(found[1]))] = found[2]
+        missing = dict[str, str]()
+        for each in caught:
+            if match := _MISSING_GLYPH.match(str(each.message)):
+                missing[chr(int(match[1]))] = match[2]
             else:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        if lacks:
-            letters = "".join([*lacks][:8]) + ("…" if len(lacks) > 8 else "")
-            font = lacks[letters[0]]
+        if missing:
+            letters = "".join([*missing][:8]) + ("…" if len(missing) > 8 else "")
+            font = missing[letters[0]]
             warn_at_caller(
-                f"the font {font} lacks {letters}: boxes stand for them, unless "
-                "matplotlib.rcParams['font.family'] lists a font that has them",
+                f"the font {font} lacks {letters}, which are drawn as boxes: add a font that has "
+                "them to matplotlib.rcParams['font.family']",
                 UserWarning,
             )
 

@@ -1,4 +1,4 @@
-"""Attention weights as coloured cells: a row per query, a column per key."""
+"""Heatmaps of attention weights: one row per query, one column per key."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
 
-# Text is sized before the layout that depends on it: about what labels leave of a panel, and what
-# they may take of it.
+# Text must be sized before the layout is known. These are approximate shares of a panel: for the
+# matrix, and for the labels.
 PANEL_SHARE, WORD_SHARE = 0.65, 0.15
 PANEL_INCHES, MAX_PAGE_INCHES, WORD_PITCH_INCHES = 2.5, 16.0, 8 / 72
-"""Inches of a panel, of all panels with words, and from one word to the next."""
+"""The size of a panel, the largest size of all panels with labels, and the distance of labels."""
 MAX_ANNOTATED_SIDE = 12
 MAX_LIVE_PANELS = 32
 
@@ -44,19 +44,19 @@ def heatmaps(
     """Draw weights α(qᵢ, kⱼ) as a grid of heatmaps on one colour scale, with one colour bar.
 
     matrices: (rows, columns, queries, keys), (columns, queries, keys) or (queries, keys), of any
-    framework, or lists of these. The figure is returned: a notebook shows it, ``savefig`` keeps it.
+    framework, or lists of these. A notebook shows the returned figure; ``savefig`` saves it.
 
     The scale runs from 0 to the largest value. With negative values it is symmetric about 0, and
     "Reds" becomes "RdBu_r": red for positive, blue for negative. NaN and infinite cells are grey.
     A matrix with more cells than its panel has pixels is pooled, and a title says so: each cell
-    then shows the strongest weight in it, the one of largest magnitude, or with ``pool="mean"``
-    their mean. `qkv.plot.data.heatmaps` gives the numbers.
+    then shows the weight of largest magnitude in it, or with ``pool="mean"`` their mean.
+    `qkv.plot.data.heatmaps` returns the numbers.
 
     titles: one per column, one per panel, or a list for each row.
-    figsize: the inches of one panel; without it 2.5 × 2.5, and more for many words.
-    xticks, yticks: a word for each key and for each query, in place of their numbers.
+    figsize: the size of one panel in inches; by default 2.5 × 2.5, and more for many labels.
+    xticks, yticks: one label per key and per query, instead of their numbers.
     annotate: write the numbers into the cells of matrices up to 12 × 12.
-    block: how many weights a cell stands for already, for the title.
+    block: how many weights each cell already pools, for the title.
 
     >>> import numpy as np
     >>> from qkv.plot import heatmaps
@@ -70,23 +70,24 @@ def heatmaps(
     headings = _panel_titles(titles, rows, columns)
     key_words = style.validate_labels(xticks, keys, "xticks", "key")
     query_words = style.validate_labels(yticks, queries, "yticks", "query")
-    # Cells are square, until that would leave a long matrix as a thread.
+    # Cells are square unless the matrix is very long.
     shape = min(max(queries / keys, 1 / 4), 4.0)
     if figsize is None:
         most = min(MAX_PAGE_INCHES / max(rows, columns), MAX_PAGE_INCHES / 2)
         figsize = _panel_size(len(key_words), len(query_words), shape, most)
     width, height = style.validate_figsize(figsize)
 
-    # Words that are longer than what panels leave to them get room of their own.
-    beside = max(0.0, style.label_inches(query_words) - WORD_SHARE * width)
-    below = max(0.0, style.label_inches(key_words) - WORD_SHARE * height)
-    figure = style.new_figure((columns * width + beside, rows * height + below), "compressed")
-    # Not sharex: matplotlib's cost of sharing grows with the square of the panels.
+    # Labels that are longer than their share of the panels make the figure larger.
+    extra_width = max(0.0, style.label_inches(query_words) - WORD_SHARE * width)
+    extra_height = max(0.0, style.label_inches(key_words) - WORD_SHARE * height)
+    size = columns * width + extra_width, rows * height + extra_height
+    figure = style.new_figure(size, "compressed")
+    # Without sharex, because its cost is quadratic in the number of panels.
     axes: Any = figure.subplots(rows, columns, squeeze=False)
 
     panel_width = PANEL_SHARE * min(width, height / shape)
     panel_height = panel_width * shape
-    stacked = rows > 1 and panel_height * 72 < 0.6 * 9 * len(ylabel)  # labels would meet
+    stacked = rows > 1 and panel_height * 72 < 0.6 * 9 * len(ylabel)  # labels would overlap
 
     norm, colours = style.colour_scale(grid, cmap)
     for i, j in np.ndindex(rows, columns):
@@ -97,7 +98,7 @@ def heatmaps(
             cmap=colours,
             aspect="auto",
             interpolation="nearest",
-            # The axes count queries and keys, also where a cell will hold many of them.
+            # The axes count queries and keys, also if a cell pools several of them.
             extent=(-0.5, keys - 0.5, queries - 0.5, -0.5),
         )
         panel.set_box_aspect(shape)
@@ -121,23 +122,23 @@ def heatmaps(
 
 
 def _panel_size(across: int, down: int, shape: float, most: float) -> tuple[float, float]:
-    """The inches of a panel in which so many words can be read, if `most` allows."""
+    """Return the size of a panel in which this many labels are legible, at most `most`."""
     width, height = (min(WORD_PITCH_INCHES * words / PANEL_SHARE, most) for words in (across, down))
     return max(width, height / shape, PANEL_INCHES), max(height, width * shape, PANEL_INCHES)
 
 
 def _panel_titles(titles: str | Sequence[Any] | None, rows: int, columns: int) -> list[list[str]]:
-    """A title for every panel; with one per column, the first row carries them."""
+    """Return a title for every panel; titles per column go to the first row."""
     blank = [""] * columns
     if titles is None:
         return [blank] * rows
-    given = [titles] if isinstance(titles, str) else list(titles)
-    nested = [list(row) for row in given if isinstance(row, list | tuple)]
+    entries = [titles] if isinstance(titles, str) else list(titles)
+    nested = [list(row) for row in entries if isinstance(row, list | tuple)]
     if nested:
-        if len(given) == len(nested) == rows and all(len(row) == columns for row in nested):
+        if len(entries) == len(nested) == rows and all(len(row) == columns for row in nested):
             return [[str(title) for title in row] for row in nested]
         raise ShapeError(f"titles is nested; expected {rows} lists of {columns} titles each")
-    flat = [str(title) for title in given]
+    flat = [str(title) for title in entries]
     if len(flat) == columns:
         return [flat] + [blank] * (rows - 1)
     if len(flat) == rows * columns:
@@ -155,9 +156,9 @@ def _add_pooling_title(figure: Figure, block: tuple[int, int], pool: Pool, norm:
 def _pool_to_pixels(
     figure: Figure, axes: Any, grid: Matrix, pool: Pool, block: tuple[int, int]
 ) -> None:
-    """Lay the figure out and give each image no more cells than it has pixels.
+    """Compute the layout, and pool each image to at most as many cells as it has pixels.
 
-    With more, drawing would skip cells, and the strongest may be among them.
+    Otherwise matplotlib would skip cells, possibly the one with the largest weight.
     """
     crowded = axes.size > MAX_LIVE_PANELS
     inches = figure.get_size_inches() / axes.shape[::-1]
@@ -168,25 +169,25 @@ def _pool_to_pixels(
     layout.execute(figure)
     if data.pool_cells(grid[:1, :1], _panel_pixels(axes), pool).block != (1, 1):
         images = [panel.images[0] for panel in axes.flat]
-        _add_pooling_title(figure, block, pool, images[0].norm)  # which takes room
+        _add_pooling_title(figure, block, pool, images[0].norm)  # the title needs space
         layout.execute(figure)
         pooled = data.pool_cells(grid, _panel_pixels(axes), pool)
         each = pooled.cells.reshape(-1, *pooled.cells.shape[2:])
         for image, cells in zip(images, each, strict=True):
             image.set_data(cells)
         norm = images[0].norm
-        if pool == "mean":  # which no cell of the matrix need reach
+        if pool == "mean":  # means are smaller than the largest entry
             norm.vmax = float(np.nanmax(abs(pooled.cells))) or 1.0
             norm.vmin = -norm.vmax if norm.vmin else 0.0
         rows, columns = pooled.block
         _add_pooling_title(figure, (rows * block[0], columns * block[1]), pool, norm)
     if crowded:
-        # It would run twice for each drawing, and takes seconds for a hundred panels.
+        # The layout would run twice per drawing, which takes seconds for a hundred panels.
         figure.set_layout_engine("none")
 
 
 def _panel_pixels(axes: Any) -> tuple[int, int]:
-    """Of the smallest panel, less one: the layout shifts a little when it runs again to draw."""
+    """Return the pixels of the smallest panel, minus one because the layout may shift slightly."""
     panel: Axes
     boxes = []
     for panel in axes.flat:
@@ -197,15 +198,15 @@ def _panel_pixels(axes: Any) -> tuple[int, int]:
 
 
 HEAD_INCHES, HEAD_SPACING, LABEL_INCHES = 0.62, 1.08, (1.1, 0.72)
-"""Inches of one head, heads from one to the next, and what words and the bar take beside them."""
+"""The size of a head in inches, the distance of heads in heads, and the space for labels."""
 
 
 def heads(weights: Any, *, pool: Pool = "max", title: str = "") -> Figure:
-    """α of every head as a small picture: layers from the top down, heads from left to right.
+    """Draw α of every head as a small heatmap: one row per layer, one column per head.
 
-    weights: (layers, heads, n, m) of any framework, or what `qkv.transformers.capture` gave. The
-    colours go by the root of a weight, so that small ones are told apart. Heads of more than
-    48 × 48 weights are pooled, and the title says so; `qkv.plot.data.heads` gives the numbers.
+    weights: (layers, heads, n, m) of any framework, or the result of `qkv.transformers.capture`.
+    The colour scale is a square root, which separates small weights. Heads of more than 48 × 48
+    weights are pooled, and the title says so. `qkv.plot.data.heads` returns the numbers.
 
     >>> figure = heads(np.full((2, 3, 4, 4), 0.25))
     >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
@@ -213,8 +214,8 @@ def heads(weights: Any, *, pool: Pool = "max", title: str = "") -> Figure:
     """
     cells, block = data.heads(weights, pool=pool)
     layers, count = cells.shape[:2]
-    said = list(filter(None, [title, style.pooling_text(block, pool) if block != (1, 1) else ""]))
-    figure, panel = _head_figure(layers, count, HEAD_INCHES * HEAD_SPACING, len(said))
+    lines = list(filter(None, [title, style.pooling_text(block, pool) if block != (1, 1) else ""]))
+    figure, panel = _head_figure(layers, count, HEAD_INCHES * HEAD_SPACING, len(lines))
 
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import PowerNorm
@@ -235,7 +236,7 @@ def heads(weights: Any, *, pool: Pool = "max", title: str = "") -> Figure:
         xlim=(-0.5, HEAD_SPACING * (count - 1) + 0.5),
         ylim=(HEAD_SPACING * (layers - 1) + 0.5, -0.5),
     )
-    _label_heads(panel, layers, count, HEAD_SPACING, "\n".join(said))
+    _label_heads(panel, layers, count, HEAD_SPACING, "\n".join(lines))
     panel.spines[:].set_visible(False)
     style.add_colour_bar(
         figure, ScalarMappable(norm, colours), panel, layers * HEAD_INCHES, "weight"
@@ -244,32 +245,32 @@ def heads(weights: Any, *, pool: Pool = "max", title: str = "") -> Figure:
 
 
 def entropy(weights: Any) -> Figure:
-    """H = −Σⱼ αⱼ log αⱼ of every head, the mean over its queries: a row for each layer.
+    """Draw H = −Σⱼ αⱼ log αⱼ of every head, the mean over its queries: one row per layer.
 
-    weights: (layers, heads, n, m) of any framework, or what `qkv.transformers.capture` gave.
-    Pale heads look at one key, dark ones at all alike: the colours end at log m, and exp(H) keys
-    count in effect. `qkv.plot.data.entropy` gives the numbers.
+    weights: (layers, heads, n, m) of any framework, or the result of `qkv.transformers.capture`.
+    Light heads attend to one key, dark ones to all keys equally. The colour scale ends at log m.
+    exp(H) is the effective number of keys. `qkv.plot.data.entropy` returns the numbers.
 
     >>> figure = entropy(np.full((1, 2, 4, 4), 0.25))
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.4', '1.4']
     """
-    found, most = data.entropy(weights)
-    layers, count = found.shape
+    values, most = data.entropy(weights)
+    layers, count = values.shape
     cell = 0.42
     figure, panel = _head_figure(layers, count, cell, 1)
     norm, colours = style.colour_scale(np.array([most]), "Reds")
-    image = panel.imshow(found, norm=norm, cmap=colours)
+    image = panel.imshow(values, norm=norm, cmap=colours)
     _label_heads(panel, layers, count, 1.0, f"entropy of each head, at most {most:.2f} nats")
     panel.spines[:].set(linewidth=0.5, color=FRAME, visible=True)
-    texts = {at: f"{x:.1f}" for at, x in np.ndenumerate(found) if x == x}
-    style.annotate_texts(panel, texts, found, norm, colours, 8)
+    texts = {at: f"{x:.1f}" for at, x in np.ndenumerate(values) if x == x}
+    style.annotate_texts(panel, texts, values, norm, colours, 8)
     style.add_colour_bar(figure, image, panel, layers * cell)
     return figure
 
 
 def _head_figure(layers: int, count: int, cell: float, lines: int) -> tuple[Figure, Axes]:
-    """A figure that so many cells fill, with so many lines above."""
+    """Return a figure for a grid of cells, with space for the lines of a title."""
     width, height = LABEL_INCHES
     size = max(3.0, count * cell + width), layers * cell + height + 0.15 * lines
     figure = style.new_figure(size, "compressed")
@@ -277,7 +278,7 @@ def _head_figure(layers: int, count: int, cell: float, lines: int) -> tuple[Figu
 
 
 def _label_heads(panel: Axes, layers: int, count: int, step: float, title: str) -> None:
-    """The numbers of layers and heads that lie so far apart."""
+    """Label layers and heads with their numbers, `step` apart."""
     style.style_axes(panel, "head", "layer", title)
     panel.set_xticks(step * np.arange(count), map(str, range(count)))
     panel.set_yticks(step * np.arange(layers), map(str, range(layers)))

@@ -1,4 +1,4 @@
-"""Weights as lines between words: from queries to keys, and through the layers of a model."""
+"""Weights as lines: from queries to keys, and through the layers of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WORD_PITCH_INCHES, LINE_POINTS_PER_WEIGHT = 0.25, 5.0
-"""Inches from word to word, and points of a line that weighs 1."""
+"""The distance of words in inches, and the width in points of a line with weight 1."""
 
 
 def alignment(
@@ -28,10 +28,11 @@ def alignment(
     least: float = 0.02,
     title: str = "",
 ) -> Figure:
-    """α(qᵢ, kⱼ) as lines from the queries (left) to the keys (right), as thick as the weight.
+    """Draw α(qᵢ, kⱼ) as lines from queries (left) to keys (right); their width is the weight.
 
-    weights: (n, m) of any framework; queries, keys: a word for each. Weights below `least` are not
-    drawn. Beside a query stands its strongest weight. `qkv.plot.data.alignment` gives the lines.
+    weights: (n, m) of any framework; queries, keys: one label each. Weights below `least` are not
+    drawn. The number next to a query is its largest weight. `qkv.plot.data.alignment` returns the
+    lines.
 
     >>> figure = alignment([[0.9, 0.1], [0.0, 1.0]], ["le", "chat"], ["the", "cat"])
     >>> len(figure.axes[0].collections[0].get_segments())
@@ -41,14 +42,15 @@ def alignment(
     n, m = matrix.shape
     left = style.validate_labels(range(n) if queries is None else queries, n, "queries", "query")
     right = style.validate_labels(range(m) if keys is None else keys, m, "keys", "key")
-    found = data.alignment(matrix, least)
-    beside = style.label_inches(left) + style.label_inches(right)
-    figure = style.new_figure((3.2 + beside, WORD_PITCH_INCHES * max(n, m) + 0.55), "constrained")
+    links = data.alignment(matrix, least)
+    label_width = style.label_inches(left) + style.label_inches(right)
+    size = 3.2 + label_width, WORD_PITCH_INCHES * max(n, m) + 0.55
+    figure = style.new_figure(size, "constrained")
     panel: Axes = figure.subplots()
     tall = max(n, m)
     at_left, at_right = ((np.arange(c) + 0.5) * tall / c for c in (n, m))
-    ends = [((0.0, at_left[i]), (1.0, at_right[j])) for i, j, _ in found]
-    _draw_lines(panel, ends, np.array([link.weight for link in found]))
+    ends = [((0.0, at_left[i]), (1.0, at_right[j])) for i, j, _ in links]
+    _draw_lines(panel, ends, np.array([link.weight for link in links]))
     strongest = [f"{weight:.2f}" for weight in np.fmax.reduce(matrix, axis=1)]
     _draw_words(panel, 0.0, at_left, strongest, -6, 7)
     _draw_words(panel, 0.0, at_left, left, -30, 9)
@@ -60,12 +62,12 @@ def alignment(
 
 
 def flow(weights: Any, words: Sequence[Any] | None = None, query: int = -1) -> Figure:
-    """What reaches one token through the layers: what each layer weighs, and what that adds up to.
+    """Draw how information reaches one token through the layers, as raw weights and as rollout.
 
-    weights: (layers, heads, n, n) of any framework, or what `qkv.transformers.capture` gave. Left,
-    raw: Āₗ, the mean of a layer's heads, as lines from the token into the layer below. Right,
-    rollout: the lines of Rₗ = ½(Āₗ + 1) Rₗ₋₁ through which the token is made of the words that were
-    read, and how much of each. `qkv.plot.data.flow` gives the numbers.
+    weights: (layers, heads, n, n) of any framework, or the result of `qkv.transformers.capture`.
+    Left, raw: Āₗ, the mean of a layer's heads, as lines from the token to the layer below. Right,
+    rollout: the lines of Rₗ = ½(Āₗ + 1) Rₗ₋₁ that lead to the token, and the share of each input
+    token. `qkv.plot.data.flow` returns the numbers.
 
     >>> figure = flow(np.full((2, 1, 3, 3), 1 / 3), ["so", "it", "goes"])
     >>> [label.get_text() for label in figure.axes[1].get_yticklabels()]
@@ -80,10 +82,10 @@ def flow(weights: Any, words: Sequence[Any] | None = None, query: int = -1) -> F
     width = 2 * max(1.9, 0.42 * layers) + style.label_inches(names) + 0.9
     figure = style.new_figure((width, WORD_PITCH_INCHES * n + 1.2), "constrained")
     figure.suptitle(f"“{names[query]}”", fontsize=10, color=INK, parse_math=False)
-    one, all_ = figure.subplots(1, 2)
+    raw_panel, rollout_panel = figure.subplots(1, 2)
 
-    alone = np.zeros_like(raw)
-    alone[:, query] = raw[:, query]
+    own_weights = np.zeros_like(raw)
+    own_weights[:, query] = raw[:, query]
     shares = np.zeros(n)
     shares[query] = 1.0
     through = np.zeros_like(raw)
@@ -91,8 +93,8 @@ def flow(weights: Any, words: Sequence[Any] | None = None, query: int = -1) -> F
         through[layer] = shares[:, None] * (raw[layer] + np.eye(n)) / 2
         shares = through[layer].sum(0)
     for panel, lines, title in (
-        (one, alone, "raw: what each layer weighs"),
-        (all_, through, "rollout: what it is made of"),
+        (raw_panel, own_weights, "raw: what each layer weighs"),
+        (rollout_panel, through, "rollout: what it is made of"),
     ):
         ends, alpha = _layer_lines(lines)
         _draw_lines(panel, ends, alpha)
@@ -103,16 +105,16 @@ def flow(weights: Any, words: Sequence[Any] | None = None, query: int = -1) -> F
         panel.spines[:].set_visible(False)
         panel.tick_params(length=0)
         panel.set_ylim(n - 0.5, -0.5)
-    one.set_yticks(range(n), names, parse_math=False)
-    all_.set_yticks(range(n), [f"{100 * share:.0f} %" for share in rollout[-1, query]])
+    raw_panel.set_yticks(range(n), names, parse_math=False)
+    rollout_panel.set_yticks(range(n), [f"{100 * share:.0f} %" for share in rollout[-1, query]])
     return figure
 
 
 def _layer_lines(alpha: Matrix) -> tuple[list[Any], Matrix]:
-    """Lines from token i after layer l to token j before it, and their weights."""
-    found = np.argwhere(alpha >= 0.005)
-    ends = [((layer + 1, i), (layer, j)) for layer, i, j in found.tolist()]
-    return ends, alpha[tuple(found.T)]
+    """Return lines from token i after layer l to token j before it, and their weights."""
+    positions = np.argwhere(alpha >= 0.005)
+    ends = [((layer + 1, i), (layer, j)) for layer, i, j in positions.tolist()]
+    return ends, alpha[tuple(positions.T)]
 
 
 def _draw_lines(panel: Axes, ends: Sequence[Any], weights: Matrix) -> None:
@@ -130,7 +132,7 @@ def _draw_lines(panel: Axes, ends: Sequence[Any], weights: Matrix) -> None:
 def _draw_words(
     panel: Axes, x: float, at: Matrix, words: Sequence[str], shift: float, size: float
 ) -> None:
-    """Words so many points beside x: to its left where that is below 0."""
+    """Write words `shift` points to the right of x, or to the left if it is negative."""
     for y, word in zip(at, words, strict=True):
         panel.annotate(
             word,

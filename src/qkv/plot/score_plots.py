@@ -1,4 +1,4 @@
-"""Scores as pictures: the shapes of kernels, and surfaces over query and key."""
+"""Plots of scores: shapes of kernels, surfaces over query and key, and regression."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ FORMULAS = {
 
 
 def kernels(scores: Scores = KERNELS, *, reach: float = 2.5) -> Figure:
-    """K(r) over the distance r = q − k, a panel for each kernel.
+    """Draw K(r) over the distance r = q − k, one panel per kernel.
 
-    K is exp(s) for a score that softmax reads, and s itself for one that cannot be negative: what
-    a key counts for before the weights of a query are made to sum to 1. scores: one or many, by
-    name or built, or a dict of them by names of one's own. `qkv.plot.data.kernels` gives the
-    numbers.
+    K is the weight before normalization: s for a score that is never negative, and exp(s) for the
+    others. scores: one or several names or objects, or a dict with your own names.
+    `qkv.plot.data.kernels` returns the numbers.
 
     >>> figure = kernels(["gaussian", "boxcar"])
     >>> figure.axes[0].lines[0].get_ydata().max()
@@ -60,11 +59,11 @@ def kernels(scores: Scores = KERNELS, *, reach: float = 2.5) -> Figure:
 
 
 def surfaces(scores: Scores, *, reach: float = 2.0) -> Figure:
-    """s(q, k) over numbers q (up) and k (across), from −reach to reach, with lines of equal s.
+    """Draw s(q, k) over numbers q (vertical) and k (horizontal), with contour lines.
 
-    A panel and a scale for each score: red above 0, blue below, dark far from it. scores: one or
-    many, by name or built, or a dict of them by names of one's own. `qkv.plot.data.surfaces` gives
-    the numbers.
+    Each score has its own panel and scale: red above 0, blue below. q and k go from −reach to
+    reach. scores: one or several names or objects, or a dict with your own names.
+    `qkv.plot.data.surfaces` returns the numbers.
 
     >>> figure = surfaces(["dot", "gaussian"])
     >>> [panel.get_title().split("\\n")[0] for panel in figure.axes[:2]]
@@ -98,7 +97,7 @@ def surfaces(scores: Scores, *, reach: float = 2.0) -> Figure:
 def _panel_grid(
     count: int, size: tuple[float, float], layout: Literal["compressed", "constrained"]
 ) -> tuple[Figure, list[Any]]:
-    """So many panels in rows of up to five, or up to four where that leaves fewer gaps."""
+    """Return a figure with `count` panels, in rows of up to five or as few gaps as possible."""
     columns = min(count, min((5, 4, 3), key=lambda c: (-count % c, -c)))
     rows = math.ceil(count / columns)
     figure = style.new_figure((columns * size[0], rows * size[1]), layout)
@@ -124,12 +123,11 @@ def regression(
     *,
     truth: Callable[[Matrix], Any] | None = None,
 ) -> Figure:
-    """f(q) = Σᵢ α(q, kᵢ) vᵢ over the points (kᵢ, vᵢ), and below it α(q, kᵢ): a column per score.
+    """Draw f(q) = Σᵢ α(q, kᵢ) vᵢ with the points (kᵢ, vᵢ), and α(q, kᵢ) below; a column per score.
 
-    key, value: (m,). The weights have a row for each key and lie under the curve that they make,
-    so that a column of them is one query's. α is the softmax of a score, or the score over its sum
-    where it cannot be negative; or what `weighting` makes of it. truth: a function that the points
-    came from, drawn dashed. `qkv.plot.data.regression` gives the numbers.
+    key, value: (m,). The weights have one row per key; a column of them belongs to the query above
+    it. The default weighting is softmax, or `normalized` for a score that is never negative. truth:
+    the function behind the points, drawn dashed. `qkv.plot.data.regression` returns the numbers.
 
     >>> x = np.linspace(0, 3, 20)
     >>> figure = regression(x, np.sin(x), ["gaussian", "boxcar"], truth=np.sin)

@@ -1,4 +1,4 @@
-"""What all pictures share: ink, colours that everyone can tell apart, words and numbers."""
+"""The common style of all plots: colours, labels, ticks and number formats."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MAX_LABEL_LENGTH = 24
 def new_figure(
     figsize: tuple[float, float], layout: Literal["compressed", "constrained"]
 ) -> Figure:
-    """A figure to draw on, where matplotlib is there."""
+    """Return a new figure; raise MissingExtraError if matplotlib is not installed."""
     try:
         from qkv.plot.figures import Figure
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise MissingExtraError('a picture needs matplotlib: pip install "qkv[plot]"') from None
+        raise MissingExtraError('plots need matplotlib: pip install "qkv[plot]"') from None
     return Figure(figsize=figsize, layout=layout)
 
 
@@ -56,7 +56,7 @@ def colour_scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colorma
 
     low = float(np.fmin.reduce(grid, axis=None, initial=0.0))
     high = float(np.fmax.reduce(grid, axis=None, initial=0.0))
-    # Rounding leaves weights a hair below zero; they are no reason for a second colour.
+    # Rounding may leave weights slightly below zero; they need no second colour.
     signed = low < -1e-6 * high
     reach = max(-low, high) or 1.0
     try:
@@ -67,21 +67,21 @@ def colour_scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colorma
 
 
 def save_figure(figure: Figure, path: Any) -> Figure:
-    """The figure, saved where a path is given, in the format that its ending names."""
+    """Save the figure if a path is given, in the format of its suffix, and return the figure."""
     if path is None:
         return figure
-    place, known = validate_file_path(path), figure.canvas.get_supported_filetypes()
-    if place.suffix.lower().removeprefix(".") not in known:
-        raise ArgumentError(f"{place}: the name must end in .{', .'.join(sorted(known))}")
-    figure.savefig(require_parent_folder(place), dpi=160, bbox_inches="tight")
+    target, known = validate_file_path(path), figure.canvas.get_supported_filetypes()
+    if target.suffix.lower().removeprefix(".") not in known:
+        raise ArgumentError(f"{target}: the name must end in .{', .'.join(sorted(known))}")
+    figure.savefig(require_parent_folder(target), dpi=160, bbox_inches="tight")
     return figure
 
 
-def add_colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:
-    """One bar to the right of panels that are so many inches high together."""
-    # matplotlib sizes the bar by its panels; this keeps it as slim for all grids.
-    slimness = inches / 0.065
-    bar = figure.colorbar(image, ax=beside, aspect=slimness, fraction=0.5, pad=0.03)
+def add_colour_bar(figure: Figure, image: Any, panels: Any, inches: float, label: str = "") -> None:
+    """Add a colour bar to the right of panels with this total height in inches."""
+    # matplotlib scales the bar with its panels; this keeps its width constant.
+    aspect = inches / 0.065
+    bar = figure.colorbar(image, ax=panels, aspect=aspect, fraction=0.5, pad=0.03)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
     bar.ax.locator_params(nbins=max(1, min(5, int(inches * 72 // 14))))
@@ -89,13 +89,13 @@ def add_colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label
 
 
 def pooling_text(block: tuple[int, int], pool: Pool, signed: bool = False) -> str:
-    """What a cell of a pooled matrix is, for its title."""
+    """Return the title that explains the cells of a pooled matrix."""
     what = "strongest" if signed and pool == "max" else pool
     return f"pooled: {what} of up to {block[0]} × {block[1]}"
 
 
 def style_axes(panel: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> None:
-    """Two thin axes and their words."""
+    """Set thin axes, labels and a title."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[:].set(linewidth=0.5, color=FRAME)
     panel.tick_params(length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
@@ -108,8 +108,8 @@ def validate_labels(words: Sequence[Any] | None, count: int, argument: str, role
     if words is None:
         return []
     if isinstance(words, str) or not np.iterable(words):
-        told = "one string" if isinstance(words, str) else f"a {type(words).__name__}"
-        raise ShapeError(f"{argument} is {told}; expected a list of {count}, one per {role}")
+        kind = "one string" if isinstance(words, str) else f"a {type(words).__name__}"
+        raise ShapeError(f"{argument} is {kind}; expected a list of {count}, one per {role}")
     texts = [str(word) for word in words]
     if len(texts) != count:
         raise ShapeError(f"{argument} has {len(texts)} entries; expected {count}, one per {role}")
@@ -117,7 +117,7 @@ def validate_labels(words: Sequence[Any] | None, count: int, argument: str, role
 
 
 def label_inches(words: list[str]) -> float:
-    """About how many inches the longest word takes."""
+    """Return the approximate width of the longest label in inches."""
     return 0.6 * 8 / 72 * max(map(len, words), default=0)
 
 
@@ -136,16 +136,16 @@ def set_ticks(
         return
 
     pitch = inches * 72 / count
-    step = max(1, math.ceil(5 / pitch))  # below five points nobody reads: leave words out instead
+    step = max(1, math.ceil(5 / pitch))  # skip labels instead of a font below five points
     pitch *= step
     size = min(8.0, 0.9 * pitch)
     axis.set_ticks(range(0, count, step), words[::step])
     panel.tick_params(side, length=0, labelsize=size, labelcolor=INK)
-    fits = 0.6 * size * (max(map(len, words)) + 1) < pitch  # with a blank between two
+    fits = 0.6 * size * (max(map(len, words)) + 1) < pitch  # with a space between labels
     for label in axis.get_ticklabels():
-        # A word may hold a dollar or two and mean money.
-        whole = re.fullmatch(r"\$[^$]+\$", label.get_text())
-        label.set_parse_math(bool(whole) and can_typeset(label.get_text()))
+        # Dollar signs inside of a label may mean money.
+        is_formula = re.fullmatch(r"\$[^$]+\$", label.get_text()) is not None
+        label.set_parse_math(is_formula and can_typeset(label.get_text()))
         if side == "x" and not fits:
             steep = pitch < 1.5 * size
             label.set(
@@ -156,7 +156,7 @@ def set_ticks(
 
 
 def can_typeset(text: str) -> bool:
-    """Whether matplotlib can set the formulas in it; what it cannot is drawn as it is written."""
+    """Return whether matplotlib can typeset the formulas in a text."""
     from matplotlib.mathtext import MathTextParser
 
     try:
@@ -183,7 +183,7 @@ def annotate_texts(
     colours: Colormap,
     size: float,
 ) -> None:
-    """Texts in their cells, dark on light and light on dark."""
+    """Write texts into their cells, dark on light and light on dark."""
     for (i, j), text in texts.items():
         red, green, blue, _ = colours(norm(cells[i, j]))
         dark = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.25
@@ -193,7 +193,7 @@ def annotate_texts(
 
 
 def _format_values(cells: Matrix, largest: float) -> dict[tuple[int, ...], str]:
-    """The values as text, with the digits the largest needs. A plain 0 is an exact one."""
+    """Return the values as text, with the digits that the largest needs; "0" means exactly 0."""
     power = math.floor(math.log10(largest))
     whole = bool(np.all(np.isnan(cells) | (cells == np.round(cells))))
     if not -4 <= power <= 4:

@@ -1,1 +1,1 @@
-"""Databases over HTTP: `qkv serve books.qkv`, an API and the page beside it."""
+"""Databases over HTTP: `qkv serve books.qkv` serves an API and the page."""

@@ -1,5 +1,4 @@
-"""The routes of `/v1`: what a database does, by the names of `ask_database` and of the command
-line."""
+"""The routes of `/v1`: the methods of a database over HTTP."""
 
 from __future__ import annotations
 
@@ -56,13 +55,13 @@ ROUTES = Routes()
         "Databases", {"databases": list_schema(object_schema("Database", SUMMARY_PROPERTIES))}
     ),
 )
-def list_databases(served: DatabaseRegistry, given: RequestData) -> Any:
-    """The databases that are served."""
-    every = list(served.databases.values())
-    found = [
-        tables.summarize_database(x.name, x.database) | {"uploaded": x.uploaded} for x in every
+def list_databases(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """List the databases."""
+    summaries = [
+        tables.summarize_database(x.name, x.database) | {"uploaded": x.uploaded}
+        for x in list(registry.databases.values())
     ]
-    return {"databases": found}
+    return {"databases": summaries}
 
 
 @ROUTES(
@@ -71,29 +70,30 @@ def list_databases(served: DatabaseRegistry, given: RequestData) -> Any:
     {"anyOf": [ANSWER_SCHEMA, list_schema(ANSWER_SCHEMA)]},
     body=ASK_BODY,
 )
-async def ask_database(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Answer a query, or each of a list, from all rows: Σ α(q, k) v."""
-    kept, how = given.served_database, dict(given.body)
-    query = how.pop("query")
-    more = [name for name in ("weights", "spread") if how.pop(name, False)]
-    size, characters = check_query_count(kept.count_queries(query)), count_characters(query)
-    asked = kept.batcher.submit_queries(encoding.dumps(how), query, size, characters)
+async def ask_database(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Answer a query, or each query of a list: Σ α(q, k) v over all rows."""
+    served, options = request.served_database, dict(request.body)
+    query = options.pop("query")
+    more = [name for name in ("weights", "spread") if options.pop(name, False)]
+    size, characters = check_query_count(served.count_queries(query)), count_characters(query)
+    asked = served.batcher.submit_queries(encoding.dumps(options), query, size, characters)
     answers, single = await asyncio.wrap_future(asked)
-    told = [encoding.answer_to_dict(answer, given.accepts_tagged_cells) for answer in answers]
+    results = [encoding.answer_to_dict(answer, request.accepts_tagged_cells) for answer in answers]
     if more:
-        await served.run_in_thread(_add_answer_details, answers, more, told)
-    return told[0] if single else told
+        await registry.run_in_thread(_add_answer_details, answers, more, results)
+    return results[0] if single else results
 
 
 def _add_answer_details(
-    answers: list[Answer], names: list[str], told: list[dict[str, Any]]
+    answers: list[Answer], names: list[str], results: list[dict[str, Any]]
 ) -> None:
-    """What an answer says only where it is asked for: the weights of all rows, the spread."""
+    """Add the optional fields: the weights of all rows, the spread."""
     if "weights" in names and sum(answer.total for answer in answers) > limits.MAX_NUMBERS:
         raise RequestError(
-            413, f"weights: at most {limits.MAX_NUMBERS:,} at a time: ask fewer queries"
+            413,
+            f"weights: at most {limits.MAX_NUMBERS:,} in one response: send fewer queries",
         )
-    for answer, one in zip(answers, told, strict=True):
+    for answer, one in zip(answers, results, strict=True):
         one |= {name: getattr(answer, name) for name in names}
 
 
@@ -103,16 +103,16 @@ def _add_answer_details(
     object_schema("Pooled", {"value": {}}, hint=NO_ROWS),
     body=ATTEND_BODY,
 )
-def attend_database(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Pool the values for a query, or for each of a list, as numbers alone."""
-    kept, how = given.served_database, dict(given.body)
-    query, version = how.pop("query"), how.pop("at", None)
+def attend_database(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Pool the values for a query, or for each query of a list; return only numbers."""
+    served, options = request.served_database, dict(request.body)
+    query, version = options.pop("query"), options.pop("at", None)
     count_characters(query)
-    queries, single = kept.parse_queries(query)
+    queries, single = served.parse_queries(query)
     check_query_count(len(queries))
-    database = kept.at_version(version)
-    value = database.attend(queries, **build_options(how))
-    hint = "" if value.any() else database.why_no_rows(how.get("where"))
+    database = served.at_version(version)
+    value = database.attend(queries, **build_options(options))
+    hint = "" if value.any() else database.why_no_rows(options.get("where"))
     return {"value": value[0] if single else value, **({"hint": hint} if hint else {})}
 
 
@@ -128,26 +128,26 @@ def attend_database(served: DatabaseRegistry, given: RequestData) -> Any:
         "from": {
             **COUNT_SCHEMA,
             "maximum": 2**53,
-            "description": "The first one; 0 is the oldest.",
+            "description": "Position of the first row; 0 is the oldest.",
         },
         "count": {
             **COUNT_SCHEMA,
             "maximum": limits.MAX_ROWS,
-            "description": "How many; 20 by default.",
+            "description": "Number of rows; 20 by default.",
         },
         "where": WHERE_SCHEMA,
         "at": VERSION_SCHEMA,
     },
 )
-def list_rows(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Rows with all their columns, the oldest first."""
-    at = given.query_params
-    database, where = given.served_database.at_version(at.get("at")), at.get("where")
+def list_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """List rows with all their columns, the oldest first."""
+    at = request.query_params
+    database, where = request.served_database.at_version(at.get("at")), at.get("where")
     start, count = at.get("from", 0), at.get("count", 20)
-    found = list(database.rows(where=where, start=start, count=count))
+    rows = list(database.rows(where=where, start=start, count=count))
     total = database.count(where)
     hint = "" if total else database.why_no_rows(where)
-    return {"from": start, "total": total, "rows": found, **({"hint": hint} if hint else {})}
+    return {"from": start, "total": total, "rows": rows, **({"hint": hint} if hint else {})}
 
 
 @ROUTES(
@@ -158,18 +158,18 @@ def list_rows(served: DatabaseRegistry, given: RequestData) -> Any:
     body=ADD_BODY,
     error_statuses=(409,),
 )
-async def add_rows(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Add rows, all or none; they are on disk before the answer comes."""
-    kept = _require_writable(given.served_database)
+async def add_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Add rows, all or none. The response is sent after they are on disk."""
+    served = _require_writable(request.served_database)
     return await asyncio.wrap_future(
-        kept.write_executor.submit(_write_rows, kept, given.body, given.has_tagged_cells)
+        served.write_executor.submit(_write_rows, served, request.body, request.has_tagged_cells)
     )
 
 
-def _write_rows(kept: ServedDatabase, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
-    database, cells = kept.database, body["rows"]
+def _write_rows(served: ServedDatabase, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
+    database, cells = served.database, body["rows"]
     if not exactly:
-        example = kept.example_cells({name for row in cells for name in row})
+        example = served.example_cells({name for row in cells for name in row})
         cells = [
             {
                 name: parsing.cell_from_json(cell, example.get(name), name)
@@ -177,7 +177,7 @@ def _write_rows(kept: ServedDatabase, body: dict[str, Any], exactly: bool) -> di
             }
             for row in cells
         ]
-    about = kept.get_profile().info
+    about = served.get_profile().info
     key, value = about["key"] or ["key"], about["value"] or ["value"]
     for i, row in enumerate(cells):
         if not isinstance(row, dict):
@@ -189,26 +189,26 @@ def _write_rows(kept: ServedDatabase, body: dict[str, Any], exactly: bool) -> di
                 raise RequestError(
                     413,
                     f"rows[{i}].{name}: at most {limits.CELL:,} characters, not {len(cell):,}: "
-                    "store a value this long in a file of its own",
+                    "store the long value in a file, and its path in the row",
                 )
         if any(row.get(name) is None for name in key):
-            raise ArgumentError(f"rows[{i}] has no key: give {', '.join(key)}")
+            raise ArgumentError(f"rows[{i}] has no key: set {', '.join(key)}")
     if not body.get("update"):
         database.extend(cells)
-        return _current_state(kept)
+        return _current_state(served)
     changed: list[tuple[Any, Any]] = []
     for i, row in enumerate(cells):
         if set(row) - {*key, *value}:
             raise ArgumentError(
-                f"rows[{i}]: an update has the key {', '.join(key)} and of the others "
-                f"{', '.join(value)}"
+                f"rows[{i}]: an update may set only the key ({', '.join(key)}) and the value "
+                f"({', '.join(value)})"
             )
         parts = tuple(row[name] for name in key)
-        told = {name: row[name] for name in value if name in row}
+        results = {name: row[name] for name in value if name in row}
         one = parts if len(key) > 1 else parts[0]
-        changed.append((one, told if len(value) > 1 else told.get(value[0])))
+        changed.append((one, results if len(value) > 1 else results.get(value[0])))
     inserted = database.update(changed)
-    return {**_current_state(kept), "inserted": inserted}
+    return {**_current_state(served), "inserted": inserted}
 
 
 @ROUTES(
@@ -216,31 +216,30 @@ def _write_rows(kept: ServedDatabase, body: dict[str, Any], exactly: bool) -> di
     f"{DATABASE_PATH}/rows/{{key}}",
     object_schema("Found", {"key": {}}, value={}, values={"type": "array"}),
     query={
-        "all": {"type": "boolean", "description": "Every value of a key that repeats."},
+        "all": {"type": "boolean", "description": "Return the values of all rows with the key."},
         "at": VERSION_SCHEMA,
     },
 )
-def get_row(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Look a key up exactly; where it is absent, the nearest are named."""
+def get_row(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Look up a key. The error 404 names the nearest keys."""
     database, key = (
-        given.served_database.at_version(given.query_params.get("at")),
-        _parse_path_key(given),
+        request.served_database.at_version(request.query_params.get("at")),
+        _parse_path_key(request),
     )
-    if given.query_params.get("all"):
-        found = database.get_all(key) or [database[key]]
-        return {"key": key, "values": list(found)}
+    if request.query_params.get("all"):
+        return {"key": key, "values": list(database.get_all(key) or [database[key]])}
     return {"key": key, "value": database[key]}
 
 
-def _parse_path_key(given: RequestData) -> Any:
-    """The key that a path names, by its text or as it is; one of another kind is nobody's."""
+def _parse_path_key(request: RequestData) -> Any:
+    """Return the key that the path names; a text that no key can have is a missing key."""
     try:
-        if given.has_tagged_cells:
-            return encoding.loads(given.path_key)
-        return given.served_database.parse_key(given.path_key, "the key")
+        if request.has_tagged_cells:
+            return encoding.loads(request.path_key)
+        return request.served_database.parse_key(request.path_key, "the key")
     except ArgumentError as error:
         raise RequestError(
-            404, str(error), kind="KeyNotFoundError", key=given.path_key, nearest=[]
+            404, str(error), kind="KeyNotFoundError", key=request.path_key, nearest=[]
         ) from None
 
 
@@ -251,27 +250,28 @@ def _parse_path_key(given: RequestData) -> Any:
     right="write",
     error_statuses=(409,),
 )
-async def remove_rows(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Take out every row that has a key."""
-    kept = _require_writable(given.served_database)
+async def remove_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Delete every row that has this key."""
+    served = _require_writable(request.served_database)
 
     def remove_and_report() -> dict[str, Any]:
-        count = kept.database.remove([_parse_path_key(given)])
-        return {"removed": count, **_current_state(kept)}
+        count = served.database.remove([_parse_path_key(request)])
+        return {"removed": count, **_current_state(served)}
 
-    return await asyncio.wrap_future(kept.write_executor.submit(remove_and_report))
+    return await asyncio.wrap_future(served.write_executor.submit(remove_and_report))
 
 
-def _require_writable(kept: ServedDatabase) -> ServedDatabase:
-    if not kept.is_durable:
+def _require_writable(served: ServedDatabase) -> ServedDatabase:
+    if not served.is_durable:
         raise RequestError(
-            409, f"{kept.name} is a table in memory and cannot be written: import it"
+            409,
+            f"{served.name} is a table in memory and read-only: create a store with qkv import",
         )
-    return kept
+    return served
 
 
-def _current_state(kept: ServedDatabase) -> dict[str, Any]:
-    return {"name": kept.name, "rows": len(kept.database), "version": kept.database.version}
+def _current_state(served: ServedDatabase) -> dict[str, Any]:
+    return {"name": served.name, "rows": len(served.database), "version": served.database.version}
 
 
 @ROUTES(
@@ -279,24 +279,25 @@ def _current_state(kept: ServedDatabase) -> dict[str, Any]:
     f"{DATABASE_PATH}/versions",
     object_schema("Versions", {"name": TEXT_SCHEMA, "versions": list_schema({"type": "object"})}),
 )
-def list_versions(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Every version that is kept, the oldest first."""
-    found = given.served_database.database.versions()
-    return {"name": given.served_database.name, "versions": [asdict(version) for version in found]}
+def list_versions(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """List the versions, the oldest first."""
+    served = request.served_database
+    versions = [asdict(version) for version in served.database.versions()]
+    return {"name": served.name, "versions": versions}
 
 
 @ROUTES("GET", f"{DATABASE_PATH}/info", INFO_SCHEMA, query={"at": VERSION_SCHEMA})
-def get_info(served: DatabaseRegistry, given: RequestData) -> Any:
-    """What a database holds: rows, columns, encoder, size."""
-    database = given.served_database.at_version(given.query_params.get("at"))
-    about, described = dict(database.info()), database.describe()
-    del about["path"]  # where it lies is the server's own
+def get_info(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Describe a database: rows, columns, encoder, size."""
+    database = request.served_database.at_version(request.query_params.get("at"))
+    info, described = dict(database.info()), database.describe()
+    del info["path"]  # clients need not know the server's paths
     return {
-        "name": given.served_database.name,
-        **about,
+        "name": request.served_database.name,
+        **info,
         "types": {name: column["type"] for name, column in described.items()},
         "missing": {name: column["missing"] for name, column in described.items()},
-        "uploaded": given.served_database.uploaded,
+        "uploaded": request.served_database.uploaded,
     }
 
 
@@ -306,27 +307,29 @@ def get_info(served: DatabaseRegistry, given: RequestData) -> Any:
     object_schema("Weighed", {"weights": {"type": "array"}}),
     body=WEIGHTS_BODY,
 )
-def compute_weights(served: DatabaseRegistry, given: RequestData) -> Any:
-    """α(q, k) of vectors that are given: a row for each query."""
-    how = dict(given.body)
-    query, key = (_parse_matrix(name, how.pop(name)) for name in ("query", "key"))
+def compute_weights(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Compute the weights α(q, k) of the given vectors, one row per query."""
+    options = dict(request.body)
+    query, key = (_parse_matrix(name, options.pop(name)) for name in ("query", "key"))
     if query.shape[-2] * key.shape[-2] > limits.MAX_NUMBERS:
-        raise RequestError(413, f"query and key: at most {limits.MAX_NUMBERS:,} weights at a time")
-    mask = how.pop("mask", None)
+        raise RequestError(
+            413, f"query and key: at most {limits.MAX_NUMBERS:,} weights in one response"
+        )
+    mask = options.pop("mask", None)
     if isinstance(mask, list):
         mask = _parse_matrix("mask", mask, bool)
-    return {"weights": qkv.weights(query, key, mask=mask, **build_options(how))}
+    return {"weights": qkv.weights(query, key, mask=mask, **build_options(options))}
 
 
-def _parse_matrix(name: str, given: Any, kind: type = float) -> np.ndarray:
+def _parse_matrix(name: str, rows: Any, kind: type = float) -> np.ndarray:
     try:
-        found: np.ndarray = np.asarray(given, dtype=kind)
+        matrix: np.ndarray = np.asarray(rows, dtype=kind)
     except (ValueError, OverflowError):
-        found = np.zeros(0)
-    if found.ndim != 2 or not found.size:
-        what = "numbers" if kind is float else "booleans, one for each key"
-        raise ArgumentError(f"{name} must be rows of equally many {what}")
-    return found
+        matrix = np.zeros(0)
+    if matrix.ndim != 2 or not matrix.size:
+        what = "numbers" if kind is float else "booleans, one per key"
+        raise ArgumentError(f"{name} must be a list of rows of equal length, of {what}")
+    return matrix
 
 
 @ROUTES(
@@ -335,12 +338,12 @@ def _parse_matrix(name: str, given: Any, kind: type = float) -> np.ndarray:
     object_schema("Health", {"status": TEXT_SCHEMA, "databases": COUNT_SCHEMA}),
     right=None,
 )
-async def check_health(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Whether the server answers."""
-    return {"status": "ok", "databases": len(served.databases)}
+async def check_health(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Check that the server answers."""
+    return {"status": "ok", "databases": len(registry.databases)}
 
 
 @ROUTES("GET", "/metrics", TEXT_SCHEMA, media="text/plain")
-def get_metrics(served: DatabaseRegistry, given: RequestData) -> Any:
-    """What was counted, for Prometheus."""
-    return Response(served.metrics.render_text(), media_type="text/plain; version=0.0.4")
+def get_metrics(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Return the metrics for Prometheus."""
+    return Response(registry.metrics.render_text(), media_type="text/plain; version=0.0.4")

@@ -1,4 +1,4 @@
-"""The app: the table of routes as Starlette has them, each request read, checked and answered."""
+"""The ASGI app: it reads, checks and answers the requests to each route."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qkv.errors import unknown_name_error
 from qkv.serve import api, encoding, inference, limits, page, validation
 from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.openapi import build_openapi
-from qkv.serve.reference import render_reference as read
+from qkv.serve.reference import render_reference
 from qkv.serve.responses import error_response, json_response, to_request_error
 from qkv.serve.route import RequestData, RequestError, Route
 from qkv.serve.schemas import TEXT_SCHEMA
@@ -31,12 +31,12 @@ from qkv.serve.security import Access, SecurityMiddleware
 from qkv.util.deadline import DeadlineError, limit_time
 
 MAX_INLINE_PARSE_BYTES = 2**16
-"""Bytes of JSON that are read at once; more are read in a thread, while others are answered."""
+"""Larger JSON bodies are parsed in a thread, so that other requests do not wait."""
 ANY_OBJECT_SCHEMA: validation.Schema = {"type": "object"}
 
 
 class CellConvertor(PathConvertor):
-    """A key in a path, with whatever stands in it: slashes, and line breaks too."""
+    """A key in a path, which may contain slashes and line breaks."""
 
     regex = "(?s:.*)"
 
@@ -45,9 +45,9 @@ register_url_convertor("cell", CellConvertor())
 
 
 def create_app(
-    served: DatabaseRegistry, access: Access | None = None, hosts: Iterable[str] = ()
+    registry: DatabaseRegistry, access: Access | None = None, hosts: Iterable[str] = ()
 ) -> Starlette:
-    """The databases that are served as an ASGI app, which closes them when it ends.
+    """Return the ASGI app that serves these databases and closes them at its end.
 
     >>> from qkv import Database
     >>> from starlette.testclient import TestClient
@@ -66,62 +66,62 @@ def create_app(
     @contextlib.asynccontextmanager
     async def close_after(_: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(served.close)
+        await asyncio.to_thread(registry.close)
 
     return Starlette(
         routes=[
             Path(
                 path.replace("{key}", "{key:cell}"),
-                Endpoint(served, access, same),
+                Endpoint(registry, access, same),
                 methods=[route.method for route in same],
             )
             for path, same in paths.items()
         ],
-        middleware=[Middleware(SecurityMiddleware, metrics=served.metrics, hosts=hosts)],
+        middleware=[Middleware(SecurityMiddleware, metrics=registry.metrics, hosts=hosts)],
         exception_handlers={HTTPException: _handle_http_exception},
         lifespan=close_after,
     )
 
 
 def build_routes(access: Access) -> list[Route]:
-    """Every route of the server, this description's own among them."""
+    """Return every route of the server, including its own description."""
 
-    def readable_names(served: DatabaseRegistry, given: RequestData) -> Iterable[str]:
-        # Whoever may not read is told of every route, and of no database.
-        reads = access.find_denial(given.headers.get("authorization"), "read") is None
-        return served.databases if reads else ()
+    def readable_names(registry: DatabaseRegistry, data: RequestData) -> Iterable[str]:
+        # A client without the right to read sees the routes, but not the names of databases.
+        reads = access.find_denial(data.headers.get("authorization"), "read") is None
+        return registry.databases if reads else ()
 
-    def send_openapi(served: DatabaseRegistry, given: RequestData) -> Any:
-        return build_openapi(routes, readable_names(served, given), not access.is_open)
+    def send_openapi(registry: DatabaseRegistry, data: RequestData) -> Any:
+        return build_openapi(routes, readable_names(registry, data), not access.is_open)
 
-    def send_reference(served: DatabaseRegistry, given: RequestData) -> Any:
-        url = f"http://{given.headers['host']}"
-        text = read(routes, readable_names(served, given), not access.is_open, url)
+    def send_reference(registry: DatabaseRegistry, data: RequestData) -> Any:
+        url = f"http://{data.headers['host']}"
+        text = render_reference(routes, readable_names(registry, data), not access.is_open, url)
         return Response(text, media_type="text/html")
 
-    own = [
+    description_routes = [
         Route(
-            "GET", "/openapi.json", send_openapi, "This description.", ANY_OBJECT_SCHEMA, right=None
+            "GET", "/openapi.json", send_openapi, "The OpenAPI document.", ANY_OBJECT_SCHEMA, None
         ),
         Route(
             "GET",
             "/reference",
             send_reference,
-            "The same to be read.",
+            "The API reference as a web page.",
             TEXT_SCHEMA,
             None,
             media="text/html",
         ),
     ]
-    routes = [*api.ROUTES, *inference.ROUTES, *page.ROUTES, *own]
+    routes = [*api.ROUTES, *inference.ROUTES, *page.ROUTES, *description_routes]
     return routes
 
 
 class Endpoint:
-    """One path as an ASGI app; Starlette would wrap a function into three more."""
+    """One path as an ASGI app, which avoids the wrappers that Starlette puts around a function."""
 
-    def __init__(self, served: DatabaseRegistry, access: Access, routes: Sequence[Route]):
-        self.served, self.access = served, access
+    def __init__(self, registry: DatabaseRegistry, access: Access, routes: Sequence[Route]):
+        self.served, self.access = registry, access
         self.routes: dict[str, Route] = {route.method: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,100 +139,99 @@ class Endpoint:
         try:
             if route.right is not None:
                 header = request.headers.get("authorization")
-                if (refused := self.access.find_denial(header, route.right)) is not None:
-                    raise refused
+                if (denial := self.access.find_denial(header, route.right)) is not None:
+                    raise denial
             if route.right in (None, "read"):
                 return await _with_timeout(route, _handle_request(self.served, route, request))  # type: ignore[no-any-return]
-            # What keeps something would do so after a refusal too: its thread goes on.
-            given = await _with_timeout(route, _read_request(self.served, route, request))
-            return await _call_handler(self.served, route, given)
+            # A write is not stopped at the time limit: its thread would go on after the error.
+            data = await _with_timeout(route, _read_request(self.served, route, request))
+            return await _call_handler(self.served, route, data)
         except RequestError as error:
             return error_response(error, exactly=exactly)
         except DeadlineError:
-            return error_response(_late(route), exactly=exactly)
+            return error_response(_timeout_error(route), exactly=exactly)
         except Exception as error:
-            refused = await self.served.run_in_thread(to_request_error, error)
-            if refused is None:
-                logging.getLogger("qkv").exception("a bug, in %s", route.path)
-                refused = RequestError(500, "a bug in qkv: the server's log has where")
-            return error_response(refused, exactly=exactly)
+            denial = await self.served.run_in_thread(to_request_error, error)
+            if denial is None:
+                logging.getLogger("qkv").exception("unexpected error in %s", route.path)
+                denial = RequestError(500, "internal error in qkv: see the server's log")
+            return error_response(denial, exactly=exactly)
 
 
-async def _handle_request(served: DatabaseRegistry, route: Route, request: Request) -> Response:
-    return await _call_handler(served, route, await _read_request(served, route, request))
+async def _handle_request(registry: DatabaseRegistry, route: Route, request: Request) -> Response:
+    return await _call_handler(registry, route, await _read_request(registry, route, request))
 
 
-async def _call_handler(served: DatabaseRegistry, route: Route, given: RequestData) -> Response:
-    def as_response(found: Any) -> Response:
-        return (
-            found
-            if isinstance(found, Response)
-            else json_response(found, exactly=given.accepts_tagged_cells)
-        )
+async def _call_handler(registry: DatabaseRegistry, route: Route, data: RequestData) -> Response:
+    def as_response(result: Any) -> Response:
+        if isinstance(result, Response):
+            return result
+        return json_response(result, exactly=data.accepts_tagged_cells)
 
     if inspect.iscoroutinefunction(route.handler):
-        return as_response(await route.handler(served, given))
-    return await served.run_in_thread(lambda: as_response(route.handler(served, given)))  # type: ignore[no-any-return]
+        return as_response(await route.handler(registry, data))
+    return await registry.run_in_thread(lambda: as_response(route.handler(registry, data)))  # type: ignore[no-any-return]
 
 
 async def _with_timeout(route: Route, call: Any) -> Any:
-    """The result of a call that is stopped at the limit: at the next block of its work where a
-    thread does it."""
+    """Await a call and stop it at the time limit; work in a thread stops after its next block."""
     try:
         with limit_time(time.monotonic() + limits.REQUEST_TIMEOUT_SECONDS):
             async with asyncio.timeout(limits.REQUEST_TIMEOUT_SECONDS):
                 return await call
     except TimeoutError:
-        raise _late(route) from None
+        raise _timeout_error(route) from None
 
 
-def _late(route: Route) -> RequestError:
+def _timeout_error(route: Route) -> RequestError:
     seconds = limits.UPLOAD_SECONDS if route.right == "upload" else limits.REQUEST_TIMEOUT_SECONDS
     return RequestError(
-        503, f"this took longer than {seconds:g} seconds, the limit: {_suggest_alternative(route)}"
+        503, f"this exceeded the limit of {seconds:g} seconds: {_suggest_alternative(route)}"
     )
 
 
 def _suggest_alternative(route: Route) -> str:
-    """What to do where a limit is in the way."""
+    """Return what to do about an exceeded limit."""
     if route.right == "upload":
         return (
-            "where the server runs, `qkv import FILE NAME.qkv` reads it, and `qkv serve NAME.qkv` "
-            "serves it"
+            "on the server's machine, import it with `qkv import FILE NAME.qkv` and serve it with "
+            "`qkv serve NAME.qkv`"
         )
-    return "ask or send less at a time, or in Python, where qkv.open(PATH) has no such limit"
+    return "send smaller requests, or use qkv.open(PATH) in Python, which has no such limit"
 
 
-async def _read_request(served: DatabaseRegistry, route: Route, request: Request) -> RequestData:
-    at = _parse_query_params(route, request)
-    kept = served.find_database(request.path_params["name"]) if route.names_database else None
+async def _read_request(registry: DatabaseRegistry, route: Route, request: Request) -> RequestData:
+    params = _parse_query_params(route, request)
+    served_database = (
+        registry.find_database(request.path_params["name"]) if route.names_database else None
+    )
     body = (
-        await _read_body(served, route, request)
+        await _read_body(registry, route, request)
         if route.body is not None or route.raw_media_types
         else None
     )
-    return RequestData(kept, request.path_params, at, body, request.headers)
+    return RequestData(served_database, request.path_params, params, body, request.headers)
 
 
 def _parse_query_params(route: Route, request: Request) -> dict[str, Any]:
-    at: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for name, text in request.query_params.multi_items():
         schema = route.query.get(name)
         if schema is None:
             raise RequestError(400, str(unknown_name_error("parameter", name, route.query)))
-        if name in at:
-            raise RequestError(400, f"{name} came twice")
-        at[name] = validation.parse_parameter(text, schema)
-        if fault := validation.find_violation(at[name], schema, name):
+        if name in params:
+            raise RequestError(400, f"the parameter {name} is given twice")
+        params[name] = validation.parse_parameter(text, schema)
+        if fault := validation.find_violation(params[name], schema, name):
             raise RequestError(400, fault)
     for name in route.required_parameters:
-        if name not in at:
-            raise RequestError(400, f"the parameter {name} is wanted")
-    return at
+        if name not in params:
+            raise RequestError(400, f"the parameter {name} is required")
+    return params
 
 
-async def _read_body(served: DatabaseRegistry, route: Route, request: Request) -> Any:
-    """The body as bytes where the route takes them raw, else as JSON that fits its schema."""
+async def _read_body(registry: DatabaseRegistry, route: Route, request: Request) -> Any:
+    """Return the body: bytes if the route accepts the media type as raw, else validated JSON."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     takes = [
         *route.raw_media_types,
@@ -253,18 +252,20 @@ async def _read_body(served: DatabaseRegistry, route: Route, request: Request) -
     try:
         async for chunk in request.stream():
             raw += chunk
-            served.held_body_bytes += len(chunk)
+            registry.held_body_bytes += len(chunk)
             request.scope["qkv.held"] = len(raw)
-            if served.held_body_bytes > limits.MAX_TOTAL_BODY_BYTES:
+            if registry.held_body_bytes > limits.MAX_TOTAL_BODY_BYTES:
                 raise RequestError(
-                    503, f"{limits.MAX_TOTAL_BODY_BYTES:,} bytes of bodies at a time are the limit"
+                    503,
+                    "the server is busy: all bodies together exceed "
+                    f"{limits.MAX_TOTAL_BODY_BYTES:,} bytes; try again",
                 )
             if len(raw) > most:
                 raise large
     except ClientDisconnect:
-        raise RequestError(400, "the body was never finished") from None  # nobody reads it
+        raise RequestError(400, "the client disconnected before the end of the body") from None
     if not raw and not media:
-        raise RequestError(400, "a body is wanted")
+        raise RequestError(400, "a body is required")
     if media in route.raw_media_types or route.body is None:
         return bytes(raw)
     if len(raw) < MAX_INLINE_PARSE_BYTES:
@@ -273,7 +274,7 @@ async def _read_body(served: DatabaseRegistry, route: Route, request: Request) -
 
 
 def _parse_body(raw: bytearray, schema: validation.Schema, media: str) -> Any:
-    """The JSON of a body that fits its schema."""
+    """Parse a JSON body and check it against its schema."""
     try:
         body = validation.parse_json(raw, schema)
     except ValueError as error:
@@ -282,9 +283,12 @@ def _parse_body(raw: bytearray, schema: validation.Schema, media: str) -> Any:
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router, as JSON."""
+    """Return the router's errors 404 and 405 as JSON."""
     assert isinstance(error, HTTPException)
-    told = {404: "there is nothing at this path", 405: f"{request.method} is not for this path"}
-    refused = RequestError(error.status_code, told.get(error.status_code, error.detail))
-    refused.headers.update(error.headers or {})
-    return error_response(refused)
+    messages = {
+        404: "this path does not exist: see /reference",
+        405: f"{request.method} is not allowed for this path: see /reference",
+    }
+    denial = RequestError(error.status_code, messages.get(error.status_code, error.detail))
+    denial.headers.update(error.headers or {})
+    return error_response(denial)

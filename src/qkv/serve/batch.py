@@ -1,4 +1,4 @@
-"""Asks that come while others are computed are answered together, by one reading of the rows."""
+"""Batches of queries: those that arrive during a computation are answered together next."""
 
 from __future__ import annotations
 
@@ -15,53 +15,59 @@ from qkv.util.deadline import current_deadline, limit_time
 AnswerFunction = Callable[[Any, list[Any]], Sequence[Any]]
 
 WAIT_FRACTION, MAX_WAIT_SECONDS = 1 / 4, 0.05
-"""How long a database waits for the next of those whom it has just answered: a part of the time
-that they took, and some seconds at most; for all of them no longer than they took. Whoever asks
-again by then is of the next batch, not of the one after: two halves read all rows twice."""
+"""How long a batch waits for the next query of the clients that were just answered.
+
+It is a fraction of the time of the last batch, with an upper limit. Without the wait, clients that
+ask again would split into two batches, and each batch reads all rows.
+"""
 
 
-class Ask(NamedTuple):
-    """Queries that wait for a batch."""
+class PendingRequest(NamedTuple):
+    """The queries of one request that wait for a batch, and the future of their answers."""
 
-    asked: Any
+    queries: Any
     size: int
     characters: int
     deadline: float | None
-    found: Future[Any]
+    future: Future[Any]
 
 
 class QueryBatcher:
-    """A thread that computes one batch, and the asks that wait for the next.
+    """A thread that computes one batch at a time, and the requests that wait for the next.
 
-    `answer(how, asked)` gives a result for each ask, or the exception that is its own. Asks are
-    of one batch where their `how` is the same.
+    `answer(options, queries)` returns a result or an exception for each request. Requests with
+    equal options form a batch.
 
-    >>> batches = QueryBatcher(lambda how, asked: [f"{how} {one}" for one in asked])
+    >>> batches = QueryBatcher(lambda options, queries: [f"{options} {x}" for x in queries])
     >>> batches.submit_queries("hello", "Li").result()
     'hello Li'
     >>> batches.close()
     """
 
-    def __init__(self, answer: AnswerFunction, seen: Callable[[int], object] = lambda size: None):
-        self._answer_queries, self._observe_batch = answer, seen
+    def __init__(
+        self, answer: AnswerFunction, observe_batch: Callable[[int], object] = lambda size: None
+    ):
+        self._answer_queries, self._observe_batch = answer, observe_batch
         self._thread = ThreadPoolExecutor(1, "qkv-ask")
         self._lock = threading.Condition()
-        self._waiting_by_options: dict[Hashable, list[Ask]] = {}
+        self._waiting_by_options: dict[Hashable, list[PendingRequest]] = {}
         self._busy = False
         self._expected_requests, self._pause_seconds, self._wait_deadline = 0, 0.0, 0.0
-        """How many asked at once when the last batch ended, how long the next of them is waited
-        for, and until when all are."""
+        """Requests at the end of the last batch, the wait for each of them, and for all."""
 
     def submit_queries(
-        self, how: Hashable, asked: Any, size: int = 1, characters: int = 0
+        self, options: Hashable, queries: Any, size: int = 1, characters: int = 0
     ) -> Future[Any]:
-        """The answer to come; `size` is how many queries were asked, and `characters` how long
-        their texts are together. Work for it stops at the deadline of whoever calls this."""
-        found: Future[Any] = Future()
+        """Add the queries of one request to the next batch, and return the future of their answers.
+
+        `size` is the number of queries and `characters` the length of their texts. The work stops
+        at the caller's deadline.
+        """
+        future: Future[Any] = Future()
         with self._lock:
-            ask = Ask(asked, size, characters, current_deadline(), found)
-            self._waiting_by_options.setdefault(how, []).append(ask)
-            # Whoever is at work looks for more before it ends.
+            request = PendingRequest(queries, size, characters, current_deadline(), future)
+            self._waiting_by_options.setdefault(options, []).append(request)
+            # A running thread checks for new requests before it ends.
             if not self._busy:
                 try:
                     self._thread.submit(self._run_batches)
@@ -69,36 +75,36 @@ class QueryBatcher:
                     raise StoreClosedError("the database is no longer served") from None
                 self._busy = True
             self._lock.notify()
-        return found
+        return future
 
     def _run_batches(self) -> None:
         while batch := self._next_batch():
-            how, asks = batch
-            asks = [ask for ask in asks if ask.found.set_running_or_notify_cancel()]
-            if not asks:
+            options, requests = batch
+            requests = [x for x in requests if x.future.set_running_or_notify_cancel()]
+            if not requests:
                 continue
-            self._observe_batch(sum(ask.size for ask in asks))
+            self._observe_batch(sum(request.size for request in requests))
             begin = time.monotonic()
-            deadlines = [ask.deadline for ask in asks if ask.deadline is not None]
+            deadlines = [x.deadline for x in requests if x.deadline is not None]
             try:
-                # Nobody waits for an answer after the last deadline.
-                with limit_time(max(deadlines) if len(deadlines) == len(asks) else None):
-                    answers = self._answer_queries(how, [ask.asked for ask in asks])
+                # The batch may run until the last deadline of its requests.
+                with limit_time(max(deadlines) if len(deadlines) == len(requests) else None):
+                    answers = self._answer_queries(options, [x.queries for x in requests])
             except BaseException as error:
-                answers = [error] * len(asks)
+                answers = [error] * len(requests)
             with self._lock:
-                self._expected_requests = len(asks) + self._count_waiting()
+                self._expected_requests = len(requests) + self._count_waiting()
                 now = time.monotonic()
                 self._pause_seconds = min(WAIT_FRACTION * (now - begin), MAX_WAIT_SECONDS)
                 self._wait_deadline = now + max(now - begin, self._pause_seconds)
-            for ask, answer in zip(asks, answers, strict=True):
+            for request, answer in zip(requests, answers, strict=True):
                 if isinstance(answer, BaseException):
-                    ask.found.set_exception(answer)
+                    request.future.set_exception(answer)
                 else:
-                    ask.found.set_result(answer)
+                    request.future.set_result(answer)
 
-    def _next_batch(self) -> tuple[Any, list[Ask]] | None:
-        """The asks that have waited longest, as many as one batch may hold."""
+    def _next_batch(self) -> tuple[Any, list[PendingRequest]] | None:
+        """Return the options and the requests of the next batch, the oldest ones; None if none."""
         with self._lock:
             if not self._waiting_by_options:
                 self._busy = False
@@ -107,21 +113,21 @@ class QueryBatcher:
                 left = min(self._pause_seconds, self._wait_deadline - time.monotonic())
                 if left <= 0 or not self._lock.wait(left):
                     break
-            how = next(iter(self._waiting_by_options))
-            asks, taken, count, characters = self._waiting_by_options.pop(how), 0, 0, 0
-            while taken < len(asks):
-                count += asks[taken].size
-                characters += asks[taken].characters
+            options = next(iter(self._waiting_by_options))
+            requests, taken, count, characters = self._waiting_by_options.pop(options), 0, 0, 0
+            while taken < len(requests):
+                count += requests[taken].size
+                characters += requests[taken].characters
                 if taken and (count > limits.MAX_QUERIES or characters > limits.TEXTS):
                     break
                 taken += 1
-            if asks[taken:]:
-                self._waiting_by_options[how] = asks[taken:]  # behind the others
-            return how, asks[:taken]
+            if requests[taken:]:
+                self._waiting_by_options[options] = requests[taken:]  # after the other options
+            return options, requests[:taken]
 
     def _count_waiting(self) -> int:
         return sum(map(len, self._waiting_by_options.values()))
 
     def close(self) -> None:
-        """Answer what waits, and end."""
+        """Answer the waiting requests, and end the thread."""
         self._thread.shutdown(wait=True)

@@ -1,4 +1,4 @@
-"""A server's databases from elsewhere: `Client(url).ask("books", "the alchmist")`."""
+"""A client of a qkv server: `Client(url).ask("books", "the alchmist")`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class Client(Closable):
-    """The databases that `qkv serve` serves at `url`; threads may share it.
+    """A client of the databases that `qkv serve` serves at `url`. Threads may share it.
 
-    `client["books"]` is one of them, with the methods that it has in-process; `client.ask("books",
-    query)` is short for `client["books"].ask(query)`, and so for the others. `timeout` is in
-    seconds.
+    `client["books"]` is one database, with the methods of a local one. `client.ask("books", query)`
+    is short for `client["books"].ask(query)`; the other methods likewise. `timeout` is in seconds.
 
         client = qkv.Client("http://127.0.0.1:8000")
         client.ask("books", "the alchmist").value
@@ -37,14 +36,14 @@ class Client(Closable):
         return self._transport.url
 
     def databases(self) -> list[str]:
-        """The names of those that are served."""
-        found = self._transport.send_read("GET", "/v1/databases")
-        return [str(about["name"]) for about in found["databases"]]
+        """Return the names of the databases that the server has."""
+        response = self._transport.send_read("GET", "/v1/databases")
+        return [str(database["name"]) for database in response["databases"]]
 
     def __getitem__(self, name: str) -> RemoteDatabase:
         return self._remotes.setdefault(name, RemoteDatabase(self._transport, name))
 
-    # Each is a method of `RemoteDatabase`, and of `Database`, which say more.
+    # `RemoteDatabase` documents these methods.
 
     @overload
     def ask(self, name: str, query: Shaped, **options: Unpack[AskOptions]) -> Any: ...

@@ -1,4 +1,4 @@
-"""The databases that are served, by name."""
+"""The databases that a server has, by name."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from qkv.serve.batch import QueryBatcher
 from qkv.serve.metrics import Metrics
 from qkv.serve.route import RequestError
 from qkv.util.deadline import DeadlineError, current_deadline, limit_time
+from qkv.weightings import Weighting
 
 if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.database.interface import DatabaseInfo
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
-"""What a database may be called: nothing that could be a path."""
+"""Valid names of databases; none of them can be a path."""
 
 WORKER_THREADS = 8
-"""Of what is not asked of one database."""
+"""Threads for work that does not belong to one database."""
 
 
 class DatabaseProfile(NamedTuple):
-    """What keys and cells are like at a version."""
+    """The types of keys and cells of a database at one version."""
 
     version: int
     info: DatabaseInfo
@@ -46,12 +47,12 @@ class DatabaseProfile(NamedTuple):
 
     @property
     def key_kind(self) -> str | None:
-        """The kind of the keys."""
+        """The type of the keys: "text", "number", "vector" and so on."""
         return self.info["key_kind"]
 
 
 class ServedDatabase:
-    """One database, the batches that it is asked by, and the thread that writes to it."""
+    """One database with its query batches and the thread that writes to it."""
 
     def __init__(self, name: str, database: Database, metrics: Metrics, uploaded: bool = False):
         self.name, self.database, self.uploaded = name, database, uploaded
@@ -66,7 +67,10 @@ class ServedDatabase:
         return self.database.path is not None and not self.uploaded
 
     def is_same_folder(self) -> bool:
-        """Whether its folder is the one that was opened: a file that was removed is read on."""
+        """Return whether the folder on disk is still the one that was opened.
+
+        An open file can be read after it was removed, so reading does not reveal it.
+        """
         if self._opened_stat is None:
             return True
         now = _stat_or_none(self.database.path)
@@ -76,71 +80,76 @@ class ServedDatabase:
         return self.database if version is None else self.database.at(version)
 
     def get_profile(self) -> DatabaseProfile:
-        """What keys and cells look like, found once for each version."""
-        held, version = self._profile, self.database.version
-        if held is None or held.version != version:
+        """Return the types of keys and cells; cached per version."""
+        profile, version = self._profile, self.database.version
+        if profile is None or profile.version != version:
             key, row = next(iter(self.database), None), next(self.database.rows(), {})
-            held = self._profile = DatabaseProfile(version, self.database.info(), key, row)
-        return held
+            profile = self._profile = DatabaseProfile(version, self.database.info(), key, row)
+        return profile
 
     def example_cells(self, names: Collection[str]) -> dict[str, Any]:
-        """A cell of those of these columns where text is read as another kind, which all cells
-        have: where a few are text, it stays text."""
+        """Return one cell of each of these columns in which text is parsed as another type.
+
+        A column of mixed types is left out: its text stays text.
+        """
         row = self.get_profile().first_row
-        found = {x: row[x] for x in names if not isinstance(row.get(x), str | None)}
-        types = self.database.describe() if found else {}
-        return {x: cell for x, cell in found.items() if ", " not in types[x]["type"]}
+        examples = {x: row[x] for x in names if not isinstance(row.get(x), str | None)}
+        types = self.database.describe() if examples else {}
+        return {x: cell for x, cell in examples.items() if ", " not in types[x]["type"]}
 
     def parse_key(self, text: str, what: str = "the query") -> Any:
-        """Text of a path as the kind of key that the database has."""
+        """Parse the text of a path as a key of the database's type."""
         return parsing.parse_cell_like(text, self.get_profile().first_key, what)
 
     def parse_queries(self, given: Any) -> tuple[Any, bool]:
-        """What was asked as a list or an array of queries, and whether it is a single one.
+        """Return a list or array of queries, and whether the request had a single one.
 
-        A list is many, as for `Database.ask`; but a list of numbers is one where keys are vectors
-        or JSON, and a list of single cells is one where keys have several columns. An array of
-        numbers is read as `query_input` says.
+        A list is several queries, as in `Database.ask`, with two exceptions. A list of numbers is
+        one query if the keys are vectors or JSON. A list of single cells is one query if the keys
+        have several columns.
         """
-        about = self.get_profile()
-        given = as_cells(given, about.key_kind)
+        profile = self.get_profile()
+        given = as_cells(given, profile.key_kind)
         if isinstance(given, np.ndarray) and given.dtype.kind not in "biuf":
             raise DtypeError(f"query must hold real numbers, not {given.dtype}")
         shaped = isinstance(given, np.ndarray)
-        if shaped and about.key_kind == "number":
+        if shaped and profile.key_kind == "number":
             given = given.tolist()
-        elif shaped and is_number_key(about.first_key):
+        elif shaped and is_number_key(profile.first_key):
             rows, single = as_tuples(given, "a tuple of numbers")
             return Batch(rows), single
-        elif shaped and about.key_kind == "date":
+        elif shaped and profile.key_kind == "date":
             raise DtypeError("query must be a date or its ISO text, as the keys are")
-        elif shaped or about.key_kind == "vector":
+        elif shaped or profile.key_kind == "vector":
             try:
                 array = as_floats(given)
             except DtypeError:
                 raise
             except (TypeError, ValueError, OverflowError):
                 raise DtypeError(
-                    "query must be a vector of numbers, as the keys are, or a list of such"
+                    "query must be a vector of numbers, as the keys are, or a list of vectors"
                 ) from None
             if array.ndim not in (1, 2):
-                raise DtypeError(f"query must be a vector or a list of such, not {array.ndim} deep")
+                raise DtypeError(
+                    f"query must be a vector or a list of vectors, not {array.ndim} levels deep"
+                )
             return (array[None], True) if array.ndim == 1 else (array, False)
         many = isinstance(given, list) and not (
-            about.key_kind == "json" and cells.is_number_list(given)
+            profile.key_kind == "json" and cells.is_number_list(given)
         )
-        if about.key_kind == "tuple":
+        if profile.key_kind == "tuple":
             many = many and not is_flat(given)
         each = Batch(check_text_length(one, "query") for one in (given if many else [given]))
-        if about.key_kind in PARSER_BY_KIND:
+        if profile.key_kind in PARSER_BY_KIND:
             return each, not many
         read = (
-            parsing.cell_from_json(one, about.first_key, f"query {i}") for i, one in enumerate(each)
+            parsing.cell_from_json(one, profile.first_key, f"query {i}")
+            for i, one in enumerate(each)
         )
         return Batch(read), not many
 
     def count_queries(self, given: Any) -> int:
-        """How many queries these are, by what is known of the keys without a look."""
+        """Return the number of queries, without reading the database."""
         if isinstance(given, np.ndarray) and given.ndim == 2:
             return len(given)
         if not isinstance(given, list):
@@ -149,11 +158,11 @@ class ServedDatabase:
         many = not one or not is_flat(given)
         return len(given) if many else 1
 
-    def _answer_batch(self, how: str, asked: list[Any]) -> list[Any]:
-        """For each ask its answers and whether it is a single one, or the error that is its own."""
+    def _answer_batch(self, options_json: str, asked: list[Any]) -> list[Any]:
+        """Return for each request its answers and whether it had one query, or its error."""
         try:
-            told = encoding.loads(how)
-            database, built = self.at_version(told.pop("at", None)), build_options(told)
+            options = encoding.loads(options_json)
+            database, built = self.at_version(options.pop("at", None)), build_options(options)
             each = [self.parse_queries(given) for given in asked]
             many: Any = Batch(query for queries, _ in each for query in queries)
             if isinstance(each[0][0], np.ndarray):
@@ -162,12 +171,12 @@ class ServedDatabase:
         except Exception as error:
             if len(asked) == 1 or isinstance(error, DeadlineError):
                 return [error] * len(asked)
-            return [self._answer_batch(how, [one])[0] for one in asked]
-        found, start = [], 0
+            return [self._answer_batch(options_json, [one])[0] for one in asked]
+        results, start = [], 0
         for queries, single in each:
-            found.append((answers[start : start + len(queries)], single))
+            results.append((answers[start : start + len(queries)], single))
             start += len(queries)
-        return found
+        return results
 
     def close(self) -> None:
         self.batcher.close()
@@ -182,68 +191,74 @@ def _stat_or_none(path: Path | None) -> os.stat_result | None:
         return None
 
 
-def _limited(deadline: float | None, call: Callable[..., Any], given: Sequence[Any]) -> Any:
+def _call_with_deadline(
+    deadline: float | None, call: Callable[..., Any], args: Sequence[Any]
+) -> Any:
     with limit_time(deadline):
-        return call(*given)
+        return call(*args)
 
 
-def count_characters(given: Any) -> int:
-    """Characters of all texts in a query, or in a list of them; refused where one request may not
-    have so many.
+def count_characters(query: Any) -> int:
+    """Return the number of characters of a query, or of a list of them; refuse too many.
 
     >>> count_characters(["Li", ["Mu", 1], {"name": "Bo"}])
     6
     """
-    found, rest = 0, [given]
-    while rest:
-        x = rest.pop()
+    count, stack = 0, [query]
+    while stack:
+        x = stack.pop()
         if isinstance(x, str | bytes):
             check_text_length(x, "query")
-            found += len(x)
+            count += len(x)
         elif isinstance(x, list | tuple):
-            rest += x
+            stack += x
         elif isinstance(x, dict):
-            rest += x.values()
-    if found > limits.TEXTS:
+            stack += x.values()
+    if count > limits.TEXTS:
         raise RequestError(
             413,
-            f"query: at most {limits.TEXTS:,} characters in one request, not {found:,}: ask fewer "
+            f"query: at most {limits.TEXTS:,} characters in one request, not {count:,}: send fewer "
             "queries at a time",
         )
-    return found
+    return count
 
 
 def check_query_count(queries: int) -> int:
-    """So many queries, where one request may ask them."""
+    """Return the number of queries; refuse too many."""
     if queries > limits.MAX_QUERIES:
         raise RequestError(413, f"query: at most {limits.MAX_QUERIES:,} at a time, not {queries:,}")
     return queries
 
 
 def check_text_length(query: Any, what: str) -> Any:
-    """A text, or anything else, where it is as long as one may be."""
+    """Return a query or key; refuse a text that is too long."""
     if isinstance(query, str | bytes) and len(query) > limits.MAX_TEXT_CHARACTERS:
         raise RequestError(
             413,
             f"{what}: at most {limits.MAX_TEXT_CHARACTERS:,} characters, not {len(query):,}: "
-            "shorten it, or use "
-            "qkv.open(PATH) in Python, which has no such limit",
+            "shorten it, or use qkv.open(PATH) in Python, which has no such limit",
         )
     return query
 
 
-def build_options(how: dict[str, Any]) -> dict[str, Any]:
-    """The options of `ask`, `attend` and `weights` with score and weighting built."""
-    found = parsing.parse_options(how)
-    if "weighting" in found and (found["weighting"].max_support or 0) > limits.MAX_ROWS:
-        # So many are held for each query.
-        raise RequestError(413, f"weighting: at most the best {limits.MAX_ROWS:,} rows")
-    return found
+def build_options(json_options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `ask`, `attend` or `weights`, with score and weighting as objects."""
+    options = parsing.parse_options(json_options)
+    if "weighting" in options:
+        check_weighting(options["weighting"])
+    return options
+
+
+def check_weighting(weighting: Weighting) -> None:
+    """Refuse a weighting that keeps too many rows per query, such as topk with a very large k."""
+    if (weighting.max_support or 0) > limits.MAX_ROWS:
+        raise RequestError(413, f"weighting: at most {limits.MAX_ROWS:,} rows per query")
 
 
 class DatabaseRegistry(MutableMapping[str, "Database"]):
-    """All databases by name, and the threads that work on them. What a page puts there is an
-    upload, and only those go.
+    """All databases of a server by name, and the threads that work on them.
+
+    `registry[name] = database` adds an upload. Only uploads can be deleted or replaced.
 
     >>> from qkv import Database
     >>> served = DatabaseRegistry()
@@ -258,23 +273,23 @@ class DatabaseRegistry(MutableMapping[str, "Database"]):
         self._pool = ThreadPoolExecutor(WORKER_THREADS, "qkv-serve")
         self._lock = threading.RLock()
         self.held_body_bytes = 0
-        """Bytes of the bodies that are being read or answered."""
+        """Bytes of all request bodies in memory."""
 
     def add_database(
         self, name: str, database: Database, *, uploaded: bool = False
     ) -> ServedDatabase:
-        """Serve a database under a name that no other has."""
+        """Serve a database under a new name."""
         if not re.fullmatch(NAME_PATTERN, name):
             raise ArgumentError(
-                f"the name {name!r} cannot be served: letters, digits, '_', '.' and '-' can, at "
-                "most 64 of them"
+                f"{name!r} is not a valid name for a database: use at most 64 letters, digits, "
+                "'_', '.' and '-'"
             )
         if name in self.databases:
             raise ArgumentError(f"the name {name!r} is taken: choose another")
         if len(self.databases) >= limits.MAX_DATABASES:
-            raise ArgumentError(f"at most {limits.MAX_DATABASES} databases are served at a time")
-        kept = self.databases[name] = ServedDatabase(name, database, self.metrics, uploaded)
-        return kept
+            raise ArgumentError(f"a server can have at most {limits.MAX_DATABASES} databases")
+        served = self.databases[name] = ServedDatabase(name, database, self.metrics, uploaded)
+        return served
 
     def __getitem__(self, name: str) -> Database:
         return self.databases[name].database
@@ -286,55 +301,60 @@ class DatabaseRegistry(MutableMapping[str, "Database"]):
         return len(self.databases)
 
     def __setitem__(self, name: str, database: Database) -> None:
-        """Serve an upload, in place of one that had its name."""
+        """Serve an upload; replace an earlier upload of that name."""
         with self._lock:
             taken = self.databases.get(name)
             if taken is not None and not taken.uploaded:
                 raise RequestError(409, f"the name {name!r} is taken: choose another")
-            kept = [one for one in self.databases.values() if one.uploaded]
-            if taken is None and len(kept) >= limits.MAX_UPLOADS:
-                told = ", ".join(one.name for one in kept)
+            served = [one for one in self.databases.values() if one.uploaded]
+            if taken is None and len(served) >= limits.MAX_UPLOADS:
+                names = ", ".join(one.name for one in served)
                 raise RequestError(
-                    409, f"{limits.MAX_UPLOADS} uploads are kept, the limit; remove one: {told}"
+                    409,
+                    f"the server holds {limits.MAX_UPLOADS} uploads, the limit: delete one of "
+                    f"{names}",
                 )
             if taken is not None:
                 del self[name]
             self.add_database(name, database, uploaded=True)
 
     def __delitem__(self, name: str) -> None:
-        """Forget an upload; what was asked of it is answered first."""
+        """Delete an upload after the queries to it are answered."""
         with self._lock:
             if not self.find_database(name).uploaded:
-                raise RequestError(409, f"{name} was not uploaded, and stays")
+                raise RequestError(409, f"{name} cannot be deleted: it was not uploaded")
             self._pool.submit(self.databases.pop(name).close)
 
     def find_database(self, name: str) -> ServedDatabase:
-        kept = self.databases.get(name)
-        if kept is None:
+        served = self.databases.get(name)
+        if served is None:
             known = ", ".join(self.databases) or "none"
-            raise RequestError(404, f"no database is called {name[:64]!r} here; there are: {known}")
-        if not kept.is_same_folder():
-            told = f"{name} was removed or replaced since it was opened: start the server anew"
-            raise RequestError(503, told)
-        return kept
+            raise RequestError(404, f"no database is named {name[:64]!r}; available: {known}")
+        if not served.is_same_folder():
+            raise RequestError(
+                503, f"{name} was removed or replaced on disk: restart the server to open it again"
+            )
+        return served
 
-    async def run_in_thread(self, call: Callable[..., Any], *given: Any) -> Any:
-        """The call's result, found in a thread, with the deadline of whoever waits for it."""
+    async def run_in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run a call in a thread, with the current deadline, and return its result."""
         return await asyncio.wrap_future(
-            self._pool.submit(_limited, current_deadline(), call, given)
+            self._pool.submit(_call_with_deadline, current_deadline(), call, args)
         )
 
     def close(self) -> None:
-        """Finish what was taken, and close every database."""
+        """Finish the work in progress, and close every database."""
         self._pool.shutdown(wait=True)
-        for kept in self.databases.values():
-            kept.close()
+        for served in self.databases.values():
+            served.close()
 
 
 def open_sources(sources: Sequence[str | Path], shards: int | None = None) -> DatabaseRegistry:
-    """A served of folders and tables, each under its name without the ending; folders, and stores
-    at URLs, in so many shards of a cluster where a number is given."""
-    served = DatabaseRegistry()
+    """Open folders and tables, each under the name of its file without the suffix.
+
+    With `shards`, folders and stores at URLs are opened as clusters with that many shards.
+    """
+    registry = DatabaseRegistry()
     try:
         for source in sources:
             path = Path(source)
@@ -348,11 +368,11 @@ def open_sources(sources: Sequence[str | Path], shards: int | None = None) -> Da
             else:
                 database = Database.from_source(source)
             try:
-                served.add_database(path.name.removesuffix(path.suffix), database)
+                registry.add_database(path.name.removesuffix(path.suffix), database)
             except QkvError as error:
                 database.close()
                 raise ArgumentError(f"{source}: {error}") from None
     except BaseException:
-        served.close()
+        registry.close()
         raise
-    return served
+    return registry

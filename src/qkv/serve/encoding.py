@@ -1,6 +1,6 @@
-"""Exactly over the wire: JSON in which a cell that it has no word for is tagged, as in a store.
+"""JSON with tags for types that JSON lacks: tuples, dates, bytes, vectors and NaN.
 
-Whoever sends or accepts this media type gets tuples, dates, bytes, vectors and NaN as they are.
+The tags are those of a store. Clients select them by the media type `CELLS_MEDIA_TYPE`.
 """
 
 from __future__ import annotations
@@ -25,44 +25,45 @@ OPTIONAL_FIELDS = {
     "shares": "is_normalized",
     "coverage": "coverage",
 }
-"""What an answer does not always say, and the attribute that has it: a bound where none was asked
-for, nor what is newer than the server."""
+"""Fields that a response may lack, and the attributes of `Answer` that hold them.
+
+A server older than the client does not send newer fields.
+"""
 
 CELLS_MEDIA_TYPE = "application/vnd.qkv.cells+json"
 
 
-def dumps(found: Any) -> str:
-    """A result, cells and all, as text from which `restored(json.loads(text))` makes it again.
+def dumps(result: Any) -> str:
+    """Return a result as JSON with tagged cells; `loads` is the inverse.
 
     >>> dumps({"key": ("Li", 1)})
     '{"key": {"$tuple": ["Li", 1]}}'
     """
-    return json.dumps(cells.to_json_value(found))
+    return json.dumps(cells.to_json_value(result))
 
 
 def loads(text: str) -> Any:
-    """What `dumps` wrote, of whoever wrote it."""
+    """Parse JSON with tagged cells, also from an untrusted client."""
     try:
         return restore_cells(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{quote_cell(text)} is not a cell: {error}") from None
+        raise ArgumentError(f"{quote_cell(text)} is not a valid cell: {error}") from None
 
 
 def restore_cells(body: Any) -> Any:
-    """The same of what was read of the text."""
+    """Convert the tagged cells of parsed JSON."""
     try:
         return cells.from_json_value(body)
     except cells.CELL_ERRORS as error:
-        raise ArgumentError(f"the body has a cell that is not one: {error}") from None
+        raise ArgumentError(f"the body contains an invalid cell: {error}") from None
 
 
 def answer_to_dict(answer: Answer, records: bool) -> dict[str, Any]:
-    """All that an answer says of itself but the weights of every row; `records` with the columns of
-    the heaviest."""
+    """Return an answer without the weights of all rows; `records` adds all columns of its rows."""
 
-    def row_to_dict(told: Row) -> dict[str, Any]:
-        found = {"key": told.key, "value": told.value, "weight": told.weight, "index": told.index}
-        return found | ({"record": dict(told.record)} if records else {})
+    def row_to_dict(row: Row) -> dict[str, Any]:
+        fields = {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
+        return fields | ({"record": dict(row.record)} if records else {})
 
     return {
         **answer._to_fields(row_to_dict),
@@ -75,28 +76,28 @@ def answer_to_dict(answer: Answer, records: bool) -> dict[str, Any]:
     }
 
 
-def answer_from_dict(told: Mapping[str, Any], then: Callable[..., Any]) -> Answer:
-    """The answer that `answer_to_dict` tells of; `then` asks the same again with more arguments."""
+def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -> Answer:
+    """Return the answer from `answer_to_dict`; `ask_again` repeats the query with more options."""
     return Answer(
-        query=told["query"],
-        value=told["value"],
-        rows=[Row(**row) for row in told["rows"]],
-        values=[ValueWeight(**share) for share in told["values"]],
-        **{name: told[name] for name in REQUIRED_FIELDS},
-        **{name: told[field] for field, name in OPTIONAL_FIELDS.items() if field in told},
-        _backend=ServerBackend(told, then),
+        query=fields["query"],
+        value=fields["value"],
+        rows=[Row(**row) for row in fields["rows"]],
+        values=[ValueWeight(**share) for share in fields["values"]],
+        **{name: fields[name] for name in REQUIRED_FIELDS},
+        **{name: fields[field] for field, name in OPTIONAL_FIELDS.items() if field in fields},
+        _backend=ServerBackend(fields, ask_again),
     )
 
 
 class ServerBackend(AnswerBackend):
-    """Behind an answer of a server: itself, asked when something is looked at."""
+    """The backend of an answer from a server; it asks the server for further data when needed."""
 
-    def __init__(self, told: Mapping[str, Any], then: Callable[..., Any]):
-        self._answer_data, self._ask_again = told, then
+    def __init__(self, fields: Mapping[str, Any], ask_again: Callable[..., Any]):
+        self._answer_data, self._ask_again = fields, ask_again
 
     def compute_weights(self) -> np.ndarray:
-        found: np.ndarray = self._ask_again(weights=True)["weights"]
-        return found
+        weights: np.ndarray = self._ask_again(weights=True)["weights"]
+        return weights
 
     def compute_entropy(self) -> float:
         return float(self._answer_data["entropy"])
@@ -112,11 +113,12 @@ class ServerBackend(AnswerBackend):
         return [Row(**row) for row in self._ask_again(top=count)["rows"]] if count else []
 
     def prediction_set(self) -> list[Row]:
-        told = self._answer_data
-        if "set" in told:
-            return [Row(**row) for row in told["set"]]
+        fields = self._answer_data
+        if "set" in fields:
+            return [Row(**row) for row in fields["set"]]
         raise CombinationError(
-            f"the set has {told['set_rows']:,} rows, too many to travel: ask the database itself"
-            if "coverage" in told
-            else "the server promises no set: it was not calibrated, or not for such questions"
+            f"the prediction set has {fields['set_rows']:,} rows, too many for the server to send: "
+            "use qkv.open(path) in Python"
+            if "coverage" in fields
+            else "no prediction set: the server's database is not calibrated for these options"
         )

@@ -1,8 +1,8 @@
-"""The Open Inference Protocol, version 2: a database as a model that its standard clients ask.
+"""The Open Inference Protocol, version 2: a database as a model for standard clients.
 
-Input `query`: texts, BYTES (n); numbers, FP64 (n); or vectors, FP32 (n, d), as the keys are; other
-keys as JSON text. Outputs: `value` (n, …), and of the `top` heaviest rows `weights`, `rows` (their
-places) and `keys`, each (n, top); `entropy` (n).
+The input `query` has the type of the keys: texts are BYTES (n), numbers FP64 (n), vectors FP32
+(n, d), and other keys BYTES (n) with JSON. The outputs are `value` (n, …), `entropy` (n), and of
+the `top` heaviest rows `weights`, `rows` (their positions) and `keys`, each (n, top).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from qkv.util.formatting import to_jsonable
 
 HEADER_LENGTH = "inference-header-content-length"
 IGNORED_PARAMETERS = ("binary_data_output", "content_type", "headers", "priority", "timeout")
-"""Parameters that clients send of themselves, and that mean nothing here."""
+"""Parameters that some clients always send; the server ignores them."""
 PARAMETERS_SCHEMA = body_schema(
     "Parameters",
     {},
@@ -61,7 +61,7 @@ INFER_BODY = object_schema(
     outputs=list_schema(
         object_schema("Output", {"name": TEXT_SCHEMA}, parameters={"type": "object"})
     ),
-    parameters={"type": "object", "description": "Options of ask: top, score, weighting, where."},
+    parameters={"type": "object", "description": "Options of ask: top, score, weighting, where …"},
     id=TEXT_SCHEMA,
 )
 MODEL_PATH = "/v2/models/{name}"
@@ -75,16 +75,18 @@ ROUTES = Routes()
         "Server", {"name": TEXT_SCHEMA, "version": TEXT_SCHEMA, "extensions": TEXT_LIST_SCHEMA}
     ),
 )
-def get_server(served: DatabaseRegistry, given: RequestData) -> Any:
-    """The server, and the extensions of the Open Inference Protocol that it has."""
+def get_server(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Return the name and version of the server, and its protocol extensions."""
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
 @ROUTES("GET", f"{MODEL_PATH}/ready", object_schema("Ready", {}))
 @ROUTES("GET", "/v2/health/ready", object_schema("Ready", {}), right=None)
-@ROUTES("GET", "/v2/health/live", object_schema("Live", {}), "Whether the server runs.", right=None)
-async def check_ready(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Whether it answers."""
+@ROUTES(
+    "GET", "/v2/health/live", object_schema("Live", {}), "Check that the server runs.", right=None
+)
+async def check_ready(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Check that the server, or the database, answers."""
     return {}
 
 
@@ -102,15 +104,15 @@ async def check_ready(served: DatabaseRegistry, given: RequestData) -> Any:
         },
     ),
 )
-def get_model(served: DatabaseRegistry, given: RequestData) -> Any:
-    """What a database takes and gives as a model of the Open Inference Protocol."""
-    kept = given.served_database
+def get_model(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Describe the inputs and outputs of a database as a model."""
+    served = request.served_database
     return {
-        "name": kept.name,
-        "versions": [str(kept.database.version)],
+        "name": served.name,
+        "versions": [str(served.database.version)],
         "platform": "qkv",
-        "inputs": [_describe_input(kept)],
-        "outputs": [{"name": name, **told} for name, told in _describe_outputs(kept).items()],
+        "inputs": [_describe_input(served)],
+        "outputs": [{"name": name, **spec} for name, spec in _describe_outputs(served).items()],
     }
 
 
@@ -123,61 +125,65 @@ def get_model(served: DatabaseRegistry, given: RequestData) -> Any:
         id=TEXT_SCHEMA,
     ),
     body=INFER_BODY,
-    raw_media_types=("application/octet-stream", ""),  # the clients of Triton name no type
+    raw_media_types=("application/octet-stream", ""),  # Triton's clients send no media type
     binary_media_types=("application/octet-stream",),
 )
-async def run_inference(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Answer queries that come as a tensor by tensors, in JSON or as bytes behind it."""
-    kept = given.served_database
-    request, how, queries, characters = await served.run_in_thread(_read_request, kept, given)
-    same = json.dumps(how, sort_keys=True)
-    asked = kept.batcher.submit_queries(same, queries, len(queries), characters)
+async def run_inference(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Answer a tensor of queries with tensors, in JSON or as bytes after it."""
+    served = request.served_database
+    body, options, queries, characters = await registry.run_in_thread(
+        _read_request, served, request
+    )
+    same = json.dumps(options, sort_keys=True)
+    asked = served.batcher.submit_queries(same, queries, len(queries), characters)
     answers, _ = await asyncio.wrap_future(asked)
-    return await served.run_in_thread(_write_response, kept, request, answers, how["top"])
+    return await registry.run_in_thread(_write_response, served, body, answers, options["top"])
 
 
 def _read_request(
-    kept: ServedDatabase, given: RequestData
+    served: ServedDatabase, request: RequestData
 ) -> tuple[dict[str, Any], dict[str, Any], Any, int]:
-    """The request, its parameters, its queries, and how many characters they have."""
-    request, behind = given.body, b""
-    if isinstance(request, bytes):
-        request, behind = _split_request(request, given.headers.get(HEADER_LENGTH))
-    inputs = tensors.read_tensors(request["inputs"], behind)
+    """Return the JSON, the options, the queries and their number of characters."""
+    body, binary_data = request.body, b""
+    if isinstance(body, bytes):
+        body, binary_data = _split_request(body, request.headers.get(HEADER_LENGTH))
+    inputs = tensors.read_tensors(body["inputs"], binary_data)
     if set(inputs) != {"query"}:
-        raise ArgumentError(f"there is one input, 'query', not {', '.join(map(repr, inputs))}")
-    tensors.select_outputs(request, _describe_outputs(kept))
+        raise ArgumentError(
+            f"the only input must be 'query', not {', '.join(map(repr, inputs)) or 'none'}"
+        )
+    tensors.select_outputs(body, _describe_outputs(served))
     query = inputs["query"]
     check_query_count(query.size if query.ndim < 2 else len(query))
     characters = count_characters(query.reshape(-1).tolist()) if query.dtype == object else 0
-    how, queries = _parse_options(request), _parse_queries(kept, query)
+    options, queries = _parse_options(body), _parse_queries(served, query)
     check_query_count(len(queries))
-    return request, how, queries, characters
+    return body, options, queries, characters
 
 
 def _write_response(
-    kept: ServedDatabase, request: dict[str, Any], answers: list[Answer], top: int
+    served: ServedDatabase, body: dict[str, Any], answers: list[Answer], top: int
 ) -> Response:
-    known = _describe_outputs(kept)
-    names, binary = tensors.select_outputs(request, known)
-    found = {name: _build_tensor(name, known[name], answers, top) for name in names}
-    outputs, behind = tensors.write_tensors(found, binary)
-    told = {"model_name": kept.name, "model_version": str(kept.database.version)}
-    told |= {"id": request["id"]} if isinstance(request.get("id"), str) else {}
-    text = json.dumps({**told, "outputs": outputs}, separators=(",", ":")).encode()
-    if not behind:
+    known = _describe_outputs(served)
+    names, binary = tensors.select_outputs(body, known)
+    results = {name: _build_tensor(name, known[name], answers, top) for name in names}
+    outputs, binary_data = tensors.write_tensors(results, binary)
+    head = {"model_name": served.name, "model_version": str(served.database.version)}
+    head |= {"id": body["id"]} if isinstance(body.get("id"), str) else {}
+    text = json.dumps({**head, "outputs": outputs}, separators=(",", ":")).encode()
+    if not binary_data:
         return Response(text, media_type="application/json")
     headers = {HEADER_LENGTH: str(len(text))}
-    return Response(text + behind, media_type="application/octet-stream", headers=headers)
+    return Response(text + binary_data, media_type="application/octet-stream", headers=headers)
 
 
 def _split_request(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
-    """The JSON of a body, and the bytes behind it."""
+    """Split a body into its JSON and the bytes after it."""
     end = len(sent)
     if length is not None:
         if not re.fullmatch("[0-9]{1,12}", length) or int(length) > len(sent):
             raise ArgumentError(
-                f"{HEADER_LENGTH} must be a length within the body, not {length[:20]!r}"
+                f"{HEADER_LENGTH} must be at most the length of the body, not {length[:20]!r}"
             )
         end = int(length)
     try:
@@ -186,47 +192,47 @@ def _split_request(sent: bytes, length: str | None) -> tuple[dict[str, Any], byt
         raise ArgumentError(str(error)) from None
 
 
-def _parse_options(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `ask` among a request's parameters."""
+def _parse_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `ask` that the request's parameters contain."""
     own = {
         name: value
-        for name, value in request.get("parameters", {}).items()
+        for name, value in body.get("parameters", {}).items()
         if name not in IGNORED_PARAMETERS and not name.startswith(("sequence_", "triton_"))
     }
-    if told := find_violation(own, PARAMETERS_SCHEMA):
-        raise ArgumentError(f"parameters: {told}")
+    if violation := find_violation(own, PARAMETERS_SCHEMA):
+        raise ArgumentError(f"parameters: {violation}")
     return {"top": 5, **normalize_integers(own, PARAMETERS_SCHEMA)}
 
 
-def _parse_queries(kept: ServedDatabase, given: np.ndarray) -> Any:
-    """The queries as `ask` takes them: a list, or an array (n, d)."""
-    if given.dtype == object:
+def _parse_queries(served: ServedDatabase, request: np.ndarray) -> Any:
+    """Return the queries as `ask` takes them: a list, or an array (n, d)."""
+    if request.dtype == object:
         try:
-            return [kept.parse_key(text.decode()) for text in given.reshape(-1)]
+            return [served.parse_key(text.decode()) for text in request.reshape(-1)]
         except UnicodeDecodeError:
-            raise ArgumentError("query: BYTES must be text in UTF-8") from None
-    if given.ndim == 2 and kept.get_profile().key_kind != "number":
-        return given.astype(float)
-    if is_number_key(kept.get_profile().first_key):
-        return [tuple(given.reshape(-1).tolist())]
-    return given.reshape(-1).tolist()
+            raise ArgumentError("query: elements of type BYTES must be UTF-8 text") from None
+    if request.ndim == 2 and served.get_profile().key_kind != "number":
+        return request.astype(float)
+    if is_number_key(served.get_profile().first_key):
+        return [tuple(request.reshape(-1).tolist())]
+    return request.reshape(-1).tolist()
 
 
-def _describe_input(kept: ServedDatabase) -> dict[str, Any]:
-    about = kept.get_profile()
-    if about.key_kind == "vector":
-        return {"name": "query", "datatype": "FP32", "shape": [-1, len(about.first_key)]}
+def _describe_input(served: ServedDatabase) -> dict[str, Any]:
+    profile = served.get_profile()
+    if profile.key_kind == "vector":
+        return {"name": "query", "datatype": "FP32", "shape": [-1, len(profile.first_key)]}
     return {
         "name": "query",
-        "datatype": "FP64" if about.key_kind == "number" else "BYTES",
+        "datatype": "FP64" if profile.key_kind == "number" else "BYTES",
         "shape": [-1],
     }
 
 
-def _describe_outputs(kept: ServedDatabase) -> dict[str, dict[str, Any]]:
-    """The datatype and shape of each output by its name."""
-    about = kept.get_profile()
-    info, row = about.info, about.first_row
+def _describe_outputs(served: ServedDatabase) -> dict[str, dict[str, Any]]:
+    """Return the datatype and shape of each output by name."""
+    profile = served.get_profile()
+    info, row = profile.info, profile.first_row
     value: dict[str, Any] = {"datatype": "BYTES", "shape": [-1]}
     match info["value_kind"]:
         case "number":
@@ -246,37 +252,37 @@ def _describe_outputs(kept: ServedDatabase) -> dict[str, dict[str, Any]]:
     }
 
 
-def _build_tensor(name: str, told: Mapping[str, Any], answers: list[Answer], top: int) -> Tensor:
-    """One output of all answers; where an answer has too few rows, −1 and a weight of 0."""
-    datatype, shape = told["datatype"], [len(answers), *told["shape"][1:]]
+def _build_tensor(name: str, spec: Mapping[str, Any], answers: list[Answer], top: int) -> Tensor:
+    """Return one output of all answers; missing rows have the position −1 and the weight 0."""
+    datatype, shape = spec["datatype"], [len(answers), *spec["shape"][1:]]
     if name == "entropy":
         return Tensor(datatype, np.array([answer.entropy for answer in answers], np.float64))
     if name == "value":
         return Tensor(datatype, _collect_values(answers, datatype, shape))
     shape[1] = top
     empty: Any = {"weights": 0, "rows": -1, "keys": b""}[name]
-    found = np.full(shape, empty, tensors.NUMPY_DTYPES[datatype])
-    for line, answer in zip(found, answers, strict=True):
+    table = np.full(shape, empty, tensors.NUMPY_DTYPES[datatype])
+    for line, answer in zip(table, answers, strict=True):
         for at, row in enumerate(answer.rows):
             line[at] = {"weights": row.weight, "rows": row.index, "keys": _encode_cell(row.key)}[
                 name
             ]
-    return Tensor(datatype, found)
+    return Tensor(datatype, table)
 
 
 def _collect_values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarray:
     if datatype == "BYTES":
-        found = np.full(shape, b"", object)
-        found[:] = [_encode_cell(answer.value) for answer in answers]
-        return found
-    found = np.full(shape, np.nan, tensors.NUMPY_DTYPES[datatype])
+        values = np.full(shape, b"", object)
+        values[:] = [_encode_cell(answer.value) for answer in answers]
+        return values
+    values = np.full(shape, np.nan, tensors.NUMPY_DTYPES[datatype])
     for i, answer in enumerate(answers):
         if answer.value is not None:
             value = answer.value
-            found[i] = list(value.values()) if isinstance(value, Mapping) else value
-    return found
+            values[i] = list(value.values()) if isinstance(value, Mapping) else value
+    return values
 
 
 def _encode_cell(cell: Any) -> bytes:
-    """A cell as the bytes of its text: text as it is, anything else as JSON."""
+    """Return the UTF-8 bytes of a text, or of the JSON of any other cell."""
     return (cell if isinstance(cell, str) else json.dumps(to_jsonable(cell))).encode()

@@ -1,49 +1,48 @@
-"""How much a request may ask for; more is refused by an error that names the limit."""
+"""Limits of requests and connections. An error names the limit that a request exceeds."""
 
 from __future__ import annotations
 
 from qkv.page import limits
 
 MAX_BODY_BYTES = 2**24
-"""Bytes of a body."""
+"""Largest body of a request."""
 MAX_UPLOAD_BYTES = 2**26
-"""Bytes of a file that is uploaded."""
+"""Largest uploaded file."""
 MAX_TOTAL_BODY_BYTES = 2**28
-"""Bytes of all bodies at a time."""
+"""Largest sum of all bodies that are being read or answered."""
 MAX_JSON_DEPTH = 200
-"""Lists and objects within each other in a body."""
+"""Nesting of lists and objects in a body."""
 MAX_UPLOADS = 8
-"""Uploaded files that are kept at a time, in memory."""
+"""Uploaded databases held in memory at a time."""
 MAX_QUERIES = 1024
-"""Queries of one request, and of the batch that concurrent requests make."""
+"""Queries of one request, and of one batch of concurrent requests."""
 MAX_TEXT_CHARACTERS = limits.QUERY
-"""Characters of a query, or of a key."""
+"""Characters of one query or key."""
 TEXTS = 2**20
-"""Characters of all queries of one request, and of the batch that concurrent requests make."""
+"""Characters of all queries of one request, and of one batch of concurrent requests."""
 CELL = limits.CELL
-"""Characters of a cell of a row that is added or uploaded."""
+"""Characters of one cell of an added or uploaded row."""
 MAX_ROWS = 10_000
-"""Rows of one request, in or out."""
+"""Rows that one request may send or receive."""
 MAX_TOP_ROWS = 1000
-"""Rows that an answer names."""
+"""Rows that one answer lists (`top`)."""
 MAX_NUMBERS = 2**20
-"""Numbers that one answer holds where they are not rows: weights, or what was pooled."""
+"""Numbers in one response, such as weights or pooled values."""
 REQUEST_TIMEOUT_SECONDS = 60.0
-"""Until a request is answered, and its work stopped; one that writes is finished however long it
-takes."""
+"""Time limit of a request. A write that has started is finished anyway."""
 UPLOAD_SECONDS = 300.0
-"""Until an upload is read and encoded; then it is stopped, and nothing of it is kept."""
+"""Time limit for reading and encoding an upload. After it the upload is discarded."""
 MAX_HEAD_BYTES = 2**16
-"""Bytes of a request's head."""
+"""Largest head of a request."""
 HEAD_TIMEOUT_SECONDS = 10.0
-"""Seconds until a connection has sent the whole head of a request."""
+"""Time limit for a connection to send the head of a request."""
 WRITE_TIMEOUT_SECONDS = 20.0
-"""Seconds in which a connection must take some of the answer that waits for it."""
+"""Time limit for a connection to read the next part of a response."""
 MAX_REQUESTS = 256
-"""Requests at a time."""
+"""Concurrent requests."""
 MAX_CONNECTIONS = 512
-"""Connections at a time, so that files are left for the databases."""
+"""Concurrent connections. The rest of the file descriptors is left to the databases."""
 MAX_CONNECTIONS_PER_ADDRESS = 128
-"""Connections of one address, so that nobody takes them all."""
+"""Concurrent connections from one address, so that one client cannot use all of them."""
 MAX_DATABASES = 64
-"""Databases of one server, each with files of its own."""
+"""Databases of one server; each needs open files."""

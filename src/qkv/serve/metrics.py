@@ -1,4 +1,4 @@
-"""What is counted, for Prometheus."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """The numbers of one server.
+    """Counters and histograms of one server.
 
     >>> metrics = Metrics()
     >>> metrics.observe_request("GET", "/healthz", 200, 0.01)
@@ -20,31 +20,29 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._registry = own = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         labels = ("method", "route")
         self._requests = Counter(
-            "qkv_requests", "Requests answered.", (*labels, "status"), registry=own
+            "qkv_requests", "Requests answered.", (*labels, "status"), registry=registry
         )
         self._seconds = Histogram(
-            "qkv_request_seconds", "Time until a request was answered.", labels, registry=own
+            "qkv_request_seconds", "Seconds per request.", labels, registry=registry
         )
         self._batches = Histogram(
             "qkv_batch_queries",
-            "Queries that were answered together.",
+            "Queries answered in one batch.",
             ("database",),
             buckets=BATCH_BUCKETS,
-            registry=own,
+            registry=registry,
         )
-        self.open_requests = Gauge(
-            "qkv_requests_open", "Requests that are being answered.", registry=own
-        )
+        self.open_requests = Gauge("qkv_requests_open", "Requests in progress.", registry=registry)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
 
     def batch_observer(self, database: str) -> Callable[[int], None]:
-        """What a database's batches are counted by."""
+        """Return the function that records the size of a database's batches."""
         observe: Callable[[int], None] = self._batches.labels(database).observe
         return observe
 

@@ -1,4 +1,4 @@
-"""The page under a server: its files, what it is given, and the calls that it makes."""
+"""The page on a server: its files, its views, and the calls that it makes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from qkv import weightings
 from qkv.errors import ArgumentError, QkvError
 from qkv.page import calls, tables
+from qkv.page.components import build_component
 from qkv.page.html_file import read_module
 from qkv.page.packing import pack_arrays
 from qkv.page.views import build_views
 from qkv.serve import limits
-from qkv.serve.databases import NAME_PATTERN, DatabaseRegistry, build_options
+from qkv.serve.databases import NAME_PATTERN, DatabaseRegistry, check_weighting
 from qkv.serve.route import RequestData, RequestError, Route, Routes
 from qkv.serve.schemas import (
     COUNT_SCHEMA,
@@ -55,13 +57,13 @@ PAGE_HTML = """<!doctype html>
 """
 
 
-def _file_route(path: str, tells: str, media: str, text: Callable[[], str]) -> Route:
-    """A file of the page, which anyone may read."""
+def _file_route(path: str, summary: str, media: str, text: Callable[[], str]) -> Route:
+    """Return the route of a file that every client may read."""
 
-    def send_file(served: DatabaseRegistry, given: RequestData) -> Any:
+    def send_file(registry: DatabaseRegistry, request: RequestData) -> Any:
         return Response(text(), media_type=media)
 
-    return Route("GET", path, send_file, tells, TEXT_SCHEMA, right=None, media=media)
+    return Route("GET", path, send_file, summary, TEXT_SCHEMA, right=None, media=media)
 
 
 def _read_static(name: str) -> str:
@@ -74,19 +76,27 @@ COLUMNS_SCHEMA = list_schema(TEXT_SCHEMA, minItems=1, maxItems=64)
 CALL_RESULT_SCHEMA = object_schema("Called", {"result": {}, "buffers": list_schema(TEXT_SCHEMA)})
 SKIPPED_SCHEMA = list_schema(
     object_schema("Skipped", {"why": TEXT_SCHEMA, "rows": list_schema(COUNT_SCHEMA)}),
-    description="Rows that were left out, by their numbers in the file: the first is 1.",
+    description="Rows that were skipped, by their numbers in the file, starting at 1.",
 )
 ROUTES = Routes(
     [
         _file_route("/", "The page.", "text/html", lambda: PAGE_HTML),
-        _file_route("/page/qkv.js", "Its module.", "text/javascript", read_module),
+        _file_route("/page/qkv.js", "The module of the page.", "text/javascript", read_module),
         _file_route(
-            "/page/boot.js", "What starts it.", "text/javascript", partial(_read_static, "boot.js")
+            "/page/boot.js",
+            "The script that starts the page.",
+            "text/javascript",
+            partial(_read_static, "boot.js"),
         ),
-        _file_route("/page/page.css", "Around it.", "text/css", partial(_read_static, "page.css")),
+        _file_route(
+            "/page/page.css",
+            "The stylesheet of the page.",
+            "text/css",
+            partial(_read_static, "page.css"),
+        ),
         _file_route(
             "/page/reference.css",
-            "How this is set.",
+            "The stylesheet of the API reference.",
             "text/css",
             partial(_read_static, "reference.css"),
         ),
@@ -107,9 +117,9 @@ ROUTES = Routes(
     ),
     error_statuses=(409,),
 )
-def rekey_database(served: DatabaseRegistry, given: RequestData) -> Any:
-    """What the page asks to be kept: the rows of a database by another key and value."""
-    return _pack_result(_dispatch_call("columns", served, given.body, _upload_deadline()))
+def rekey_database(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Create a database from the rows of another one, with another key and value."""
+    return _pack_result(_dispatch_call("columns", registry, request.body, _upload_deadline()))
 
 
 @ROUTES(
@@ -123,22 +133,22 @@ def rekey_database(served: DatabaseRegistry, given: RequestData) -> Any:
     },
     error_statuses=(404,),
 )
-def run_page_call(served: DatabaseRegistry, given: RequestData) -> Any:
-    """What the page asks, by name."""
-    name = given.path_params["call"]
+def run_page_call(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Run a call of the page by name."""
+    name = request.path_params["call"]
     if name not in {"views", *calls.CALL_HANDLERS} - WRITING_CALLS:
         known = ", ".join(sorted({"views", *calls.CALL_HANDLERS} - WRITING_CALLS))
-        raise RequestError(404, f"a page calls {known}, not {name[:40]!r}")
+        raise RequestError(404, f"unknown call {name[:40]!r}; the calls are {known}")
     return _pack_result(
-        page_views(served) if name == "views" else _dispatch_call(name, served, given.body)
+        page_views(registry) if name == "views" else _dispatch_call(name, registry, request.body)
     )
 
 
 MAX_DATABASE_TABS = 6
-"""Databases that have a tab of their own; the others are found among "Your data"."""
+"""Databases with their own tab; the tab "Your data" lists all of them."""
 
 WRITING_CALLS = {"upload", "columns"}
-"""Calls that keep something, and so need more than to read."""
+"""Calls that add a database; they need the right to upload."""
 
 
 def _upload_deadline() -> float:
@@ -146,47 +156,51 @@ def _upload_deadline() -> float:
 
 
 def _dispatch_call(
-    name: str, served: DatabaseRegistry, args: dict[str, Any], deadline: float | None = None
+    name: str, registry: DatabaseRegistry, args: dict[str, Any], deadline: float | None = None
 ) -> Any:
     try:
-        if isinstance(args.get("weighting"), str):
-            build_options({"weighting": args["weighting"]})
-        if args.get("database") in served.databases:
-            served.find_database(args["database"])
+        if args.get("weighting"):
+            check_weighting(build_component(weightings.NAMES, args["weighting"]))
+        if args.get("database") in registry.databases:
+            registry.find_database(args["database"])
         if deadline is not None:
-            return tables.rekey_database(args, served, deadline)
-        return calls.run_call(name, args, served)
+            return tables.rekey_database(args, registry, deadline)
+        return calls.run_call(name, args, registry)
     except QkvError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        # The page knows what a call takes; whoever sends something else is told no more than this.
-        told = f"{name}: these are not its arguments ({type(error).__name__}: {error})"
-        raise ArgumentError(told) from error
+        # Only the page makes these calls, so their arguments are not checked one by one.
+        raise ArgumentError(
+            f"{name}: invalid arguments ({type(error).__name__}: {error})"
+        ) from error
 
 
-def _pack_result(found: Any) -> dict[str, Any]:
-    result, buffers = pack_arrays(found)
+def _pack_result(value: Any) -> dict[str, Any]:
+    result, buffers = pack_arrays(value)
     texts = [base64.b64encode(buffer).decode("ascii") for buffer in buffers]
     return {"result": result, "buffers": texts}
 
 
-def page_views(served: DatabaseRegistry) -> list[dict[str, Any]]:
-    """The views of the page: the first databases by themselves, then those that need none."""
-    first = list(served.databases.values())[:MAX_DATABASE_TABS]
-    found = [view for kept in first for view in _database_views(kept.name, kept.database)]
-    rest = ["data", "sentence", "regression", "scores", "model"]
-    own = tables.list_databases({}, served)
+def page_views(registry: DatabaseRegistry) -> list[dict[str, Any]]:
+    """Return the views of the page: the first databases, then the views that need none."""
+    first = list(registry.databases.values())[:MAX_DATABASE_TABS]
+    views = [view for served in first for view in _database_views(served.name, served.database)]
+    other_views = ["data", "sentence", "regression", "scores", "model"]
+    summaries = tables.list_databases({}, registry)
     return [
-        *(found or build_views({"view": "database", "data": {"examples": True}})),
+        *(views or build_views({"view": "database", "data": {"examples": True}})),
         *build_views(
-            [{"view": name, "data": {"databases": own} if name == "data" else {}} for name in rest]
+            [
+                {"view": name, "data": {"databases": summaries} if name == "data" else {}}
+                for name in other_views
+            ]
         ),
     ]
 
 
 def _database_views(name: str, database: Database) -> list[dict[str, Any]]:
-    found = build_views(database)
-    return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in found]
+    views = build_views(database)
+    return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in views]
 
 
 @ROUTES(
@@ -199,18 +213,18 @@ def _database_views(name: str, database: Database) -> list[dict[str, Any]]:
     query={
         "name": NAME_SCHEMA,
         "format": {"type": "string", "enum": list(tables.FORMATS)},
-        "key": {**TEXT_SCHEMA, "description": "The key's columns, with commas between."},
-        "value": {**TEXT_SCHEMA, "description": "The value's columns, with commas between."},
+        "key": {**TEXT_SCHEMA, "description": "The columns of the key, separated by commas."},
+        "value": {**TEXT_SCHEMA, "description": "The columns of the value, separated by commas."},
     },
     required_parameters=("name", "format"),
     error_statuses=(409,),
 )
-def upload_database(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Read a file's rows into memory, to be asked until the server ends."""
-    at = given.query_params
-    how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
-    args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
-    return {**tables.upload_table(args, served, _upload_deadline()), "uploaded": True}
+def upload_database(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Upload a file as a database, held in memory until the server stops."""
+    params = request.query_params
+    columns = {name: params[name].split(",") for name in ("key", "value") if params.get(name)}
+    args = {"name": params["name"], "format": params["format"], "data": request.body, **columns}
+    return {**tables.upload_table(args, registry, _upload_deadline()), "uploaded": True}
 
 
 @ROUTES(
@@ -220,7 +234,7 @@ def upload_database(served: DatabaseRegistry, given: RequestData) -> Any:
     right="upload",
     error_statuses=(409,),
 )
-def forget_database(served: DatabaseRegistry, given: RequestData) -> Any:
-    """Forget an upload."""
-    del served[given.served_database.name]
-    return {"name": given.served_database.name}
+def forget_database(registry: DatabaseRegistry, request: RequestData) -> Any:
+    """Delete an uploaded database."""
+    del registry[request.served_database.name]
+    return {"name": request.served_database.name}

@@ -1,5 +1,4 @@
-"""The API as a page that is read: each route with what goes in, what comes out, and how it is
-called by curl and from Python."""
+"""The API reference as HTML: the body and the responses of each route, with examples."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from qkv.serve.route import Route
 from qkv.serve.validation import Schema
 
 MAX_EXAMPLE_DEPTH = 4
-"""Objects within objects that an example shows."""
+"""Depth of nested objects in an example."""
 
 DATABASE_PATH, MODEL_PATH = "/v1/databases/{name}", "/v2/models/{name}"
 EXAMPLE_BODIES: dict[tuple[str, str], Any] = {
@@ -35,7 +34,7 @@ EXAMPLE_BODIES: dict[tuple[str, str], Any] = {
         "inputs": [{"name": "query", "datatype": "BYTES", "shape": [1], "data": ["the alchmist"]}]
     },
 }
-"""Bodies that say more than what their schema alone would give."""
+"""Bodies that are better examples than those derived from the schema."""
 
 PYTHON_EXAMPLES = {
     ("GET", "/v1/databases"): "client.databases()",
@@ -55,12 +54,12 @@ query = triton.InferInput("query", [1], "BYTES")
 query.set_data_from_numpy(np.array(["the alchmist"], dtype=object))
 client.infer({name}, [query]).as_numpy("value")""",
 }
-"""The same in Python, where a client has a word for it."""
+"""Python examples of the routes for which a client has a method."""
 
 
 def render_reference(routes: Iterable[Route], names: Iterable[str], secured: bool, url: str) -> str:
-    """Routes over databases of these names as HTML; `url` is where its examples call."""
-    shown = [route for route in routes if not route.path.startswith("/page/")]  # the page's own
+    """Return the reference of these routes as HTML; the examples call the server at `url`."""
+    shown = [route for route in routes if not route.path.startswith("/page/")]
     name = database_name_schema(names)
     links = "".join(
         f'<li><a href="#{operation_id(x)}"><b>{x.method}</b> {escape(x.path)}</a></li>'
@@ -73,8 +72,8 @@ def render_reference(routes: Iterable[Route], names: Iterable[str], secured: boo
         '<meta name="viewport" content="width=device-width">'
         f"<title>{title}</title>"
         '<link rel="icon" href="data:,"><link rel="stylesheet" href="/page/reference.css">'
-        f'<main><h1>{title}</h1><p><a href="/openapi.json">openapi.json</a> is the same for '
-        f"programs.</p><nav><ul>{links}</ul></nav>{parts}</main></html>"
+        f'<main><h1>{title}</h1><p><a href="/openapi.json">openapi.json</a> describes the '
+        f"same API for programs.</p><nav><ul>{links}</ul></nav>{parts}</main></html>"
     )
 
 
@@ -90,7 +89,7 @@ def _render_section(route: Route, name: Schema, secured: bool, url: str) -> str:
     if route.body is not None:
         parts.append(f"<h3>Body</h3>{_render_schema(route.body)}")
     parts.append(
-        f"<h3>Answers</h3><dl><dt>200</dt><dd>{_render_schema(route.response_schema)}</dd>"
+        f"<h3>Responses</h3><dl><dt>200</dt><dd>{_render_schema(route.response_schema)}</dd>"
     )
     for status in all_error_statuses(route, secured):
         parts.append(f"<dt>{status}</dt><dd>{_render_paragraph(STATUS_DESCRIPTIONS[status])}</dd>")
@@ -101,7 +100,7 @@ def _render_section(route: Route, name: Schema, secured: bool, url: str) -> str:
 def _render_examples(
     route: Route, name: Schema, secured: bool, url: str, given: list[dict[str, Any]]
 ) -> Iterable[str]:
-    """The same call by curl and from Python."""
+    """Yield an example call with curl and one in Python."""
     address, text, media = url + _fill_path(route.path, given), None, None
     words = ["curl", *(["-X", route.method] if route.method != "GET" else [])]
     words.append(shlex.quote(address))
@@ -129,13 +128,13 @@ def _render_examples(
 def _urllib_example(
     method: str, address: str, token: bool, text: str | None, media: str | None
 ) -> str:
-    """A call by the standard library alone."""
-    told = [f"'Content-Type': {media!r}"] if media else []
-    told += ['"Authorization": f"Bearer {token}"'] if token else []
+    """Return an example that uses only the standard library."""
+    headers = [f"'Content-Type': {media!r}"] if media else []
+    headers += ['"Authorization": f"Bearer {token}"'] if token else []
     more = f", method={method!r}" if method != "GET" else ""
     if media:
         more += f", data={text!r}.encode()" if text else ', data=Path("FILE").read_bytes()'
-    more += f", headers={{{', '.join(told)}}}" if told else ""
+    more += f", headers={{{', '.join(headers)}}}" if headers else ""
     start = "from pathlib import Path\n" if media and not text else ""
     return f"""{start}from urllib.request import Request, urlopen
 
@@ -147,7 +146,7 @@ def _render_code(language: str, source: str) -> str:
 
 
 def _render_schema(schema: Schema) -> str:
-    """An object's properties as a table, anything else in a word."""
+    """Return the properties of an object as a table, or the type of any other schema."""
     if "properties" not in schema:
         return f"<p>{escape(_format_type(schema))}</p>"
     needed = schema.get("required", ())
@@ -167,7 +166,7 @@ def _render_table(heads: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
 
 
 def _format_type(schema: Schema) -> str:
-    """A schema in a word or two."""
+    """Return the type of a schema in a few words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(_format_type, schema["anyOf"])))
     if "enum" in schema:
@@ -180,7 +179,7 @@ def _format_type(schema: Schema) -> str:
 
 
 def _example_value(schema: Schema, depth: int = 0) -> Any:
-    """The plainest thing that fits a schema."""
+    """Return a simple value that matches a schema."""
     if "enum" in schema:
         return schema["enum"][0]
     if "anyOf" in schema:
@@ -201,17 +200,17 @@ def _example_value(schema: Schema, depth: int = 0) -> Any:
 
 
 def _fill_path(path: str, given: list[dict[str, Any]]) -> str:
-    """A path with an example for each parameter that is needed."""
+    """Return a path with an example for each required parameter."""
     examples = {
         x["name"]: "The%20Trial" if x["name"] == "key" else str(_example_value(x["schema"]))
         for x in given
         if x["required"]
     }
-    filled = re.sub(r"{([^{}]*)}", lambda found: examples.pop(found[1], found[1]), path)
+    filled = re.sub(r"{([^{}]*)}", lambda match: examples.pop(match[1], match[1]), path)
     return f"{filled}?{urlencode(examples)}" if examples else filled
 
 
 def _render_paragraph(text: str) -> str:
-    """A paragraph, with `code` between backticks."""
-    told = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-    return f"<p>{told}</p>" if text else ""
+    """Return a paragraph; text between backticks becomes code."""
+    marked_up = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return f"<p>{marked_up}</p>" if text else ""

@@ -1,4 +1,4 @@
-"""One database of a server, with the methods that it has in-process."""
+"""A database on a server, with the methods of a local one."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     from qkv.database.interface import DatabaseInfo
 
 FIRST_PAGE_ROWS, MAX_PAGE_ROWS = 16, 1000
-"""Rows that are fetched together: at first, and at most."""
+"""Rows per request of `rows`: of the first one, and at most."""
 
 
 class RemoteDatabase(Closable, Displayable):
-    """The database `name` of a server; `at(version)` is what it was."""
+    """The database `name` of a server; `at(version)` reads an earlier version."""
 
     def __init__(self, transport: Transport, name: str, version: int | None = None):
         self._transport, self.name, self._pinned_version = transport, name, version
         self._base = f"/v1/databases/{quote(name, safe='')}"
         self._known_columns: tuple[list[str], list[str]] | None = None
 
-    if not TYPE_CHECKING:  # where a type checker says so itself
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes itself
 
         def __getattr__(self, name: str) -> Any:
             from qkv.database import Database
 
-            told = f"a database of a server has no {name!r}"
+            message = f"a database on a server has no {name!r}"
             if not name.startswith("_") and hasattr(Database, name):
-                told += f": it works where the store lies, qkv.open(path).{name}"
-            raise AttributeError(told)
+                message += f": use qkv.open(path).{name} on the server's machine"
+            raise AttributeError(message)
 
-    def _query_string(self, **more: Any) -> str:
-        """The query string: the version that is pinned, and what else is given."""
-        given = {**more, "at": self._pinned_version}
-        told = {name: value for name, value in given.items() if value is not None}
-        return f"?{urlencode(told)}" if told else ""
+    def _query_string(self, **params: Any) -> str:
+        """Return the query string of these parameters and the pinned version."""
+        params |= {"at": self._pinned_version}
+        present = {name: value for name, value in params.items() if value is not None}
+        return f"?{urlencode(present)}" if present else ""
 
     # Asking
 
@@ -67,39 +67,41 @@ class RemoteDatabase(Closable, Displayable):
     @overload
     def ask(self, query: Any, **options: Unpack[AskOptions]) -> Answer: ...
     def ask(self, query: Any, **options: Any) -> Any:
-        """Σᵢ α(q, kᵢ) vᵢ as an `Answer`; a list of queries gives a list.
+        """Return Σᵢ α(q, kᵢ) vᵢ as an `Answer`; a list of queries gives a list of answers.
 
-        Its weights, its spread and `above` are asked for when they are looked at.
+        The weights of all rows, the spread and `above` are fetched when they are read.
         """
         check_database_keywords("ask()", options, AskOptions.__optional_keys__)
         body = self._build_body(query, options)
-        found = self._transport.send_read("POST", f"{self._base}/ask", body)
-        if isinstance(found, dict):
-            return self._build_answer(found, body)
-        each = zip(found, body["query"], strict=True)
-        return [self._build_answer(told, {**body, "query": one}) for told, one in each]
+        response = self._transport.send_read("POST", f"{self._base}/ask", body)
+        if isinstance(response, dict):
+            return self._build_answer(response, body)
+        each = zip(response, body["query"], strict=True)
+        return [self._build_answer(fields, {**body, "query": one}) for fields, one in each]
 
-    def _build_answer(self, told: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
-        # Of the version that answered, whatever was written since.
+    def _build_answer(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
+        # Further data is read from the version that answered.
         return encoding.answer_from_dict(
-            told, partial(self._ask_again, {**body, "at": told["version"]})
+            fields, partial(self._ask_again, {**body, "at": fields["version"]})
         )
 
     def _ask_again(self, body: Mapping[str, Any], **more: Any) -> Any:
         return self._transport.send_read("POST", f"{self._base}/ask", {**body, **more})
 
     def attend(self, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray:
-        """Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
+        """Return Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
         check_database_keywords("attend()", options, AttendOptions.__optional_keys__)
         body = self._build_body(query, dict(options))
-        found = self._transport.send_read("POST", f"{self._base}/attend", body)
-        warn_no_rows(found.get("hint", ""))
-        value: np.ndarray = found["value"]
+        response = self._transport.send_read("POST", f"{self._base}/attend", body)
+        warn_no_rows(response.get("hint", ""))
+        value: np.ndarray = response["value"]
         return value
 
     def _build_body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
         if callable(options.get("where")):
-            raise ArgumentError("where: a function cannot be sent: write the condition as text")
+            raise ArgumentError(
+                "where: a function cannot be sent to a server: write the condition as text"
+            )
         query = as_cells(query)
         if is_array(query):
             query = to_numpy(query) if query.shape else to_numpy(query).item()
@@ -108,7 +110,7 @@ class RemoteDatabase(Closable, Displayable):
     # Looking up
 
     def __getitem__(self, key: Any) -> Any:
-        """The value of the newest row with exactly this key."""
+        """Return the value of the newest row with exactly this key."""
         return self._look_up(key)["value"]
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -118,7 +120,7 @@ class RemoteDatabase(Closable, Displayable):
             return default
 
     def get_all(self, key: Any) -> list[Any]:
-        """The value of every row with this key, oldest first; an empty list where there is none."""
+        """Return the value of every row with this key, oldest first; an empty list if none."""
         try:
             return list(self._look_up(key, all="true")["values"])
         except KeyNotFoundError:
@@ -128,43 +130,44 @@ class RemoteDatabase(Closable, Displayable):
         return self.get(key, UNSET) is not UNSET
 
     def _look_up(self, key: Any, **more: Any) -> Any:
-        """What the server has of a key."""
+        """Return the server's response for a key."""
         return self._transport.send_read(
             "GET", f"{self._row_path(key)}{self._query_string(**more)}"
         )
 
     def _row_path(self, key: Any) -> str:
-        """The path of a key, which says what it is: 3.5 is not '3.5'."""
+        """Return the path of a key. It keeps the type: 3.5 is not '3.5'."""
         try:
             return f"{self._base}/rows/{quote(encoding.dumps(as_cells(key)), safe='')}"
-        except (ArgumentError, DtypeError, RecursionError):  # what cannot be kept is nobody's key
+        except (ArgumentError, DtypeError, RecursionError):  # no row can have such a key
             raise KeyNotFoundError(key, list) from None
 
     def rows(
         self, *, where: Any = None, start: int = 0, count: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Rows with all their columns, oldest first; of those that pass `where`, `count` from the
-        one numbered `start`."""
-        size, then = FIRST_PAGE_ROWS, self
+        """Yield rows with all their columns, oldest first.
+
+        With `where`, only the rows that pass it are counted. `start` is the position of the first
+        row, and `count` the number of rows.
+        """
+        size, database = FIRST_PAGE_ROWS, self
         while count is None or count > 0:
-            some = size if count is None else min(count, size)
-            if (
-                some == size and then._pinned_version is None
-            ):  # there may be more pages, of one version
-                then = self.at(self.version)
-            found = then._fetch_page(where, start, some)["rows"]
-            yield from found
-            if len(found) < some:
+            page_rows = size if count is None else min(count, size)
+            if page_rows == size and database._pinned_version is None:
+                database = self.at(self.version)  # all pages must be of one version
+            page = database._fetch_page(where, start, page_rows)["rows"]
+            yield from page
+            if len(page) < page_rows:
                 return
-            start, size = start + some, min(4 * size, MAX_PAGE_ROWS)
-            count = None if count is None else count - some
+            start, size = start + page_rows, min(4 * size, MAX_PAGE_ROWS)
+            count = None if count is None else count - page_rows
 
     def count(self, where: Any = None) -> int:
-        """How many rows pass a condition."""
+        """Return the number of rows that pass a condition."""
         return int(self._fetch_page(where, 0, 0)["total"])
 
     def why_no_rows(self, where: Any) -> str:
-        """That no row passes a condition, with values of its columns; empty where some do."""
+        """Return a hint if no row passes a condition, with values of its columns; else ""."""
         return str(self._fetch_page(where, 0, 0).get("hint", ""))
 
     def _fetch_page(self, where: Any, start: int, count: int) -> Any:
@@ -186,58 +189,64 @@ class RemoteDatabase(Closable, Displayable):
         return (value for _, value in self.items())
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Every (key, value), oldest first."""
+        """Yield every (key, value), oldest first."""
         keys, values = self._column_names()
         for row in self.rows():
             key = row[keys[0]] if len(keys) == 1 else tuple(row[name] for name in keys)
-            told = row[values[0]] if len(values) == 1 else {name: row[name] for name in values}
-            yield key, told
+            value = row[values[0]] if len(values) == 1 else {name: row[name] for name in values}
+            yield key, value
 
     # Changing
 
     def add(self, keys: Any, values: Any = UNSET) -> None:
-        """One row, or many: lists and arrays are many keys with as many values."""
+        """Add one row, or several: lists and arrays are several keys and their values."""
         pairs = as_pairs(keys, values, values is not UNSET and self._is_many(keys))
         self.extend([self._build_row(key, value) for key, value in pairs])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows with named columns, all or none."""
+        """Add rows with named columns, all or none."""
         self._write_rows({"rows": list(rows)})
 
     def update(self, key: Any, value: Any) -> int:
-        """Give a key another value; 1 where no row had the key, and it was inserted."""
+        """Set the value of a key. Return 1 if the key was missing and inserted, else 0."""
         return int(
             self._write_rows({"rows": [self._build_row(key, value)], "update": True})["inserted"]
         )
 
     def remove(self, keys: Any) -> int:
-        """Take out every row of these keys (one, or a list), one after the other; how many rows
-        went. Where one is absent, none is taken out."""
+        """Delete every row of these keys (one, or a list), and return the number of rows.
+
+        If a key is missing, nothing is deleted.
+        """
         keys = list(keys) if self._is_many(keys) else [keys]
         for key in keys:
             self[key]
         rows = {_key_digest(key): self._row_path(key) for key in keys}  # 1 and 1.0 are one key
-        told = (self._transport.send_write("DELETE", row) for row in rows.values())
-        return sum(int(one["removed"]) for one in told)
+        responses = (self._transport.send_write("DELETE", row) for row in rows.values())
+        return sum(int(response["removed"]) for response in responses)
 
     def _is_many(self, keys: Any) -> bool:
         return has_several_keys(keys, self.info()["key_kind"] if is_array(keys) else None)
 
     def _write_rows(self, body: dict[str, Any]) -> Any:
         if self._pinned_version is not None:
-            raise ArgumentError(f"version {self._pinned_version} is past and cannot change")
+            raise ArgumentError(
+                f"version {self._pinned_version} is read-only: write to the database without .at()"
+            )
         return self._transport.send_write("POST", f"{self._base}/rows", body)
 
     def _build_row(self, key: Any, value: Any) -> dict[str, Any]:
-        """A row of these columns."""
+        """Return a row as a mapping of columns."""
         keys, values = self._column_names()
         parts = key if len(keys) > 1 else (key,)
         if not isinstance(parts, tuple) or len(parts) != len(keys):
-            raise ArgumentError(f"a key is {', '.join(keys)}: a tuple of {len(keys)}, not {key!r}")
-        told = {values[0]: value} if len(values) == 1 else value
-        if not isinstance(told, Mapping):
-            raise DtypeError(f"a value is a mapping of {', '.join(values)}, not {value!r}")
-        return {**dict.fromkeys(values), **dict(zip(keys, parts, strict=True)), **told}
+            raise ArgumentError(
+                f"the key must be a tuple of {len(keys)} ({', '.join(keys)}), not {key!r}"
+            )
+        columns = {values[0]: value} if len(values) == 1 else value
+        if not isinstance(columns, Mapping):
+            raise DtypeError(f"the value must be a mapping of {', '.join(values)}, not {value!r}")
+        return {**dict.fromkeys(values), **dict(zip(keys, parts, strict=True)), **columns}
 
     # Export
 
@@ -304,41 +313,41 @@ class RemoteDatabase(Closable, Displayable):
         return tuple(self.info()["columns"])
 
     def _column_names(self) -> tuple[list[str], list[str]]:
-        """The names of the key's columns and of the value's, which the first rows fix."""
+        """Return the names of the key's and the value's columns; the first rows define them."""
         if self._known_columns is None:
-            about = self.info()
-            found = about["key"] or ["key"], about["value"] or ["value"]
-            if not about["key"]:
-                return found
-            self._known_columns = found
+            info = self.info()
+            columns = info["key"] or ["key"], info["value"] or ["value"]
+            if not info["key"]:
+                return columns
+            self._known_columns = columns
         return self._known_columns
 
     def info(self) -> DatabaseInfo:
-        """What it is: rows, columns, types, encoder, versions, size."""
-        told = self._fetch_info()
-        about = {name: told[name] for name in told if name not in _SERVER_ONLY_FIELDS}
-        return {"path": self.path, **about}  # type: ignore[typeddict-item]
+        """Return the rows, columns, types, encoder, versions and size."""
+        response = self._fetch_info()
+        fields = {name: response[name] for name in response if name not in _SERVER_ONLY_FIELDS}
+        return {"path": self.path, **fields}  # type: ignore[typeddict-item]
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """The type of each column, and how many of its cells are missing."""
-        told = self._fetch_info()
+        """Return the type of each column, and the number of its missing values."""
+        response = self._fetch_info()
         return {
-            name: {"type": kind, "missing": told["missing"][name]}
-            for name, kind in told["types"].items()
+            name: {"type": kind, "missing": response["missing"][name]}
+            for name, kind in response["types"].items()
         }
 
     def _fetch_info(self) -> Any:
         return self._transport.send_read("GET", f"{self._base}/info{self._query_string()}")
 
     def versions(self) -> list[Any]:
-        """Every version that is kept, oldest first."""
+        """Return every version, oldest first."""
         from qkv.database.storage.store import Version
 
-        found = self._transport.send_read("GET", f"{self._base}/versions")
-        return [Version(**told) for told in found["versions"]]
+        response = self._transport.send_read("GET", f"{self._base}/versions")
+        return [Version(**fields) for fields in response["versions"]]
 
     def at(self, version: int) -> Self:
-        """The database as it was at a version, to be read."""
+        """Return the database at an earlier version, read-only."""
         return type(self)(self._transport, self.name, version)
 
     def close(self) -> None:
@@ -350,24 +359,26 @@ class RemoteDatabase(Closable, Displayable):
 
 
 _SERVER_ONLY_FIELDS = ("name", "types", "missing", "uploaded")
-"""What a server tells beside `Database.info`."""
+"""Fields of the server's response that `Database.info` does not have."""
 
 
 def _format_condition(where: Any) -> str | None:
-    """A condition as text; of a mapping, that each column equals its cell, or one of a list."""
+    """Return a condition as text; a mapping says which cells each column may equal."""
     if where is None or isinstance(where, str):
         return where
     if not isinstance(where, Mapping):
-        raise ArgumentError("where: a function cannot be sent: write the condition as text")
+        raise ArgumentError(
+            "where: a function cannot be sent to a server: write the condition as text"
+        )
     parts = []
-    for name, wish in where.items():
-        many = isinstance(wish, list | set | frozenset)
-        told = [repr(normalize_cell(cell)) for cell in (wish if many else [wish])]
-        parts.append(f"`{str(name).replace('`', '``')}` in [{', '.join(told)}]")
+    for name, expected in where.items():
+        many = isinstance(expected, list | set | frozenset)
+        literals = [repr(normalize_cell(cell)) for cell in (expected if many else [expected])]
+        parts.append(f"`{str(name).replace('`', '``')}` in [{', '.join(literals)}]")
     return " and ".join(parts) or None
 
 
 def _key_digest(key: Any) -> bytes:
-    """What a key is found by."""
+    """Return the digest by which a store finds a key."""
     vector = is_array(key) and len(key.shape) == 1
     return (cells.vector_digest if vector else cells.key_digest)(key)

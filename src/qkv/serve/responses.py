@@ -1,4 +1,4 @@
-"""Results and errors as HTTP answers."""
+"""HTTP responses from results and from errors."""
 
 from __future__ import annotations
 
@@ -36,45 +36,46 @@ STATUS_BY_ERROR: dict[type[QkvError], int] = {
     StoreUnreadableError: 503,
     StoreUnwritableError: 503,
 }
-"""What an error of ours is over HTTP; any other is 422: of the right form, but without meaning."""
+"""The status of each error. Any other `QkvError` is a 422: a valid request that has no answer."""
 
 
-def json_response(found: Any, status: int = 200, *, exactly: bool = False) -> Response:
-    """A result as JSON."""
+def json_response(result: Any, status: int = 200, *, exactly: bool = False) -> Response:
+    """Return a result as a JSON response; `exactly` tags cells of types that JSON lacks."""
     if exactly:
-        return Response(encoding.dumps(found), status, media_type=encoding.CELLS_MEDIA_TYPE)
+        return Response(encoding.dumps(result), status, media_type=encoding.CELLS_MEDIA_TYPE)
     try:
-        text = orjson.dumps(found, _encode_default, orjson.OPT_PASSTHROUGH_DATETIME)
-        if b"null" in text:  # which is how orjson writes an infinity, too
+        text = orjson.dumps(result, _encode_default, orjson.OPT_PASSTHROUGH_DATETIME)
+        if b"null" in text:  # orjson also writes infinity and NaN as null
             text = orjson.dumps(
-                to_jsonable(found, _widen_floats), option=orjson.OPT_SERIALIZE_NUMPY
+                to_jsonable(result, _widen_floats), option=orjson.OPT_SERIALIZE_NUMPY
             )
-    except TypeError:  # an integer of more than 64 bits, half of a surrogate pair
-        text = json.dumps(to_jsonable(found), separators=(",", ":")).encode()
+    except TypeError:  # an integer of more than 64 bits, or half of a surrogate pair
+        text = json.dumps(to_jsonable(result), separators=(",", ":")).encode()
     return Response(text, status, media_type="application/json")
 
 
 def _encode_default(x: Any) -> Any:
-    """What orjson does not know; of arrays their JSON."""
+    """Encode a type that orjson does not know."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         return orjson.Fragment(orjson.dumps(_widen_floats(x), option=orjson.OPT_SERIALIZE_NUMPY))
     return to_jsonable(x)
 
 
 def _widen_floats(x: np.ndarray) -> np.ndarray:
-    """The digits that Python's own numbers have."""
+    """Return floats as float64, which prints the digits that Python prints."""
     return np.asarray(x, dtype=np.float64 if x.dtype.kind == "f" else None, order="C")
 
 
-def error_response(refused: RequestError, *, exactly: bool = False) -> Response:
-    told = {"error": refused.message, **refused.data}
-    answer = json_response(told, refused.status, exactly=exactly)
-    answer.headers.update(refused.headers)
-    return answer
+def error_response(error: RequestError, *, exactly: bool = False) -> Response:
+    """Return the response that reports an error: `{"error": message, …}`."""
+    body = {"error": error.message, **error.data}
+    response = json_response(body, error.status, exactly=exactly)
+    response.headers.update(error.headers)
+    return response
 
 
 def to_request_error(error: Exception) -> RequestError | None:
-    """An error of ours, or of the system, as a refusal; None for a bug."""
+    """Convert an expected error to a `RequestError`; return None for a bug."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, KeyNotFoundError):
@@ -82,17 +83,19 @@ def to_request_error(error: Exception) -> RequestError | None:
             404, str(error), kind="KeyNotFoundError", key=error.key, nearest=error.nearest_keys
         )
     if isinstance(error, QkvError):
-        found = (status for kind, status in STATUS_BY_ERROR.items() if isinstance(error, kind))
-        return RequestError(next(found, 422), _redact_message(error), kind=type(error).__name__)
+        statuses = (status for kind, status in STATUS_BY_ERROR.items() if isinstance(error, kind))
+        return RequestError(next(statuses, 422), _redact_message(error), kind=type(error).__name__)
     if isinstance(error, MemoryError):
-        return RequestError(413, "there is not enough memory for this: ask for less at a time")
+        return RequestError(
+            413, "the server has not enough memory for this: send a smaller request"
+        )
     return None
 
 
 def _redact_message(error: QkvError) -> str:
-    """What an error says but where files lie and which process has them."""
+    """Return the message of an error without paths of files and numbers of processes."""
     if isinstance(error, StoreLockedError):
-        return "another process writes to this database: try again later"
+        return "another process is writing to this database: try again later"
     if not isinstance(error, OSError):
         return str(error)
     return re.sub(r"""(?<!\w)/[^:'"()]*/""", "", str(error))

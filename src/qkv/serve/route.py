@@ -1,4 +1,4 @@
-"""A route: one row of the table that the app, its checks and its description are made from."""
+"""The table of routes. The app, its checks and its OpenAPI description are built from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class RequestError(Exception):
-    """What the server does not do: a status, a sentence, and what else joins it in the answer."""
+    """An error response: its status, its message, and further fields of its JSON body."""
 
     def __init__(self, status: int, message: str, **data: Any):
         super().__init__(message)
@@ -28,8 +28,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class RequestData:
-    """What came with a request, as its route says: `path_params` and `query_params` are its
-    parameters, those of the path and those behind the question mark."""
+    """The parsed parts of a request that a handler reads."""
 
     database: ServedDatabase | None = None
     path_params: Mapping[str, str] = field(default_factory=dict)
@@ -43,33 +42,31 @@ class RequestData:
 
     @property
     def accepts_tagged_cells(self) -> bool:
-        """Whether the answer may have cells that JSON has no word for."""
+        """Whether the client accepts cells of types that JSON lacks, tagged as in a store."""
         return CELLS_MEDIA_TYPE in self.headers.get("accept", "")
 
     @property
     def has_tagged_cells(self) -> bool:
-        """Whether the body, or a key in the path, says what cells are that JSON has no word for."""
+        """Whether the body, or the key in the path, may have tagged cells."""
         return self.headers.get("content-type", "").strip().lower().startswith(CELLS_MEDIA_TYPE)
 
     @property
     def served_database(self) -> ServedDatabase:
-        """The database that the path names."""
+        """The database that the path names; an error if the route has none."""
         assert self.database is not None, "the route has no {name}"
         return self.database
 
 
 @dataclass(frozen=True)
 class Route:
-    """`call(served, given)` answers what `response_schema` describes, or is an async function that
-    does.
+    """One method of one path, with the function that handles it.
 
-    What it returns is sent as JSON, unless it is a `Response`. A function that is not async runs in
-    a thread. `body` is the schema of a JSON body; `raw_media_types` names the media types of one
-    that is passed
-    on as bytes, or as JSON beside them where both are given. `error_statuses` are the statuses of
-    its own
-    refusals, beside those that every route has; `binary_media_types` the media types of an answer
-    in bytes.
+    `handler(databases, request)` returns a `Response`, or data that is sent as JSON and matches
+    `response_schema`. A handler that is not async runs in a thread.
+
+    `body` is the schema of a JSON body. A body of one of `raw_media_types` is passed on as bytes.
+    `binary_media_types` are the media types of a response in bytes. `error_statuses` are the error
+    statuses that this route has in addition to those of every route.
     """
 
     method: Method
@@ -94,21 +91,22 @@ class Route:
 
 
 class Routes(list[Route]):
-    """A table into which functions enter themselves, each as a route that its docstring tells of.
+    """A list of routes with a decorator that adds one; the docstring is the route's summary.
 
     >>> routes = Routes()
     >>> @routes("GET", "/healthz", {}, right=None)
-    ... def health(served, given):
-    ...     '''Whether the server answers.'''
+    ... def health(databases, request):
+    ...     '''Check that the server answers.'''
     >>> routes[0].path, routes[0].summary
-    ('/healthz', 'Whether the server answers.')
+    ('/healthz', 'Check that the server answers.')
     """
 
     def __call__(
-        self, method: Method, path: str, answer: Schema, tells: str = "", **more: Any
+        self, method: Method, path: str, response: Schema, summary: str = "", **options: Any
     ) -> Callable[[Handler], Handler]:
-        def add_route(call: Handler) -> Handler:
-            self.append(Route(method, path, call, tells or str(call.__doc__), answer, **more))
-            return call
+        def add_route(handler: Handler) -> Handler:
+            text = summary or str(handler.__doc__)
+            self.append(Route(method, path, handler, text, response, **options))
+            return handler
 
         return add_route

@@ -1,4 +1,4 @@
-"""What goes in and what comes out, as JSON Schema: what is checked, and what is published."""
+"""JSON schemas of bodies and responses. The server checks them and publishes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from qkv.serve import limits
 from qkv.serve.validation import Schema
 
 
-def typed_schema(kind: str | list[str], tells: str, **more: Any) -> Schema:
-    return {"type": kind, **more, "description": tells}
+def typed_schema(kind: str | list[str], description: str, **more: Any) -> Schema:
+    return {"type": kind, **more, "description": description}
 
 
 def list_schema(items: Schema, **more: Any) -> Schema:
@@ -34,13 +34,13 @@ TEXT_LIST_SCHEMA = list_schema(TEXT_SCHEMA)
 COUNT_SCHEMA: Schema = {"type": "integer", "minimum": 0}
 NUMBER_SCHEMA = typed_schema(
     ["number", "string", "null"],
-    'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
+    'A number. NaN is null, and infinity is "inf" or "-inf".',
 )
 VERSION_SCHEMA = typed_schema(
-    "integer", "As of this version; by default the newest.", minimum=0, maximum=2**53
+    "integer", "The version to read; the newest by default.", minimum=0, maximum=2**53
 )
 WHERE_SCHEMA = typed_schema(
-    "string", "Rows that pass: \"year < 1900 and genre == 'poetry'\".", maxLength=10_000
+    "string", "A filter, such as \"year < 1900 and genre == 'poetry'\".", maxLength=10_000
 )
 SCORE_DESCRIPTION = 'How keys are compared with the query: "cosine", "gaussian:0.5" …'
 WEIGHTING_DESCRIPTION = 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …'
@@ -48,19 +48,19 @@ SCORING_PROPERTIES: dict[str, Schema] = {
     "score": typed_schema(["string", "null"], SCORE_DESCRIPTION, maxLength=64),
     "weighting": typed_schema("string", WEIGHTING_DESCRIPTION, maxLength=64),
 }
-TOLERANCE_DESCRIPTION = "How far the weights may lie from the exact ones, proven: ½ Σ |difference|."
-CONFIDENCE_DESCRIPTION = (
-    "With what probability the tolerance must hold, where rows may be drawn for it."
-)
+TOLERANCE_DESCRIPTION = "Guaranteed bound of ½ Σ |weight − exact weight|."
+CONFIDENCE_DESCRIPTION = "Probability with which the tolerance holds; below 1 rows may be sampled."
 TOLERANCE_PROPERTIES = {
     "tolerance": typed_schema(["number", "null"], TOLERANCE_DESCRIPTION, minimum=0),
     "confidence": typed_schema(["number", "null"], CONFIDENCE_DESCRIPTION, minimum=0, maximum=1),
 }
-NO_ROWS = typed_schema("string", "That no row passes `where`, with values that its columns have.")
-EQUALITY_SCHEMA = typed_schema("object", 'Columns and what they equal: {"genre": "poetry"}.')
+NO_ROWS = typed_schema(
+    "string", "Set if no row passes `where`: says so and names values that the columns have."
+)
+EQUALITY_SCHEMA = typed_schema("object", 'Columns and their values: {"genre": "poetry"}.')
 CONDITION_SCHEMA: Schema = {"anyOf": [WHERE_SCHEMA, EQUALITY_SCHEMA, {"type": "null"}]}
 QUERY_SCHEMA: Schema = {
-    "description": "A query, of the kind that the keys are, or a list of queries.",
+    "description": "A query of the same type as the keys, or a list of queries.",
     "type": ["string", "number", "boolean", "array", "object", "null"],
 }
 ROW_SCHEMA = object_schema(
@@ -76,30 +76,32 @@ ANSWER_SCHEMA = object_schema(
         "effective_rows": NUMBER_SCHEMA,
         "total": COUNT_SCHEMA,
         "missing": COUNT_SCHEMA,
-        "exact": typed_schema("boolean", "Whether the query is a key that has nearly all weight."),
+        "exact": typed_schema("boolean", "Whether the query equals a key with nearly all weight."),
         "error_bound": {
             **NUMBER_SCHEMA,
             "description": "½ Σ |weight − exact weight| is at most this.",
         },
-        "rows_read": {**COUNT_SCHEMA, "description": "Rows whose keys were read in full."},
-        "statistical": typed_schema("boolean", "Whether the bound is not proven."),
+        "rows_read": {**COUNT_SCHEMA, "description": "Rows for which the full key was read."},
+        "statistical": typed_schema(
+            "boolean", "Whether the bound holds only with the probability `confidence`."
+        ),
         "engine": TEXT_SCHEMA,
         "hint": typed_schema(
-            "string", "What to ask by instead where the default score may be wrong."
+            "string", "Says which score or option to use if the default may be wrong."
         ),
         "score": TEXT_SCHEMA,
         "weighting": TEXT_SCHEMA,
         "values": list_schema(object_schema("Share", {"value": {}, "weight": NUMBER_SCHEMA})),
         "lse": NUMBER_SCHEMA,
-        "shares": typed_schema("boolean", "Whether the weights share out one whole."),
+        "shares": typed_schema("boolean", "Whether the weights sum to 1."),
         "version": COUNT_SCHEMA,
     },
     weights=list_schema(NUMBER_SCHEMA),
     spread={},
-    coverage=typed_schema("number", "With what probability `set` has the right row."),
-    abstains=typed_schema("boolean", "Whether no row fits: `set` is empty."),
-    set_rows={**COUNT_SCHEMA, "description": "Rows in `set`."},
-    set=list_schema(ROW_SCHEMA, description="The set, where it is small."),
+    coverage=typed_schema("number", "Probability that `set` contains the right row."),
+    abstains=typed_schema("boolean", "Whether the answer abstains: `set` is empty."),
+    set_rows={**COUNT_SCHEMA, "description": "Number of rows in `set`."},
+    set=list_schema(ROW_SCHEMA, description="The prediction set, if it is small."),
 )
 ASK_BODY = body_schema(
     "Ask",
@@ -109,8 +111,8 @@ ASK_BODY = body_schema(
     top={"type": "integer", "minimum": 1, "maximum": limits.MAX_TOP_ROWS},
     where=CONDITION_SCHEMA,
     at=VERSION_SCHEMA,
-    weights=typed_schema("boolean", "Give the weight of every row too."),
-    spread=typed_schema("boolean", "Give how far the pooled values lie apart too."),
+    weights=typed_schema("boolean", "Include the weight of every row."),
+    spread=typed_schema("boolean", "Include the weighted standard deviation of the values."),
 )
 ATTEND_BODY = body_schema(
     "Attend",
@@ -126,7 +128,7 @@ WEIGHTS_BODY = body_schema(
     {"query": MATRIX_SCHEMA, "key": MATRIX_SCHEMA},
     **SCORING_PROPERTIES,
     mask={
-        "description": "Which pairs count: a mask's name, or a row of booleans for each query.",
+        "description": "The name of a mask, or booleans: one row per query, one column per key.",
         "anyOf": [
             {"type": "string", "maxLength": 64},
             list_schema(list_schema({"type": "boolean"})),
@@ -134,11 +136,11 @@ WEIGHTS_BODY = body_schema(
         ],
     },
 )
-RECORD_SCHEMA = typed_schema("object", "A cell for each column, by its name.")
+RECORD_SCHEMA = typed_schema("object", "A row: one cell per column name.")
 ADD_BODY = body_schema(
     "Add",
     {"rows": list_schema(RECORD_SCHEMA, minItems=1, maxItems=limits.MAX_ROWS)},
-    update=typed_schema("boolean", "Replace the newest row that has a row's key."),
+    update=typed_schema("boolean", "Replace the newest row with the same key."),
 )
 STATE_PROPERTIES: dict[str, Schema] = {
     "name": TEXT_SCHEMA,

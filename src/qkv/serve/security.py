@@ -1,4 +1,4 @@
-"""Who may ask, from where, and what browsers are told: tokens, Host, Origin, headers."""
+"""Access control: tokens, the headers Host and Origin, and security headers of responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qkv.serve.route import RequestError, Right
 from qkv.util.caches import memoize
 
 MIN_TOKEN_CHARACTERS = 16
-"""Characters of a token, so that it cannot be guessed."""
+"""Shorter tokens are refused because they can be guessed."""
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -39,8 +39,10 @@ RAW_SECURITY_HEADERS = [(name.encode(), value.encode()) for name, value in SECUR
 
 @dataclass(frozen=True)
 class Access:
-    """Who may do what: `token` all, `read_token` read; without either everyone may read and
-    upload, and write where `write` says so.
+    """The rights of clients.
+
+    A client with `token` may do everything, one with `read_token` may read. Without any token
+    every client may read and upload, and may write if `write` is true.
 
     >>> Access(read_token="0123456789abcdef").find_denial("Bearer 0123456789abcdef", "write").status
     403
@@ -54,53 +56,50 @@ class Access:
         for name, token in (("token", self.token), ("read_token", self.read_token)):
             if token is not None and not re.fullmatch(rf"[!-~]{{{MIN_TOKEN_CHARACTERS},}}", token):
                 raise ArgumentError(
-                    f"{name}: at least {MIN_TOKEN_CHARACTERS} visible characters without spaces "
-                    "are wanted, as "
-                    "`openssl rand -hex 16` prints them"
+                    f"{name} must have at least {MIN_TOKEN_CHARACTERS} visible characters and no "
+                    "spaces; `openssl rand -hex 16` prints one"
                 )
 
     @property
     def is_open(self) -> bool:
-        """Whether no token is asked for."""
+        """Whether clients need no token."""
         return self.token is None and self.read_token is None
 
     def find_denial(self, header: str | None, right: Right) -> RequestError | None:
-        """Why the bearer of an Authorization header may not do this, if so."""
+        """Return the error if this Authorization header does not grant the right, else None."""
         if self.is_open:
             if right != "write" or self.write:
                 return None
             return RequestError(
-                403, "this server only reads: start it with --write, or with a --token"
+                403, "this server is read-only: start it with --write, or with a --token"
             )
-        scheme, _, given = (header or "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else ""
-        # Both are compared, however the first ends: the time tells nothing.
-        all_, some = (_is_same_token(given, token) for token in (self.token, self.read_token))
-        if all_ or (some and right == "read"):
+        scheme, _, sent = (header or "").partition(" ")
+        sent = sent.strip() if scheme.lower() == "bearer" else ""
+        # Both tokens are always compared, so that the time does not reveal which one matched.
+        is_full, is_reader = (_is_same_token(sent, x) for x in (self.token, self.read_token))
+        if is_full or (is_reader and right == "read"):
             return None
-        if some:
-            return RequestError(403, f"this token may read only, not {right}")
-        if given:
-            told = "this token is not one of this server's"
+        if is_reader:
+            return RequestError(403, f"this token may only read, not {right}")
+        if sent:
+            message = "this token is not valid for this server"
         else:
-            told = "a token is wanted: send it as Authorization: Bearer TOKEN"
-        told += " (qkv takes it from --token or QKV_TOKEN)"
-        refused = RequestError(401, told)
-        refused.headers["www-authenticate"] = "Bearer"
-        return refused
+            message = "a token is required: send the header Authorization: Bearer TOKEN"
+        error = RequestError(401, f"{message} (qkv reads it from --token or QKV_TOKEN)")
+        error.headers["www-authenticate"] = "Bearer"
+        return error
 
 
-def _is_same_token(given: str, token: str | None) -> bool:
-    wanted = (token or "").encode()
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted) and bool(wanted)
+def _is_same_token(sent: str, token: str | None) -> bool:
+    expected = (token or "").encode()
+    return hmac.compare_digest(sent.encode("utf-8", "replace"), expected) and bool(expected)
 
 
 class SecurityMiddleware:
-    """Around the whole app: its Host is checked, as many requests as may be are let in, what they
-    took is counted, and every answer has the headers above.
+    """Check Host and Origin, limit concurrent requests, count them, and add security headers.
 
-    An IP address in Host is what a browser was given, never a name that was bent to this machine
-    (DNS rebinding); of names, `localhost` and those in `hosts` are ours.
+    Host may be an IP address, `localhost` or one of `hosts`. Any other name is refused, which
+    prevents DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Iterable[str] = ()):
@@ -119,18 +118,18 @@ class SecurityMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = list(message.get("headers", ()))
-                own = {name for name, _ in headers}
+                present = {name for name, _ in headers}
                 message["headers"] = headers + [
-                    pair for pair in RAW_SECURITY_HEADERS if pair[0] not in own
+                    pair for pair in RAW_SECURITY_HEADERS if pair[0] not in present
                 ]
             await send(message)
 
-        refused = self._find_denial(Headers(scope=scope), scope)
+        denial = self._find_denial(Headers(scope=scope), scope)
         self.open_requests += 1
         self.metrics.open_requests.set(self.open_requests)
         try:
-            if refused is not None:
-                await error_response(refused)(scope, receive, send_with_headers)
+            if denial is not None:
+                await error_response(denial)(scope, receive, send_with_headers)
             else:
                 await self.app(scope, receive, send_with_headers)
         finally:
@@ -141,19 +140,21 @@ class SecurityMiddleware:
             self.metrics.observe_request(method, route, status, time.perf_counter() - start)
 
     def _find_denial(self, headers: Headers, scope: Scope) -> RequestError | None:
-        host = ", ".join(headers.getlist("host"))  # of two, who stands before us may read the other
+        host = ", ".join(headers.getlist("host"))  # two Host headers never match
         name = re.sub(r":\d+$", "", host).lower()
         if name not in self.hosts and not _is_address(name.removeprefix("[").removesuffix("]")):
-            return RequestError(421, f"the Host {host[:80]!r} is not this server: use its address")
+            return RequestError(
+                421, f"this server does not answer to the Host {host[:80]!r}: use its IP address"
+            )
         origin = headers.get("origin")
         if origin is not None and origin != f"{scope['scheme']}://{host}":
-            return RequestError(403, f"a page of {origin[:80]!r} may not use this server")
+            return RequestError(403, f"pages from {origin[:80]!r} may not use this server")
         if self.open_requests >= limits.MAX_REQUESTS:
-            refused = RequestError(
-                503, f"{limits.MAX_REQUESTS} requests at a time are the limit: try again"
+            busy = RequestError(
+                503, f"the server is busy with {limits.MAX_REQUESTS} requests: try again"
             )
-            refused.headers["retry-after"] = "1"
-            return refused
+            busy.headers["retry-after"] = "1"
+            return busy
         return None
 
 
@@ -167,7 +168,7 @@ def _is_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone.
+    """Return whether an address can be reached only from this machine.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
     [True, True, True, False, False]

@@ -1,4 +1,4 @@
-"""A server as one process, until a signal ends it."""
+"""The server process: its socket, its connection limits, and its shutdown."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from qkv.serve import limits
 from qkv.serve.security import Access, is_loopback
 
 SHUTDOWN_TIMEOUT_SECONDS = 30
-"""Seconds that requests have to be finished once the server was told to end."""
+"""Time for requests in progress to finish after Ctrl-C or SIGTERM."""
 
 
 def check_address(host: str, access: Access) -> None:
-    """Refuse an address that others reach, unless they need a token."""
+    """Refuse an address that other machines can reach if no token is set."""
     if access.is_open and not is_loopback(host):
         raise ArgumentError(
-            f"--host: {host} is reached from other machines: give a --token, or a --read-token"
+            f"--host: other machines can reach {host}: set a --token or a --read-token"
         )
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket at the address; port 0 takes a free one.
+    """Return a socket that listens at the address; port 0 chooses a free port.
 
     >>> with bind_socket("127.0.0.1", 0) as place:
     ...     place.getsockname()[0]
@@ -44,8 +44,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=limits.MAX_CONNECTIONS)
     except OSError as error:
         raise ArgumentError(
-            f"nobody can listen at {host} port {port}: {error.strerror or error}; --port 0 takes a "
-            "free one"
+            f"cannot listen at {host} port {port}: {error.strerror or error}; --port 0 chooses a "
+            "free port"
         ) from None
 
 
@@ -56,17 +56,20 @@ TOO_MANY_REQUESTS_RESPONSE = (
 
 
 class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """HTTP of uvicorn, which would take any number of connections from one address, and wait for
-    ever: for the rest of a request's head, and until an answer is read."""
+    """uvicorn's HTTP protocol with limits that it lacks.
+
+    It limits the connections per address, the time until the head of a request is complete, and
+    the time until a client reads the next part of a response.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _head_bytes: int | None = None
-    """Bytes of a head that has begun in an earlier piece."""
+    """Bytes received so far of a head that is not complete."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # `pause_writing` where anything is left unread
+        transport.set_write_buffer_limits(0)  # call `pause_writing` whenever data is unread
         self._start_head_timer()
         own = client_network(self.client)
         if (
@@ -84,12 +87,12 @@ class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
                 return
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel_head_timer()  # there is a request
+            self._cancel_head_timer()  # the head is complete
         elif self._head_timer is None:
             self._start_head_timer()
 
     def on_message_begin(self) -> None:
-        """Called by httptools; h11 has a limit of its own."""
+        """Start counting the bytes of a head. httptools calls this; h11 has its own limit."""
         super().on_message_begin()
         self._head_bytes = 0
 
@@ -119,7 +122,7 @@ class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self._head_timer = None
 
     def _check_write_progress(self, before: int) -> None:
-        """Whether less is unread than before; where it is not, nobody reads."""
+        """Close the connection unless the client has read something since the last check."""
         left = self.transport.get_write_buffer_size()
         if left < before:
             self._write_timer = self.loop.call_later(
@@ -135,7 +138,7 @@ class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 def client_network(client: tuple[str, int] | None) -> str:
-    """An address, of IPv6 the half that one household has.
+    """Return the address of a client; for IPv6 its /64 network, which one customer usually has.
 
     >>> client_network(("192.168.0.7", 50000)), client_network(("2001:db8::1:2:3:4", 50000))
     ('192.168.0.7', '2001:db8::')
@@ -148,7 +151,7 @@ def client_network(client: tuple[str, int] | None) -> str:
 
 
 def build_config(app: Starlette) -> uvicorn.Config:
-    """How uvicorn serves the app."""
+    """Return the uvicorn configuration of the app."""
     return uvicorn.Config(
         app,
         http=LimitedHTTPProtocol,
@@ -166,23 +169,25 @@ def build_config(app: Starlette) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        if self.force_exit:  # what is cut off by a second Ctrl-C is no bug, whose trace is told
+        if self.force_exit:  # requests cut off by a second Ctrl-C need no traceback in the log
             logging.getLogger("uvicorn.error").disabled = True
 
 
 def run_server(app: Starlette, place: socket.socket) -> None:
-    """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken; a second Ctrl-C
-    does not."""
+    """Serve at the socket until Ctrl-C or SIGTERM.
+
+    Requests in progress are finished first, unless Ctrl-C comes a second time.
+    """
     _raise_file_limit()
-    gc.freeze()  # what is loaded by now stays: no collection need look at it again
+    gc.freeze()  # the garbage collector can skip everything that is loaded now
     _Server(build_config(app)).run(sockets=[place])
 
 
 def _raise_file_limit() -> None:
-    """As many files as this process may have: connections and databases share them."""
+    """Raise the limit of open files, which connections and databases share."""
     try:
         import resource
-    except ImportError:  # Windows has no such number
+    except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 2 * limits.MAX_CONNECTIONS
@@ -192,6 +197,6 @@ def _raise_file_limit() -> None:
             soft = hard
     if soft != resource.RLIM_INFINITY and soft < least:
         warnings.warn(
-            f"this process may have {soft} files open, and {least} are wanted: see ulimit -n",
+            f"this process may open {soft} files, and {least} are needed: raise ulimit -n",
             stacklevel=2,
         )

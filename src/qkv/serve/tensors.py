@@ -1,8 +1,7 @@
-"""Tensors of the Open Inference Protocol: in its JSON, or as bytes behind it.
+"""Tensors of the Open Inference Protocol, in JSON or as bytes after the JSON.
 
-A body is JSON; where a tensor says `binary_data_size`, so many bytes of what follows the JSON are
-its elements, row by row and little-endian, and those of BYTES each have their length, 4 bytes,
-before them.
+If a tensor has `binary_data_size`, that many bytes after the JSON are its elements, in row-major
+order and little-endian. Each element of type BYTES is preceded by its length in 4 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, unknown_name_error
 from qkv.serve.schemas import TEXT_SCHEMA, object_schema
 from qkv.serve.validation import Schema
 
@@ -33,7 +32,7 @@ NUMPY_DTYPES: dict[str, str] = {
     "FP64": "<f8",
     "BYTES": "O",
 }
-"""Datatypes by name; an array of BYTES holds `bytes`."""
+"""NumPy's dtype of each datatype; an array of BYTES holds `bytes`."""
 
 SIZE_SCHEMA: Schema = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
 TENSOR_SCHEMA = object_schema(
@@ -49,108 +48,110 @@ TENSOR_SCHEMA = object_schema(
 
 
 class Tensor(NamedTuple):
-    """An output: its datatype, and its elements as an array of the shape that they have."""
+    """An output: its datatype and its elements."""
 
     datatype: str
     data: np.ndarray
 
 
-def read_tensors(inputs: list[Any], behind: bytes) -> dict[str, np.ndarray]:
-    """The inputs of a request, which fit `TENSOR_SCHEMA`, as arrays by name; `behind` are the
-    bytes after its JSON.
+def read_tensors(inputs: list[Any], binary_data: bytes) -> dict[str, np.ndarray]:
+    """Return the inputs of a request as arrays by name; `binary_data` follows its JSON.
 
     >>> read_tensors(
     ...     [{"name": "query", "datatype": "FP32", "shape": [1, 2], "data": [0.5, 1]}], b""
     ... )
     {'query': array([[0.5, 1. ]], dtype=float32)}
     """
-    found: dict[str, np.ndarray] = {}
-    at = 0
-    for given in inputs:
-        name, datatype, shape = given["name"], given["datatype"], list(map(int, given["shape"]))
-        if name in found:
-            raise ArgumentError(f"input {name!r} comes twice")
-        size = given.get("parameters", {}).get("binary_data_size")
+    arrays: dict[str, np.ndarray] = {}
+    offset = 0
+    for tensor in inputs:
+        name, datatype, shape = tensor["name"], tensor["datatype"], list(map(int, tensor["shape"]))
+        if name in arrays:
+            raise ArgumentError(f"the input {name!r} is given twice")
+        size = tensor.get("parameters", {}).get("binary_data_size")
         if size is None:
-            flat = _parse_list(given.get("data"), datatype, name)
-        elif type(size) is not int or not 0 <= size <= len(behind) - at:
+            flat = _parse_list(tensor.get("data"), datatype, name)
+        elif type(size) is not int or not 0 <= size <= len(binary_data) - offset:
             raise ArgumentError(
-                f"{name}: binary_data_size must lie within the {len(behind)} bytes after the JSON"
+                f"{name}: binary_data_size must be within the {len(binary_data)} bytes after the "
+                "JSON"
             )
         else:
-            flat = _parse_bytes(behind[at : at + size], datatype, name)
-            at += size
+            flat = _parse_bytes(binary_data[offset : offset + size], datatype, name)
+            offset += size
         if len(flat) != math.prod(shape):
             raise ArgumentError(
-                f"{name}: {len(flat)} elements came for the shape {shape}, which has "
-                f"{math.prod(shape)}"
+                f"{name}: the shape {shape} needs {math.prod(shape)} elements, not {len(flat)}"
             )
-        found[name] = flat.reshape(shape)
-    if at < len(behind):
-        raise ArgumentError(f"{len(behind) - at} bytes after the JSON belong to no input")
-    return found
+        arrays[name] = flat.reshape(shape)
+    if offset < len(binary_data):
+        raise ArgumentError(
+            f"{len(binary_data) - offset} bytes after the JSON belong to no input: check "
+            "binary_data_size"
+        )
+    return arrays
 
 
 def write_tensors(
     outputs: Mapping[str, Tensor], binary: set[str]
 ) -> tuple[list[dict[str, Any]], bytes]:
-    """The outputs as the JSON has them, and the bytes behind it of those that are to be `binary`.
+    """Return the outputs as JSON, and the bytes that follow it for the outputs in `binary`.
 
     >>> write_tensors({"rows": Tensor("INT64", np.array([[3]]))}, set())
     ([{'name': 'rows', 'datatype': 'INT64', 'shape': [1, 1], 'data': [3]}], b'')
     """
-    told, behind = [], []
+    descriptions, binary_parts = [], []
     for name, (datatype, data) in outputs.items():
         tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(data.shape)}
         if name in binary:
-            behind.append(_pack_bytes(data, datatype))
-            tensor["parameters"] = {"binary_data_size": len(behind[-1])}
+            binary_parts.append(_pack_bytes(data, datatype))
+            tensor["parameters"] = {"binary_data_size": len(binary_parts[-1])}
         elif datatype == "BYTES":
             tensor["data"] = [text.decode(errors="replace") for text in data.reshape(-1)]
         else:  # JSON has no NaN
             flat = data.reshape(-1)
             tensor["data"] = [x if x == x and abs(x) != math.inf else None for x in flat.tolist()]
-        told.append(tensor)
-    return told, b"".join(behind)
+        descriptions.append(tensor)
+    return descriptions, b"".join(binary_parts)
 
 
 def select_outputs(
     request: Mapping[str, Any], known: Mapping[str, Any]
 ) -> tuple[list[str], set[str]]:
-    """The names of the outputs that a request asks for, and which of them as bytes."""
-    given = request.get("outputs") or [{"name": name} for name in known]
-    every = bool(request.get("parameters", {}).get("binary_data_output"))
+    """Return the names of the requested outputs, and which of them are wanted as bytes."""
+    outputs = request.get("outputs") or [{"name": name} for name in known]
+    all_binary = bool(request.get("parameters", {}).get("binary_data_output"))
     names, binary = [], set()
-    for output in given:
+    for output in outputs:
         name = output["name"]
         if name not in known:
-            raise ArgumentError(f"there is no output {name!r}: there are {', '.join(known)}")
+            raise unknown_name_error("output", name, known)
         names.append(name)
-        if output.get("parameters", {}).get("binary_data", every):
+        if output.get("parameters", {}).get("binary_data", all_binary):
             binary.add(name)
     return list(dict.fromkeys(names)), binary
 
 
 def _parse_list(data: Any, datatype: str, name: str) -> np.ndarray:
-    """The elements of a list, which may be nested as the shape is."""
+    """Return the elements of a list, which may be nested, as a flat array."""
     if not isinstance(data, list):
-        raise ArgumentError(f"{name}: data must be a list, or binary_data_size say where it is")
-    flat, rest = [], [iter(data)]
-    while rest:
-        for item in rest[-1]:
+        raise ArgumentError(f"{name}: data must be a list unless binary_data_size is given")
+    flat, stack = [], [iter(data)]
+    while stack:
+        for item in stack[-1]:
             if isinstance(item, list):
-                rest.append(iter(item))
+                stack.append(iter(item))
                 break
             flat.append(item)
         else:
-            rest.pop()
+            stack.pop()
     if datatype == "BYTES":
         if not all(type(x) is str for x in flat):
             raise ArgumentError(f"{name}: the elements of BYTES must be text")
         return _object_array([x.encode(errors="surrogatepass") for x in flat])
     kinds = {"BOOL": (bool,)}.get(datatype, (int, float) if datatype[:2] == "FP" else (int,))
     if not all(type(x) in kinds for x in flat):
-        raise ArgumentError(f"{name}: an element of data is no {datatype}")
+        raise ArgumentError(f"{name}: data must hold only elements of type {datatype}")
     try:
         with np.errstate(over="ignore"):
             return np.asarray(flat, dtype=NUMPY_DTYPES[datatype])
@@ -162,14 +163,16 @@ def _parse_bytes(blob: bytes, datatype: str, name: str) -> np.ndarray:
     if datatype != "BYTES":
         width = np.dtype(NUMPY_DTYPES[datatype]).itemsize
         if len(blob) % width:
-            raise ArgumentError(f"{name}: {len(blob)} bytes are no whole number of {datatype}")
+            raise ArgumentError(
+                f"{name}: {len(blob)} bytes is not a multiple of the size of {datatype}, {width}"
+            )
         return np.frombuffer(blob, NUMPY_DTYPES[datatype])
     texts, at = [], 0
     while at < len(blob):
         begin = at + 4
         at = begin + int.from_bytes(blob[at:begin], "little")
         if at > len(blob):
-            raise ArgumentError(f"{name}: the last of the BYTES is cut short")
+            raise ArgumentError(f"{name}: the last element of BYTES is incomplete")
         texts.append(blob[begin:at])
     return _object_array(texts)
 
@@ -181,6 +184,6 @@ def _pack_bytes(data: np.ndarray, datatype: str) -> bytes:
 
 
 def _object_array(items: list[bytes]) -> np.ndarray:
-    made = np.empty(len(items), dtype=object)
-    made[:] = items
-    return made
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server: connections that stay open, and faults as qkv's own errors."""
+"""JSON over HTTP to one server, with reused connections. Errors become qkv's exceptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkv import errors
-from qkv.database import errors as faults
+from qkv.database import errors as database_errors
 from qkv.database.errors import KeyNotFoundError
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
 from qkv.serve import encoding
@@ -22,25 +22,25 @@ from qkv.serve.encoding import CELLS_MEDIA_TYPE
 
 MAX_TRIES = 3
 RETRY_PAUSE_SECONDS = 0.2
-"""Seconds before a request that may be repeated is sent again; then twice as many."""
+"""Pause before the first retry of a read; each further one is twice as long."""
 
 BUSY_STATUSES = (429, 503)
-MAYBE_WRITTEN_HINT = "it may have been written: look before you send it again"
+MAYBE_WRITTEN_HINT = "the rows may have been written: check before you send them again"
 
 
 class ServerUnreachableError(QkvError, ConnectionError):
-    """No server answers at the address, or not in time, or not as qkv does."""
+    """The server does not answer, is too slow, or is not a qkv server."""
 
 
 class NotAllowedError(QkvError, PermissionError):
-    """The server wants a token, or another one."""
+    """The token is missing, wrong, or lacks the right."""
 
 
 class Transport:
-    """Requests to the server at `url`; threads may share it, each with a connection of its own.
+    """Send requests to the server at `url`. Threads may share it; each uses its own connection.
 
-    What only reads is sent again where the connection breaks or the server is busy. What writes is
-    sent once: whether it was done before a connection broke, nobody can say.
+    A read is retried if the connection breaks or the server is busy. A write is sent only once,
+    because it may have been executed before the connection broke.
     """
 
     def __init__(self, url: str, token: str | None, timeout: float):
@@ -53,9 +53,9 @@ class Transport:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ArgumentError(f"url must be that of a server, as http://host:8000, not {url!r}")
+            raise ArgumentError(f"url must be like http://host:8000, not {url!r}")
         if parts.username or parts.query or parts.fragment:
-            raise ArgumentError("url is an address alone: give the token as token=…")
+            raise ArgumentError("url must be only an address: pass the token as token=…")
         if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise ArgumentError(f"timeout must be a number of seconds above 0, not {timeout!r}")
         if token is not None and not (token.isascii() and token.isprintable()):
@@ -73,27 +73,27 @@ class Transport:
         self._lock = threading.Lock()
 
     def send_read(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request that changes nothing."""
+        """Send a request that changes nothing, and return the response; retry if necessary."""
         pause = RETRY_PAUSE_SECONDS
         for left in reversed(range(MAX_TRIES)):
             try:
-                status, found = self._send_once(method, path, body)
+                status, response = self._send_once(method, path, body)
             except ServerUnreachableError:
                 if not left:
                     raise
             else:
                 if status not in BUSY_STATUSES or not left:
-                    return self._unwrap_response(status, found)
+                    return self._unwrap_response(status, response)
             time.sleep(pause)
             pause *= 2
         raise AssertionError
 
     def send_write(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer to a request that changes rows."""
+        """Send a request that changes rows, once, and return the response."""
         return self._unwrap_response(*self._send_once(method, path, body, MAYBE_WRITTEN_HINT))
 
     def close(self) -> None:
-        """Close the connections that are open and not in use."""
+        """Close the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -103,27 +103,30 @@ class Transport:
         if hasattr(self, "_idle"):
             self.close()
 
-    def _send_once(self, method: str, path: str, body: Any, doubt: str = "") -> tuple[int, Any]:
-        """The status and the answer; where it does not come, `doubt` is told of what was sent."""
+    def _send_once(self, method: str, path: str, body: Any, hint: str = "") -> tuple[int, Any]:
+        """Return the status and the response; `hint` is part of an error after the request left."""
         text = None if body is None else encoding.dumps(body).encode()
-        connection, sent = self._take_connection(), ""
+        connection, hint_after_send = self._take_connection(), ""
         try:
             if connection.sock is None:
                 connection.connect()
-            sent = doubt
+            hint_after_send = hint
             connection.request(method, self._path + path, text, self._headers)
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
             connection.close()
-            told = f"{self.url} did not answer within {self._timeout:g} s"
-            step = sent or "ask for less, or give a longer timeout"
-            raise ServerUnreachableError(f"{told}: {step}") from None
+            step = hint_after_send or "send a smaller request, or set a longer timeout"
+            raise ServerUnreachableError(
+                f"{self.url} did not answer within {self._timeout:g} s: {step}"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            told = str(error) or type(error).__name__
-            step = sent or "is it running?"
-            raise ServerUnreachableError(f"{self.url} does not answer ({told}): {step}") from error
+            reason = str(error) or type(error).__name__
+            step = hint_after_send or "is it running?"
+            raise ServerUnreachableError(
+                f"{self.url} does not answer ({reason}): {step}"
+            ) from error
         except BaseException:
             connection.close()
             raise
@@ -135,14 +138,14 @@ class Transport:
         try:
             return response.status, encoding.restore_cells(json.loads(content))
         except ValueError:
-            told = f"{response.status} {response.reason}".strip()
-            told += f"; {sent}" if sent else ""
+            reason = f"{response.status} {response.reason}".strip()
+            reason += f"; {hint_after_send}" if hint_after_send else ""
             raise ServerUnreachableError(
-                f"{self.url} does not answer as qkv serve does: {told}"
+                f"{self.url} does not seem to be a qkv server: {reason}"
             ) from None
 
     def _take_connection(self) -> http.client.HTTPConnection:
-        """A connection that the server has not closed meanwhile."""
+        """Return an idle connection that is still open, or a new one."""
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -152,34 +155,34 @@ class Transport:
                 return connection
             connection.close()
 
-    def _unwrap_response(self, status: int, found: Any) -> Any:
+    def _unwrap_response(self, status: int, response: Any) -> Any:
         if 200 <= status < 300:
-            return found
-        raise _build_error(status, found if isinstance(found, dict) else {}, self.url)
+            return response
+        raise _build_error(status, response if isinstance(response, dict) else {}, self.url)
 
 
 def _is_still_open(idle: socket.socket) -> bool:
-    """Whether there is nothing to read, which from an idle connection could only be its end."""
+    """Return whether nothing can be read: an idle connection is readable only once it is closed."""
     with selectors.DefaultSelector() as watched:
         watched.register(idle, selectors.EVENT_READ)
         return not watched.select(0)
 
 
-def _build_error(status: int, told: Mapping[str, Any], url: str) -> QkvError:
-    """The error that the server raised, with its sentence."""
-    sentence, kind = str(told.get("error") or f"{url} answers {status}"), str(told.get("kind"))
+def _build_error(status: int, body: Mapping[str, Any], url: str) -> QkvError:
+    """Return the exception that the server reported, with its message."""
+    message, kind = str(body.get("error") or f"{url} answers {status}"), str(body.get("kind"))
     if kind == "KeyNotFoundError":
-        return KeyNotFoundError(told.get("key"), lambda: told.get("nearest") or [])
+        return KeyNotFoundError(body.get("key"), lambda: body.get("nearest") or [])
     if kind == "DuplicateKeyError":
-        return faults.DuplicateKeyError(sentence, int(told.get("position") or 0))
-    found = getattr(errors, kind, None) or getattr(faults, kind, None)
-    if isinstance(found, type) and issubclass(found, QkvError):
-        return found(sentence)
-    own: dict[int, type[QkvError]] = {
+        return database_errors.DuplicateKeyError(message, int(body.get("position") or 0))
+    error_class = getattr(errors, kind, None) or getattr(database_errors, kind, None)
+    if isinstance(error_class, type) and issubclass(error_class, QkvError):
+        return error_class(message)
+    class_by_status: dict[int, type[QkvError]] = {
         401: NotAllowedError,
         403: NotAllowedError,
-        404: faults.StoreNotFoundError,
+        404: database_errors.StoreNotFoundError,
         409: CombinationError,
         503: ServerUnreachableError,
     }
-    return own.get(status, ArgumentError if status < 500 else QkvError)(sentence)
+    return class_by_status.get(status, ArgumentError if status < 500 else QkvError)(message)

@@ -1,6 +1,8 @@
-"""JSON against its schema: the part of JSON Schema that the bodies here are written in.
+"""Validation of JSON bodies and parameters against the schemas of the OpenAPI description.
 
-What is published in the OpenAPI description is what is checked.
+It is written by hand because the texts of its errors are part of the API: they name the field, the
+value, the limit and the nearest valid name. jsonschema and jsonschema-rs have texts of their own,
+and pydantic and msgspec need classes in the place of the published schemas.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def find_violation(x: Any, schema: Schema, place: str = "the body") -> str | None:
-    """Why x is not as the schema says, as a sentence that names the place; None where it is.
+    """Return a sentence that says where and how `x` violates the schema; None if it is valid.
 
     >>> top = {"type": "integer", "minimum": 1, "maximum": 1000}
     >>> find_violation({"top": 0}, {"type": "object", "properties": {"top": top}})
@@ -43,8 +45,8 @@ def find_violation(x: Any, schema: Schema, place: str = "the body") -> str | Non
         faults = [find_violation(x, option, place) for option in schema["anyOf"]]
         if None in faults:
             return None
-        told = " or ".join(_describe_type(option) for option in schema["anyOf"])
-        return next((f for f in faults if f and " must be " not in f), f"{place} must be {told}")
+        types = " or ".join(_describe_type(option) for option in schema["anyOf"])
+        return next((f for f in faults if f and " must be " not in f), f"{place} must be {types}")
     if "enum" in schema and x not in schema["enum"]:
         return str(unknown_name_error(place, x, schema["enum"]))
     kinds = schema.get("type")
@@ -70,7 +72,7 @@ ESCAPED_COLON_PREFIX = b"\\u003"
 
 
 def parse_json(raw: bytes | bytearray, schema: Schema, place: str = "the body") -> dict[str, Any]:
-    """The object that JSON tells of and that fits the schema; a ValueError says why it does not.
+    """Parse a JSON object and check it against the schema; raise ValueError if it is not valid.
 
     >>> parse_json(b'{"top": 5.0}', {"type": "object", "properties": {"top": {"type": "integer"}}})
     {'top': 5}
@@ -83,53 +85,55 @@ def parse_json(raw: bytes | bytearray, schema: Schema, place: str = "the body") 
         raise ValueError(f"{place} {error}") from None
     except ValueError as error:
         raise ValueError(f"{place} is not JSON: {error}") from None
-    opened = raw.count(b"[") + raw.count(b"{")  # seldom as many as would do, however they lie
+    opened = raw.count(b"[") + raw.count(b"{")  # an upper bound of the depth, cheap to get
     if opened > limits.MAX_JSON_DEPTH and is_deeper_than(body, limits.MAX_JSON_DEPTH):
         raise ValueError(f"{place} is nested too deeply")
-    if found := find_violation(body, schema, place):
-        raise ValueError(found)
+    if violation := find_violation(body, schema, place):
+        raise ValueError(violation)
     return normalize_integers(body, schema)
 
 
 def _load_json(raw: bytes | bytearray) -> Any:
-    """JSON by orjson, but what it refuses and we do not, or would round, integers that are long, or
-    drop: the first of two cells of one name."""
+    """Parse JSON with orjson, or with json where orjson would lose data.
+
+    orjson rounds integers of more than 64 bits and keeps only the last of two equal names.
+    """
     if LONG_NUMBER not in raw.translate(DIGITS_TO_NINES):
-        with contextlib.suppress(ValueError, TypeError):  # the second where it is too deep to write
-            found, colons = orjson.loads(raw), raw.count(b":")
-            if isinstance(found, dict) and len(found) == colons:  # one for each name, and no other
-                return found
-            # Each name has its colon, and no other comes or goes but one written by its number.
-            if ESCAPED_COLON_PREFIX not in raw and orjson.dumps(found).count(b":") == colons:
-                return found
-    how: Any = {"parse_constant": _reject_constant, "parse_float": _parse_float}
-    return json.loads(raw, object_pairs_hook=_reject_duplicates, **how)
+        with contextlib.suppress(ValueError, TypeError):  # TypeError: too deep for orjson.dumps
+            body, colons = orjson.loads(raw), raw.count(b":")
+            # If the number of colons is that of the parsed body, no name was dropped.
+            if isinstance(body, dict) and len(body) == colons:
+                return body
+            if ESCAPED_COLON_PREFIX not in raw and orjson.dumps(body).count(b":") == colons:
+                return body
+    options: Any = {"parse_constant": _reject_constant, "parse_float": _parse_float}
+    return json.loads(raw, object_pairs_hook=_reject_duplicates, **options)
 
 
 class DuplicateNameError(ValueError):
-    """An object has a name twice."""
+    """An object has the same name twice."""
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise DuplicateNameError(f"has {twice!r} twice in one object: leave one out")
-    return found
+    return unique
 
 
 def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _parse_float(text: str) -> float:
-    if math.isinf(found := float(text)):
-        raise ValueError(f"{text[:40]} is more than a float holds")
-    return found
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:40]} is too large for a float")
+    return number
 
 
 def is_deeper_than(x: Any, most: int) -> bool:
-    """Whether lists and objects lie within each other more than so many times.
+    """Return whether lists and objects are nested more than `most` times.
 
     >>> is_deeper_than([[{"a": 1}]], 3), is_deeper_than([[{"a": 1}]], 2)
     (False, True)
@@ -144,7 +148,7 @@ def is_deeper_than(x: Any, most: int) -> bool:
 
 
 def normalize_integers(x: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """An object that fits, with 5 for a 5.0 where the schema wants an integer.
+    """Convert numbers such as 5.0 to int where the schema has the type integer.
 
     >>> normalize_integers({"top": 5.0}, {"properties": {"top": {"type": "integer"}}})
     {'top': 5}
@@ -155,7 +159,7 @@ def normalize_integers(x: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def parse_parameter(text: str, schema: Schema) -> Any:
-    """A parameter's text as what its schema wants; as it is where it is no such thing.
+    """Convert the text of a parameter to its schema's type; return other text unchanged.
 
     >>> (
     ...     parse_parameter("5", {"type": "integer"}),
@@ -185,7 +189,7 @@ def _find_text_violation(x: str, schema: Schema, place: str) -> str | None:
     if most is not None and len(x) > most:
         return f"{place} must have at most {most:,} characters, not {len(x):,}"
     if pattern is not None and not re.search(pattern, x):
-        return f"{place} must be of the form {pattern}, not {_shorten_repr(x)}"
+        return f"{place} must match {pattern}, not {_shorten_repr(x)}"
     return None
 
 
@@ -201,29 +205,29 @@ def _find_number_violation(x: float, schema: Schema, place: str) -> str | None:
 def _find_list_violation(x: list[Any], schema: Schema, place: str) -> str | None:
     least, most = schema.get("minItems", 0), schema.get("maxItems")
     if len(x) < least:
-        return f"{place} must hold at least {least}"
+        return f"{place} must have at least {least} {'item' if least == 1 else 'items'}"
     if most is not None and len(x) > most:
-        return f"{place} may hold at most {most:,}, not {len(x):,}: send the rest by themselves"
+        return f"{place} may have at most {most:,} items, not {len(x):,}: send several requests"
     items = schema.get("items")
     if not items:
         return None
-    found = (find_violation(item, items, f"{place}[{i}]") for i, item in enumerate(x))
-    return next((one for one in found if one), None)
+    violations = (find_violation(item, items, f"{place}[{i}]") for i, item in enumerate(x))
+    return next((violation for violation in violations if violation), None)
 
 
 def _find_object_violation(x: dict[str, Any], schema: Schema, place: str) -> str | None:
-    within = "" if place == "the body" else f"{place}."
+    prefix = "" if place == "the body" else f"{place}."
     known = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in x:
             return f"{place} must have {name!r}"
-    rest = schema.get("additionalProperties", True)
+    additional = schema.get("additionalProperties", True)
     for name, item in x.items():
-        if name not in known and rest is False:
+        if name not in known and additional is False:
             return str(unknown_name_error(f"name in {place}", name, known))
-        wish = known.get(name, rest if isinstance(rest, dict) else {})
-        if found := find_violation(item, wish, f"{within}{name}"):
-            return found
+        expected = known.get(name, additional if isinstance(additional, dict) else {})
+        if violation := find_violation(item, expected, f"{prefix}{name}"):
+            return violation
     return None
 
 

@@ -1,4 +1,4 @@
-// The page under a server: it asks for a token where one is wanted, then shows what is served.
+// Starts the page on a server: asks for the token if the server needs one, then shows the views.
 import { boot, server } from "/page/qkv.js";
 
 const main = document.querySelector("main");
@@ -17,12 +17,12 @@ async function start() {
   } catch (error) {
     const asked = await fetch("/v1/databases", { headers }).catch(() => null);
     if (asked?.status === 401) {
-      note.textContent = token ? "This token is not the one. Try again." : "This server wants a token.";
+      note.textContent = token ? "This token is not valid. Try again." : "This server needs a token.";
       sessionStorage.removeItem("qkv-token");
       form.hidden = false;
       input.focus();
     } else {
-      trouble.querySelector("p").textContent = `The page cannot be shown: ${error.message}`;
+      trouble.querySelector("p").textContent = `The page cannot be loaded: ${error.message}`;
       trouble.hidden = false;
     }
   }
