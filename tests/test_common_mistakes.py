@@ -100,7 +100,11 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("an engine", lambda: attend(engine="streming"), "did you mean 'streaming'"),
     ("an encoder", lambda: qkv.Database({"a": 1}, encoder="wrods"), "did you mean 'words'"),
     ("a function", lambda: qkv.atend, "did you mean 'attend'"),
-    ("a class, not an object", lambda: attend(score=qkv.scores.Gaussian), "build it, Gaussian(…)"),
+    (
+        "a class, not an object",
+        lambda: attend(score=qkv.scores.Gaussian),
+        "pass an instance, Gaussian(…)",
+    ),
     ("a learned score", lambda: attend(score="additive"), "scores.Additive(w_query, w_key, v)"),
     (
         "matrices the other way round",
@@ -149,10 +153,10 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ),
     # Pictures and pages.
     ("a page nowhere", lambda: NAMES.ask("Li").to_html(True), "path .* file, not a bool"),
-    ("a page's folder", lambda: NAMES.to_html("no/where.html"), "no folder no; make it first"),
+    ("a page's folder", lambda: NAMES.to_html("no/where.html"), "no folder no; create it first"),
     ("a page's title", lambda: qkv.page.to_html(NAMES, title=5), "title must be text, not a int"),
     ("a picture nowhere", lambda: NAMES.ask("Li").plot(True), "path .* file, not a bool"),
-    ("a picture's folder", lambda: NAMES.plot("Li", "no/a.png"), "no folder no; make it first"),
+    ("a picture's folder", lambda: NAMES.plot("Li", "no/a.png"), "no folder no; create it first"),
     ("a picture's ending", lambda: NAMES.plot("Li", "a.doc"), "a.doc: the name must end in .*.png"),
     ("a threshold", lambda: qkv.plot.alignment(X, least="x"), "least must be a number, not 'x'"),
     ("no kernels", lambda: qkv.plot.kernels([]), "scores is empty"),
@@ -179,9 +183,9 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("records", lambda: qkv.Database([{"a": 1, "b": 2}]), "key='a', value='b'), .* D.extend(rows)"),
     ("words of two letters", lambda: qkv.Database(["ab", "cd"]), "Database(keys, values)"),
     ("sets", lambda: qkv.Database([{1, 2}]), "pairs (key, value)"),
-    ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys came with 1 values"),
-    ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "keys of one type"),
-    ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: nothing could ask for it"),
+    ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys but 1 values"),
+    ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "have one type"),
+    ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: no query could find it"),
     ("a table that is not there", lambda: qkv.Database.from_source("book.csv"), "'books.csv'?"),
     ("a column that is not there", lambda: books(key="titel"), "did you mean 'title'"),
     ("a value that is not there", lambda: books(key="title", value="yaer"), "mean 'year'"),
@@ -193,12 +197,12 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     # Asking it.
     ("an empty one", lambda: qkv.Database().ask("x"), "add rows first"),
     ("a path that was not meant", lambda: qkv.open("new.qkv").ask("x"), "new.qkv is empty"),
-    ("a number of text", lambda: NAMES.ask(3), "query 0 must be text, as the keys are, not 3"),
+    ("a number of text", lambda: NAMES.ask(3), "query 0 must be text, like the keys, not 3"),
     ("text of numbers", lambda: GRADES.ask("three"), "query 0 must be a number, not 'three'"),
     ("NaN", lambda: GRADES.ask(float("nan")), "query 0 is not a finite number"),
     ("None", lambda: NAMES.ask(None), "query 0 must not be None"),
     ("a narrow vector", lambda: POINTS.ask([1.0, 2.0]), "query 0 has 2 numbers, but the keys are"),
-    ("text of vectors", lambda: POINTS.ask("a"), "a vector of numbers, as the keys are"),
+    ("text of vectors", lambda: POINTS.ask("a"), "a vector of numbers, like the keys"),
     ("a key that is not there", lambda: NAMES["Lee"], "the nearest are 'Li', 'Zhang'"),
     ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows of at least 1"),
     (
@@ -209,7 +213,11 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a condition's column", lambda: books().ask("x", where="yaer < 1900"), "mean 'year'"),
     ("a condition's sign", lambda: books().ask("x", where="year => 1815"), "write <= and >="),
     ("SQL's range", lambda: books().ask("x", where="year between 1 and 2"), "1900 <= year <= 1950"),
-    ("a condition's type", lambda: books().ask("x", where="year < 'old'"), "not compared with"),
+    (
+        "a condition's type",
+        lambda: books().ask("x", where="year < 'old'"),
+        "cannot be compared with",
+    ),
     ("text pooled", lambda: NAMES.attend("Li"), "only numbers can be pooled: use ask"),
 ]
 

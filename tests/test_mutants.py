@@ -19,6 +19,7 @@ import pytest
 from qkv import scores, weightings
 from qkv.errors import ArgumentError
 from tests import formulas
+from tools import mutants as hand_written
 
 pytest.importorskip("torch")  # not in the environment of MXNet: once is enough
 
@@ -458,3 +459,19 @@ def test_every_mutant_is_caught(package, module, names, check):
 def test_every_weighting_is_checked():
     checked = {name for names in WEIGHTINGS.values() for name in names}
     assert {kind.__name__ for kind in weightings.NAMES.values()} == checked
+
+
+@pytest.mark.parametrize("mutant", hand_written.MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_hand_written_mutant_changes_one_place_and_names_tests_that_exist(mutant):
+    assert hand_written.snippet_count(mutant) == 1
+    assert mutant.snippet != mutant.replacement
+    named = [part for part in mutant.tests.split() if part.startswith("tests/")]
+    assert named
+    for part in named:
+        path, _, function = part.partition("::")
+        assert (hand_written.ROOT / path).exists(), path
+        assert not function or f"def {function}(" in (hand_written.ROOT / path).read_text(), part
+
+
+def test_there_are_60_hand_written_mutants_of_different_names():
+    assert len({mutant.name for mutant in hand_written.MUTANTS}) == len(hand_written.MUTANTS) == 60

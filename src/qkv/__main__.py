@@ -1,14 +1,14 @@
-"""Where the command `qkv` begins, as `python -m qkv` does."""
+"""The entry point of the command `qkv` and of `python -m qkv`."""
 
 import gc
 import sys
 
 GC_THRESHOLD = 50_000
-"""Objects made between two searches for garbage: to load makes many, and none of it."""
+"""Allocations between two garbage collections: imports allocate much and free nothing."""
 
 
 def main() -> None:
-    """Run the command; one that is stopped while it still loads says so as any other."""
+    """Run the command; report Ctrl-C also while modules load."""
     gc.set_threshold(GC_THRESHOLD)
     try:
         from qkv.cli import main as run

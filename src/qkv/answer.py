@@ -1,4 +1,4 @@
-"""An answer: Σᵢ αᵢ vᵢ, the rows it came from, and how sure it is."""
+"""The answer to a query: Σᵢ αᵢ vᵢ, the rows it comes from, and how certain it is."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from qkv.util.formatting import (
 )
 from qkv.util.types import lazy_property
 
-EXACT_MATCH_TEXT = "The query is a key itself, which decides"
-BLENDED = "The query is a key itself; the value is a mean of more rows"
+EXACT_MATCH_TEXT = "The query equals a key, which decides the answer"
+BLENDED_MATCH_TEXT = "The query equals a key; the value is a mean over several rows"
 MIN_DECISIVE_WEIGHT = 0.9
-"""The weight above which a row, a key or a value may decide."""
+"""The weight above which a row, a key or a value decides the answer."""
 
 SERIALIZED_FIELDS = (
     *("query", "value", "rows", "entropy", "effective_rows", "total", "missing", "exact"),
     *("error_bound", "rows_read", "bound_is_probabilistic", "engine", "hint"),
 )
-"""The attributes that an answer has wherever it is written."""
+"""The attributes that `to_dict` contains."""
 SERIALIZED_NAMES = {"bound_is_probabilistic": "statistical"}
-"""Attributes whose field in JSON has another name."""
+"""Attributes that have another name in JSON."""
 
 MAX_SERIALIZED_SET_ROWS = 100
-"""Rows of a set that travel with the answer."""
+"""The largest prediction set that `to_dict` contains."""
 MIN_SHOWN_WEIGHT = 0.0005
-"""The smallest weight that three digits can show."""
+"""The smallest weight that is not 0 when rounded to three decimals."""
 
 
 @dataclass(frozen=True)
 class Answer(Displayable):
-    """What a database says to one query.
+    """The answer of a database to one query.
 
-    `value` is Σᵢ αᵢ vᵢ where values are numbers or vectors, else the heaviest value, whose
-    rivals stand in `values`. `rows` are the heaviest rows. `entropy` is −Σ αᵢ ln αᵢ and
-    `effective_rows` e^entropy: as many rows as would give it if all counted the same.
+    `value` is Σᵢ αᵢ vᵢ if values are numbers or vectors. Otherwise it is the value with the largest
+    total weight, and `values` lists all of them. `rows` are the heaviest rows. `entropy` is
+    −Σ αᵢ ln αᵢ, and `effective_rows` is e^entropy: about how many rows share the weight.
 
     >>> from qkv import Database
     >>> answer = Database({"Zhang": "Aston", "Li": "Mu", "Smola": "Alex"}).ask("Li")
@@ -77,22 +77,21 @@ class Answer(Displayable):
     values: list[ValueWeight]
     lse: float | None
     total: int
-    """Rows that were asked, after `where`."""
+    """The number of rows that took part: they pass `where` and have a value."""
     missing: int = field(kw_only=True, default=0)
-    """Rows that passed `where` and were left out, because their value is missing."""
+    """The number of rows that pass `where` but were left out because their value is missing."""
     is_normalized: bool = field(kw_only=True, default=True)
-    """Whether the weights share out one whole, Σᵢ αᵢ = 1; those of `raw` and `sigmoid` do not."""
+    """Whether Σᵢ αᵢ = 1; False for weightings such as `raw` and `sigmoid`."""
     version: int = field(kw_only=True, default=0)
     """The version of the database that answered."""
     coverage: float | None = field(kw_only=True, default=None)
-    """With which probability `prediction_set` holds the right row; None where nothing is
-    promised."""
+    """The probability that `prediction_set` contains the right row; None without calibration."""
     error_bound: float = field(kw_only=True, default=0.0)
-    """½ Σ |αᵢ − exact αᵢ| is at most this; 0 where it is as exact as the dtype."""
+    """An upper bound of ½ Σ |αᵢ − exact αᵢ|; 0 if the weights are exact up to rounding."""
     rows_read: int = field(kw_only=True, default=0)
-    """Rows whose keys were read in full."""
+    """The number of keys that were read in full precision."""
     bound_is_probabilistic: bool = field(kw_only=True, default=False)
-    """Whether the bound holds with the confidence that was asked for, and is not proven."""
+    """Whether the bound holds with the requested confidence instead of always."""
     engine: str
     score: str
     weighting: str
@@ -101,42 +100,46 @@ class Answer(Displayable):
 
     @lazy_property
     def weights(self) -> np.ndarray:
-        """α of every row, (m,), in the database's order."""
+        """The weights of all rows, (m,), in the order of the database."""
         return self._backend.compute_weights()
 
     @lazy_property
     def entropy(self) -> float:
-        """−Σᵢ αᵢ ln αᵢ of all rows."""
+        """−Σᵢ αᵢ ln αᵢ over all rows."""
         return self._backend.compute_entropy()
 
     @lazy_property
     def hint(self) -> str:
-        """What to ask by instead, where the default score may not be what was meant; that the query
-        is the key of a row without a value; else empty."""
+        """Advice about this query, or "".
+
+        It names a better score, says that no row matches `where`, or says that the query is the key
+        of a row without a value.
+        """
         return self._backend.compute_hint(self.rows)
 
     @lazy_property
     def spread(self) -> Any:
-        """√(Σᵢ αᵢ (vᵢ − value)²): how far the values that were pooled lie from each other.
+        """√(Σᵢ αᵢ (vᵢ − value)²): the weighted standard deviation of the values.
 
-        None where values are not numbers.
+        None if values are not numbers.
         """
         return self._backend.compute_spread()
 
     @lazy_property
     def prediction_set(self) -> list[Row]:
-        """The rows of which one is the right one with the probability `coverage`, heaviest first;
-        the database must have been calibrated (`Database.calibrate`)."""
+        """Rows that contain the right one with probability `coverage`, heaviest first.
+
+        Call `Database.calibrate` first.
+        """
         return self._backend.prediction_set()
 
     @property
     def abstains(self) -> bool:
-        """Whether no row fits well enough, as to a question from another field: `prediction_set`
-        is empty."""
+        """Whether `prediction_set` is empty: no row fits the query well enough."""
         return not self.prediction_set
 
     def without(self, row: Row | int) -> Answer:
-        """The answer had this row (or that of this index) not been there, scored as it was.
+        """Return the answer without this row, or without the row at this index.
 
         >>> from qkv import Database
         >>> answer = Database({"Zhang": "Aston", "Zang": "Wei", "Li": "Mu"}).ask("Zhang")
@@ -153,9 +156,10 @@ class Answer(Displayable):
         return found
 
     def influence(self) -> Any:
-        """value − value without row i, for every row: (m,), (m, d_v), or of several columns a
-        mapping of them. Where values are not pooled, by how much the row raises the share of the
-        weight that the answer's value has.
+        """Return value − value without row i, for every row i.
+
+        The result is (m,), (m, d_v), or a mapping of columns. If values are not pooled, it is the
+        increase of the weight of the answer's value that the row causes.
 
         >>> from qkv import Database
         >>> Database([(1.0, 10.0), (2.0, 40.0)]).ask(1.5).influence().tolist()
@@ -164,12 +168,12 @@ class Answer(Displayable):
         return self._backend.compute_influence()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it said, with the weight of every row; the database stays behind."""
-        found = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
+        # A pickle contains the weights of all rows, and not the database.
+        state = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
         if self.coverage is not None:
-            found["prediction_set"] = self.prediction_set
-        told = (self.rows, self.weights, self.entropy, self.spread)
-        return found | {"_backend": DetachedBackend(*told)}
+            state["prediction_set"] = self.prediction_set
+        backend = DetachedBackend(self.rows, self.weights, self.entropy, self.spread)
+        return state | {"_backend": backend}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
         own = ("query", "value", "rows", "values")
@@ -177,35 +181,36 @@ class Answer(Displayable):
 
     @property
     def exact(self) -> bool:
-        """Whether the query is a text that is a key, to the letter, and has nearly all weight."""
+        """Whether the query is text that equals a key, and that key has nearly all weight."""
         if not isinstance(self.query, str):
             return False
-        found = sum(row.weight for row in self.rows if row.key == self.query)
-        return (
-            found > MIN_DECISIVE_WEIGHT
-            if self.is_normalized
-            else found > 0 and self._top_share > MIN_DECISIVE_WEIGHT
-        )
+        weight = sum(row.weight for row in self.rows if row.key == self.query)
+        if self.is_normalized:
+            return weight > MIN_DECISIVE_WEIGHT
+        return weight > 0 and self._top_share > MIN_DECISIVE_WEIGHT
 
     @property
     def _exactness(self) -> str:
-        """That the query is a key, and whether the value is its own."""
+        """A sentence: the query equals a key, and the value is that key's or a mean."""
         if self.values or isinstance(self.value, str):
             return EXACT_MATCH_TEXT
         own = [row for row in self.rows if row.key == self.query]
-        return EXACT_MATCH_TEXT if own and _shown_alike(self.value, _mean(own)) else BLENDED
+        return (
+            EXACT_MATCH_TEXT if own and _shown_alike(self.value, _mean(own)) else BLENDED_MATCH_TEXT
+        )
 
     @property
     def _top_share(self) -> float:
-        """The share that the heaviest row has, or the least it can have where that is not known."""
+        """The heaviest row's share of the weight, or a lower bound if weights do not sum to 1."""
         return self.rows[0].weight if self.is_normalized else 1 / self.effective_rows
 
     @property
     def effective_rows(self) -> float:
+        """e^entropy: about how many rows share the weight."""
         return math.exp(self.entropy) if self.rows else 0.0
 
     def above(self, weight: float) -> list[Row]:
-        """Every row of at least this weight, heaviest first.
+        """Return every row of at least this weight, heaviest first.
 
         >>> from qkv import Database
         >>> answer = Database({1.0: 10.0, 2.0: 20.0, 9.0: 90.0}).ask(1.4, score="gaussian", top=1)
@@ -217,15 +222,15 @@ class Answer(Displayable):
         return self._backend.rows_above(weight)
 
     def _collect_source(self, most: int) -> SourceRows | None:
-        """All rows that were asked, or the `most` heaviest, in the database's order.
+        """Return the rows that took part, at most the `most` heaviest, in the database's order.
 
-        None where the answer came from elsewhere, without them.
+        None if the answer comes from a server or a pickle.
         """
         validate_sizes(most=most)
         return self._backend.collect_source(most)
 
     def explain(self) -> str:
-        """One paragraph: which rows, which engine, how concentrated.
+        """Return one paragraph: the heaviest rows, how concentrated the weight is, and the engine.
 
         >>> from qkv import Database
         >>> Database({"Li": "Mu", "Hu": "Rachel"}).ask("Li").explain()[:26]
@@ -242,36 +247,37 @@ class Answer(Displayable):
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first, *others = self.rows[:2]
-        counts, told = (
+        verb, to_text = (
             ("counts", _format_percent) if self.is_normalized else ("weighs", format_weight)
         )
-        seen = (row for row in others if abs(row.weight) >= MIN_SHOWN_WEIGHT)
-        then = "".join(f", {_format_in_sentence(row.key)} {told(row.weight)}" for row in seen)
+        shown = (row for row in others if abs(row.weight) >= MIN_SHOWN_WEIGHT)
+        second = "".join(f", {_format_in_sentence(row.key)} {to_text(row.weight)}" for row in shown)
         parts = [
-            f"Of {total}, {_format_in_sentence(first.key)} {counts} {told(first.weight)}{then}."
+            f"Of {total}, {_format_in_sentence(first.key)} {verb} {to_text(first.weight)}{second}."
         ]
         if self.exact:
             parts.append(f"{self._exactness}.")
         effective = f"{self.effective_rows:,.1f}"
         parts.append(
-            f"As many rows as {effective} of equal weight took part: {self.confidence_text}."
+            f"The weight is spread over about {effective} "
+            f"row{'s' * (effective != '1.0')}: {self.confidence_text}."
         )
         if isinstance(self.value, float | np.ndarray):
             if self.is_normalized and isinstance(self.spread, float):
-                parts.append(f"Their values lie {self.spread:.4g} around {self.value:.4g}.")
+                parts.append(f"The values spread by {self.spread:.4g} around {self.value:.4g}.")
         elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
             best, next_ = self.values[:2]
             has = (
-                f"has {told(best.weight)} of the weight"
+                f"has {to_text(best.weight)} of the weight"
                 if self.is_normalized
-                else told(best.weight)
+                else to_text(best.weight)
             )
             parts.append(
                 f"The value {_format_in_sentence(best.value)} {has}, "
-                f"{_format_in_sentence(next_.value)} {told(next_.weight)}."
+                f"{_format_in_sentence(next_.value)} {to_text(next_.weight)}."
             )
         if self.coverage is not None:
-            parts.append(f"{self._coverage_text[0].upper()}{self._coverage_text[1:]}.")
+            parts.append(f"{self._coverage_text}.")
         if self.error_bound:
             parts.append(f"{self._error_bound_text}.")
         if self.missing:
@@ -283,26 +289,27 @@ class Answer(Displayable):
 
     @property
     def _coverage_text(self) -> str:
-        """What the database promises of the set, in a few words."""
+        """A sentence about the prediction set."""
         if self.coverage is None:
-            return "nothing is promised"
+            return "Not calibrated"
         if self.abstains:
-            return "it abstains: no row fits as the right ones did when it was calibrated"
+            return "The answer abstains: no row fits as well as in the calibration pairs"
         rows = format_plural(len(self.prediction_set), "row")
-        return f"the right row is among {rows} with {_format_percent(self.coverage)} probability"
+        probability = _format_percent(self.coverage)
+        return f"The prediction set of {rows} contains the right row with {probability} probability"
 
     @property
     def _error_bound_text(self) -> str:
-        """How far the weights may lie from the exact ones, in a few words."""
-        how = "with the confidence asked for" if self.bound_is_probabilistic else "proven"
+        """A sentence about the error bound."""
+        how = "with the requested confidence" if self.bound_is_probabilistic else "guaranteed"
         return (
-            f"The weights lie within {self.error_bound:.2g} of the exact ones ({how}); "
-            f"{self.rows_read:,} of the keys were read in full"
+            f"The weights are within {self.error_bound:.2g} of the exact ones ({how}); "
+            f"{self.rows_read:,} keys were read in full"
         )
 
     @property
     def missing_text(self) -> str:
-        """How many rows have no value, in a few words."""
+        """How many rows have no value, such as "2 rows without a value"."""
         rows = format_plural(self.missing, "row")
         if isinstance(self.value, dict) and not self.values:  # several columns, each pooled
             return f"{rows} that lack{'s' * (self.missing == 1)} {join_alternatives([*self.value])}"
@@ -310,7 +317,7 @@ class Answer(Displayable):
 
     @property
     def why_nothing(self) -> str:
-        """Why no row answers: none passes `where`, or no key is in reach of the score."""
+        """Why no row answers: none passes `where`, or every weight is 0."""
         if not self.total and self.hint:
             return self.hint
         left = f"; {self.missing_text} left out" if self.missing else ""
@@ -318,17 +325,17 @@ class Answer(Displayable):
 
     @lazy_property
     def confidence_text(self) -> str:
-        """How far the weights agree on one value, in a few words.
+        """How much the weights agree on one value, such as "fairly sure".
 
-        Rows with the same key or the same value count as one. No row or key "decides" where the
-        value is a mean that differs from its own.
+        Rows with the same key or the same value count as one. A row or key "decides" only if the
+        answer's value equals its own.
         """
         if not self.rows:
             return "no answer"
-        return self._value_sureness() if self.values else self._mean_sureness()
+        return self._value_confidence_text() if self.values else self._mean_confidence_text()
 
-    def _value_sureness(self) -> str:
-        """The same of an answer whose value is the heaviest of several."""
+    def _value_confidence_text(self) -> str:
+        """Return the text for an answer whose value is the heaviest of several."""
         known = np.abs([share.weight for share in self.values])
         best = float(known[0] / (1.0 if self.is_normalized else known.sum() or 1.0))
         if best > 0.5:
@@ -342,8 +349,8 @@ class Answer(Displayable):
             return f"undecided between a few {what}"
         return f"unsure, many {what} share the weight"
 
-    def _mean_sureness(self) -> str:
-        """The same of an answer whose value is pooled: many rows are no doubt, but a mean."""
+    def _mean_confidence_text(self) -> str:
+        """Return the text for an answer whose value is pooled."""
         if not self.is_normalized:
             if self._top_share > MIN_DECISIVE_WEIGHT and _shown_alike(
                 self.value, self.rows[0].value
@@ -366,18 +373,17 @@ class Answer(Displayable):
         return f"a mean of {'a few' if effective < 4 else 'many'} {'keys' if alike else 'rows'}"
 
     def _heavy_rows(self) -> list[Row]:
-        """Every row that three digits can show the weight of, where they can be had; else those
-        that are named."""
-        named = sum(row.weight for row in self.rows)
-        if not self.is_normalized or len(self.rows) >= self.total or named > 1 - MIN_SHOWN_WEIGHT:
+        """Return every row with a weight that three decimals show, if available, else `rows`."""
+        shown = sum(row.weight for row in self.rows)
+        if not self.is_normalized or len(self.rows) >= self.total or shown > 1 - MIN_SHOWN_WEIGHT:
             return self.rows
         try:
             return self._backend.rows_above(MIN_SHOWN_WEIGHT) or self.rows
-        except QkvError:  # of a pickle, or of a server that does not send so many
+        except QkvError:  # a pickle or a server does not have so many rows
             return self.rows
 
     def _effective(self, weights: Any) -> float:
-        """e^entropy of groups of rows with these weights; the rest counts as single rows."""
+        """Return e^entropy of groups with these weights; the other weight counts as single rows."""
         known = np.abs(weights)
         rest = max(1 - known.sum(), 0) if self.is_normalized else 0.0
         known = known / (1 if self.is_normalized else known.sum() or 1)
@@ -387,11 +393,11 @@ class Answer(Displayable):
         return math.exp(entropy)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as JSON has it."""
+        """Return the answer as JSON values."""
         return {name: to_jsonable(x) for name, x in self._to_fields(_row_to_dict).items()}
 
     def _to_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
-        """What it says of itself, by name, each row as `row` tells of it."""
+        """Return the fields of `to_dict`, with each row converted by `row`."""
         found = {
             SERIALIZED_NAMES.get(name, name): getattr(self, name) for name in SERIALIZED_FIELDS
         }
@@ -399,7 +405,7 @@ class Answer(Displayable):
         return found | ({"hint": self.hint} if not self.total and self.hint else {})
 
     def _prediction_set_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
-        """What is promised: nothing where nothing is, the set where it is small."""
+        """Return the fields of the prediction set; the rows only if they are few."""
         if self.coverage is None:
             return {}
         found = {
@@ -414,8 +420,11 @@ class Answer(Displayable):
         )
 
     def to_frame(self) -> Any:
-        """The rows as a data frame, of the library of the frame that the database came from, or of
-        whichever of pandas, polars and pyarrow is there."""
+        """Return the rows as a data frame.
+
+        The library is that of the frame that the database came from, else an installed one of
+        pandas, polars and pyarrow.
+        """
         columns: dict[str, list[Any]] = {
             name: [getattr(row, name) for row in self.rows]
             for name in ("key", "value", "weight", "index")
@@ -427,7 +436,7 @@ class Answer(Displayable):
         return build_frame(columns, self._library)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The weights as a figure of matplotlib, also saved where `path` is given."""
+        """Draw the weights as a matplotlib figure; save it if `path` is set."""
         from qkv.plot import bars, style
 
         if not self.rows:
@@ -447,21 +456,21 @@ class Answer(Displayable):
         seen = [row for row in self.rows if abs(row.weight) >= MIN_SHOWN_WEIGHT] or self.rows[:1]
         rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
         names = [format_one_line(row.key, 32) for row in seen]
-        told, longs = (
-            [format_weight(row.weight) for row in seen],
-            bar_lengths(row.weight for row in seen),
-        )
-        wide, high = max(map(len, told)), max(map(display_width, names))
+        weights = [format_weight(row.weight) for row in seen]
+        lengths = bar_lengths(row.weight for row in seen)
+        weight_width, key_width = max(map(len, weights)), max(map(display_width, names))
         lines = [
-            f"  {number:>{wide}} {format_bar(long):{BAR_WIDTH}} {pad_to_width(name, high)}  "
-            f"{format_one_line(row.value, 40)}".rstrip()
-            for row, number, name, long in zip(seen, told, names, longs, strict=True)
+            f"  {weight:>{weight_width}} {format_bar(length):{BAR_WIDTH}} "
+            f"{pad_to_width(name, key_width)}  {format_one_line(row.value, 40)}".rstrip()
+            for row, weight, name, length in zip(seen, weights, names, lengths, strict=True)
         ]
         if more > 0 and not self.is_normalized and self._has_other_weight(seen):
-            lines.append(f"  {'…':>{wide}} {'':{BAR_WIDTH}} {format_plural(more, 'more row')}")
+            lines.append(
+                f"  {'…':>{weight_width}} {'':{BAR_WIDTH}} {format_plural(more, 'more row')}"
+            )
         elif more > 0 and rest >= MIN_SHOWN_WEIGHT:
             lines.append(
-                f"  {format_weight(rest):>{wide}} {format_bar(rest):{BAR_WIDTH}} "
+                f"  {format_weight(rest):>{weight_width}} {format_bar(rest):{BAR_WIDTH}} "
                 f"{format_plural(more, 'more row')}"
             )
         if self.exact:
@@ -475,7 +484,7 @@ class Answer(Displayable):
         return "\n".join([value, *lines])
 
     def _has_other_weight(self, seen: list[Row]) -> bool:
-        """Whether rows beside these have weight: by the entropy, which is of all of them."""
+        """Return whether other rows have weight, which the entropy of all rows shows."""
         sizes = np.abs([row.weight for row in seen])
         parts = sizes / (sizes.sum() or 1)
         entropy = -float((parts * np.log(np.where(parts, parts, 1))).sum())
@@ -505,14 +514,14 @@ class Answer(Displayable):
 
 
 class _Group(NamedTuple):
-    """Rows that have the same key, or the same value."""
+    """Rows with the same key, or with the same value."""
 
     weight: float
     rows: list[Row]
 
 
 def _groups(rows: list[Row], name: str) -> list[_Group]:
-    """Rows by their key or value, heaviest group first."""
+    """Group rows by key or value, heaviest group first."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault(_identity(getattr(row, name)), []).append(row)
@@ -521,7 +530,7 @@ def _groups(rows: list[Row], name: str) -> list[_Group]:
 
 
 def _identity(cell: Any) -> Any:
-    """What two cells have in common if they are equal."""
+    """Return a hashable object that is equal for equal cells."""
     if isinstance(cell, np.ndarray):
         return cell.shape, cell.tobytes()
     try:
@@ -532,7 +541,7 @@ def _identity(cell: Any) -> Any:
 
 
 def _mean(rows: list[Row]) -> Any:
-    """The pooled value of some rows."""
+    """Return the weighted mean of the rows' values."""
     values = [row.value for row in rows]
     if len(values) == 1:
         return values[0]
@@ -545,7 +554,7 @@ def _mean(rows: list[Row]) -> Any:
 
 
 def _shown_alike(value: Any, other: Any) -> bool:
-    """Whether two pooled values are the same in the digits that are shown."""
+    """Return whether two pooled values look equal when they are formatted."""
     if isinstance(value, Mapping):
         return all(_shown_alike(x, other[name]) for name, x in value.items())
     one, two = np.asarray(value, float), np.asarray(other, float)
@@ -555,7 +564,7 @@ def _shown_alike(value: Any, other: Any) -> bool:
 
 
 def _format_in_sentence(x: Any) -> str:
-    """A cell inside a sentence, whose commas are not the sentence's."""
+    """Format a cell for a sentence; a tuple is put in parentheses because of its commas."""
     return f"({format_one_line(x)})" if isinstance(x, tuple) else format_one_line(x)
 
 
@@ -567,7 +576,7 @@ def _format_percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-# Nothing has a colour of its own but the bars: a notebook may be light or dark.
+# Only the bars have a colour, since a notebook may be light or dark.
 _CSS = """
 .qkv-answer{font:15px/1.5 system-ui,sans-serif;max-width:52rem}
 .qkv-answer .q{opacity:.7;margin:0}.qkv-answer .v{font-size:1.5rem;margin:.1rem 0 .8rem}

@@ -1,4 +1,4 @@
-"""Behind an answer: the rows that it names, and who is asked for what it does not hold."""
+"""The rows of an answer, and the backends that compute what the answer does not hold."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from qkv.frameworks import tree
 
 @dataclass(frozen=True, init=False)
 class Row(tree.Record):
-    """One pair of the database, and how much it counted.
+    """A row of the database with its weight.
 
-    `index` is its place among the rows, so that `answer.weights[row.index] == row.weight`;
-    `record` has all its columns.
+    `index` is its position, so `answer.weights[row.index] == row.weight`. `record` has all columns.
     """
 
     key: Any
@@ -27,7 +26,7 @@ class Row(tree.Record):
     index: int
     record: Mapping[str, Any] = field(repr=False)
 
-    # A frozen class sets its fields one by one, in four times as long: most of what a row costs.
+    # The generated constructor of a frozen dataclass takes four times as long.
     def __init__(
         self,
         key: Any,
@@ -42,7 +41,7 @@ class Row(tree.Record):
 
 
 class ValueWeight(NamedTuple):
-    """A value, and the weight of all rows that hold it."""
+    """A value, and the total weight of the rows that have it."""
 
     value: Any
     weight: float
@@ -50,10 +49,10 @@ class ValueWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Rows with their vectors: what it takes to ask them again elsewhere.
+    """The rows of an answer with everything that is needed to compute it again elsewhere.
 
-    `keys` (r, d) and `query` (d) are what the score compares, or None where it compares the keys
-    themselves.
+    `keys` (r, d) and `query` (d) are the vectors that the score compares. They are None if it
+    compares the keys themselves.
     """
 
     rows: list[Row]
@@ -63,54 +62,56 @@ class SourceRows:
     score: Any
     weighting: Any
     column_names: tuple[str, str]
-    """What the key and the value are called."""
+    """The names of the key and of the value."""
 
 
 class AnswerBackend(ABC):
-    """Who answered, to be asked for what an answer does not hold; by default from elsewhere, so
-    that the rows themselves are not there."""
+    """Computes on demand what an answer does not hold.
+
+    The defaults are those of an answer without access to the database.
+    """
 
     @abstractmethod
     def compute_weights(self) -> np.ndarray:
-        """α of every row, (m,)."""
+        """Return the weights of all rows, (m,)."""
 
     @abstractmethod
     def compute_entropy(self) -> float:
-        """What `Answer.compute_entropy` is."""
+        """Return `Answer.entropy`."""
 
     @abstractmethod
     def compute_spread(self) -> Any:
-        """What `Answer.compute_spread` is."""
+        """Return `Answer.spread`."""
 
     @abstractmethod
     def rows_above(self, weight: float) -> list[Row]:
-        """Every row of at least this weight, heaviest first."""
+        """Return every row of at least this weight, heaviest first."""
 
     def compute_hint(self, rows: list[Row]) -> str:
-        """What `Answer.compute_hint` is, of its heaviest rows."""
+        """Return `Answer.hint`, given the heaviest rows."""
         return ""
 
     def prediction_set(self) -> list[Row]:
-        """The rows of which one is the right one, heaviest first."""
+        """Return `Answer.prediction_set`."""
         raise CombinationError(
-            "the database promises no set: it was not calibrated, or not for such questions"
+            "no prediction set: call calibrate(pairs) first, for this score and weighting"
         )
 
     def answer_without(self, place: int) -> Any:
-        """The answer had the row at this place not been there."""
+        """Return the answer without the row at this position."""
         raise _detached_error()
 
     def compute_influence(self) -> Any:
-        """What `Answer.compute_influence` is."""
+        """Return `Answer.influence()`."""
         raise _detached_error()
 
     def collect_source(self, most: int) -> SourceRows | None:
-        """All rows that were asked, or the `most` heaviest; None where they are not there."""
+        """Return the rows that took part, at most the `most` heaviest; None if not available."""
         return None
 
 
 class DetachedBackend(AnswerBackend):
-    """Behind an answer from a pickle: what it said."""
+    """The backend of a pickled answer, which has the weights but not the database."""
 
     def __init__(self, rows: list[Row], weights: np.ndarray, entropy: float, spread: Any):
         self._rows, self._weights, self._entropy, self._spread = rows, weights, entropy, spread
@@ -125,15 +126,15 @@ class DetachedBackend(AnswerBackend):
         return self._spread
 
     def rows_above(self, weight: float) -> list[Row]:
-        """Those of the rows that were named, if they are all of at least this weight."""
-        found = [row for row in self._rows if row.weight >= weight]
-        if len(found) < (self._weights >= weight).sum():
+        """Return the rows of at least this weight, if the answer contains all of them."""
+        rows = [row for row in self._rows if row.weight >= weight]
+        if len(rows) < (self._weights >= weight).sum():
             raise _detached_error()
-        return found
+        return rows
 
 
 def _detached_error() -> CombinationError:
     return CombinationError(
-        "the answer came from a server or a pickle, without its rows: ask the database itself, "
-        "qkv.open(path), or a copy of it"
+        "this answer comes from a server or a pickle, which do not contain its rows: ask the "
+        "database itself, qkv.open(path), or a copy of it"
     )

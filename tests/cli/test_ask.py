@@ -162,7 +162,7 @@ class TestAsk:
             ("genre=romance, year=1815", "Write \"genre='romance' and year=…\""),
             ("genre=romance & year=1815", "Write \"genre='romance' and year=…\""),
             ("genre=romance | year=1815", "Write \"genre='romance' or year=…\""),
-            ("genre=romance year=1815", "or the whole text in quotes: genre='romance year=1815'"),
+            ("genre=romance year=1815", "or put the text in quotes: genre='romance year=1815'"),
             ("genre=romance and yeer=1815", "did you mean 'year'?"),
             ("genre=romance and year between 1 and 2", "for between, write 1900 <= year <= 1950"),
             ("genre=romance and title like 'E%'", "for like, write 'part of a text' in column"),
@@ -207,9 +207,9 @@ class TestAsk:
             (["--weighting", "topk"], "topk needs a number: topk:3"),
             (["--weighting", "softmaxx"], "did you mean 'softmax'?"),
             (["--where", "yeer > 3"], "did you mean 'year'?"),
-            (["--where", "year >"], "cannot read 'year >'"),
+            (["--where", "year >"], "cannot parse 'year >'"),
             (["--encoder", "word"], "did you mean 'words'?"),
-            (["--at", "3"], "is a table and has no versions"),
+            (["--at", "3"], "is a table without versions"),
         ],
     )
     def test_bad_input_is_one_line_and_code_2(

@@ -66,7 +66,7 @@ class TestCalibrate:
         assert answer["set"][0]["key"] == BOOKS[0][0] and answer["set_rows"] == len(answer["set"])
         foreign = data("ask", store, "zzz qqq")
         assert foreign["abstains"] and foreign["set"] == []
-        assert "it abstains" in qkv("ask", store, "zzz qqq").stdout
+        assert "The answer abstains" in qkv("ask", store, "zzz qqq").stdout
         assert "with 80 % probability" in qkv("ask", store, BOOKS[0][0]).stdout
 
     def test_too_few_pairs_are_told(self, store: Path) -> None:

@@ -123,14 +123,14 @@ def test_rows_are_added_changed_and_removed(server: str, url: str) -> None:
 def test_what_is_wrong_is_said(
     server: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "there are: books, gpa" in data("info", server, code=2)["error"]
+    assert "it serves: books, gpa" in data("info", server, code=2)["error"]
     assert "no database is named 'boks'" in data("info", f"{server}/boks", code=2)["error"]
     assert data("get", url, "Ema", code=1)["nearest"][0] == "Emma"
     assert "--encoder" in data("ask", url, "x", "--encoder", "words", code=2)["error"]
     assert "--skip-damaged" in data("ask", url, "x", "--skip-damaged", code=2)["error"]
     for command in (("check", url), ("compact", url), ("import", tmp_path, url)):
         found = qkv(*command)
-        assert found.exit_code == 2 and "not on a URL" in found.output
+        assert found.exit_code == 2 and "not a URL" in found.output
     monkeypatch.delenv("QKV_TOKEN")
     assert "token" in data("info", url, code=2)["error"]
     assert data("info", url, "--token", TOKEN)["rows"] == 8

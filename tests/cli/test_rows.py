@@ -47,7 +47,7 @@ def test_columns_for_which_a_terminal_has_no_room_are_counted(
     found = qkv("rows", tmp_path / "wide.csv")
     _, line = found.stdout.splitlines()
     assert len(line) <= 60 and line.split() == ["0", *["3.14159"] * 5]
-    assert "35 columns of 40 have no room here" in found.stderr
+    assert "35 of 40 columns do not fit" in found.stderr
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
@@ -56,7 +56,7 @@ def test_export_is_imported_again(store: Path, ending: str) -> None:
     assert data("export", store, out) == {"written": str(out), "rows": 8}
     assert data("rows", out) == data("rows", store)
     told = data("export", store, out, code=2)["error"]
-    assert told == f"{out} exists: replace it with --overwrite, or choose another name"
+    assert told == f"{out} exists: overwrite it with --overwrite, or choose another name"
     again = data("export", store, out, "--overwrite", "--where", "genre=romance")
     assert again["rows"] == 2
     assert [row["title"] for row in data("rows", out)["rows"]] == ["Emma", "Persuasion"]

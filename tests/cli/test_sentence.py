@@ -83,11 +83,11 @@ class TestWeights:
 
     def test_bad_input(self, tmp_path: Path) -> None:
         assert "has no words" in qkv("weights", "  ").stderr
-        assert "at most 200" in qkv("weights", "word " * 201).stderr
+        assert "the limit is 200" in qkv("weights", "word " * 201).stderr
         assert "above 0" in qkv("weights", "a b", "--temperature", "0").stderr
         assert "must end in" in qkv("weights", "a b", "--png", tmp_path / "a.txt").stderr
         assert "layers 0 to 5" in qkv("weights", "a b", "--head", "6.0").stderr
-        assert "leave out" in qkv("weights", "a b", "--model", "--causal").stderr
+        assert "leave them out" in qkv("weights", "a b", "--model", "--causal").stderr
 
     @pytest.mark.parametrize("width", [12, 20, 40, 80, 200])
     @pytest.mark.parametrize("coloured", [False, True])

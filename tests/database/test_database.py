@@ -180,15 +180,17 @@ def test_a_vector_with_nan_is_named_by_its_row():
     keys = np.eye(3)
     keys[2, 1] = np.nan
     for given in keys, list(keys):
-        with pytest.raises(ArgumentError, match=r"key 2 \(column key\): a key must not hold NaN"):
+        with pytest.raises(
+            ArgumentError, match=r"key 2 \(column key\): a key must not contain NaN"
+        ):
             qkv.Database(given, [1.0, 2.0, 3.0])
 
 
 def test_the_first_rows_fix_the_types(make):
     D = make(NAMES)
-    with pytest.raises(DtypeError, match="keys of this database are of type text"):
+    with pytest.raises(DtypeError, match="first rows fixed the type of keys: text"):
         D.add(5, "five")
-    with pytest.raises(DtypeError, match="values of this database are of type text"):
+    with pytest.raises(DtypeError, match="first rows fixed the type of values: text"):
         D.add("five", 5)
     with pytest.raises(DtypeError, match="several types"):
         make([("a", 1), (2, 3)])
@@ -199,11 +201,11 @@ def test_the_first_rows_fix_the_types(make):
 
 def test_wrong_shapes_and_arguments(make):
     D = make(NAMES)
-    with pytest.raises(ShapeError, match="2 keys came with 1 values"):
+    with pytest.raises(ShapeError, match="there are 2 keys but 1 values"):
         D.add(["a", "b"], ["x"])
     with pytest.raises(DtypeError, match="mapping or pairs"):
         D.add(5)
-    with pytest.raises(DtypeError, match="as many as the keys"):
+    with pytest.raises(DtypeError, match="one value per key"):
         D.add(["a", "b"], "xy")
     with pytest.raises(ArgumentError, match="top must be"):
         D.ask("Li", top=0)
@@ -492,7 +494,7 @@ def test_a_store_that_lost_its_settings_is_damaged(tmp_path):
         catalogue.commit()
     with (
         qkv.open(tmp_path / "d.qkv") as D,
-        pytest.raises(StoreDamagedError, match="are lost or not"),
+        pytest.raises(StoreDamagedError, match="are lost or invalid"),
     ):
         list(D.items())
 
@@ -627,12 +629,12 @@ def test_removed_rows_have_no_weight(make):
 
 
 def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
-    from qkv.database.query import executor
+    from qkv.database.query import executor, scan
 
     D = make(NAMES)
     true = [a.weights for a in D.ask(["Li", "Lee"])]
     monkeypatch.setattr(executor, "MAX_KEPT_WEIGHTS_PER_BATCH", 1)
-    monkeypatch.setattr(executor, "MAX_SCORES_PER_BATCH", 6)
+    monkeypatch.setattr(scan, "MAX_SCORES_PER_BATCH", 6)
     for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
         np.testing.assert_allclose(a.weights, weights, rtol=1e-5)
 

@@ -25,20 +25,20 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
 @pytest.mark.parametrize(
     ("made", "query", "error", "says"),
     [
-        (TEXT, 5, DtypeError, r"^query 0 must be text, as the keys are, not 5 \(int\)$"),
+        (TEXT, 5, DtypeError, r"^query 0 must be text, like the keys, not 5 \(int\)$"),
         (TEXT, None, ArgumentError, "^query 0 must not be None$"),
         (NUMBERS, None, ArgumentError, "^query 0 must not be None$"),
         (NUMBERS, datetime.date(2020, 6, 1), DtypeError, "^query 0 must be a number, not datetime"),
         (DATES, None, ArgumentError, "^query 0 must not be None$"),
-        (DATES, 7, DtypeError, "^query 0 must be a date or its ISO text, as the keys are, not 7"),
-        (DATES, "June", DtypeError, "^query 0 must be a date or its ISO text.* not 'June'"),
+        (DATES, 7, DtypeError, "^query 0 must be a date or ISO text, like the keys, not 7"),
+        (DATES, "June", DtypeError, "^query 0 must be a date or ISO text.* not 'June'"),
         (LEARNED, None, ArgumentError, "^query 0 must not be None$"),
         (LEARNED, ["a", None], ArgumentError, "^query 1 must not be None$"),
         (TEXT, ["a", 3], DtypeError, "^query 1 must be text"),
-        (TEXT, "", ArgumentError, "^query 0 is empty.*: say what to look for$"),
+        (TEXT, "", ArgumentError, "^query 0 is empty.*: pass some text$"),
         (TEXT, ["a", " \n"], ArgumentError, "^query 1 is empty"),
         (TUPLES, "", ArgumentError, "^query 0 is empty"),
-        (TUPLES, {}, ArgumentError, "^query 0 is empty.*: say what to look for in 'a' or 'b'$"),
+        (TUPLES, {}, ArgumentError, "^query 0 is empty.*: pass a value for 'a' or 'b'$"),
         (NUMBERS, "a", DtypeError, "^query 0 must be a number, not 'a'$"),
         (NUMBERS, [1, "a"], DtypeError, "^query 1 must be a number"),
         (NUMBERS, 10**400, ArgumentError, "^query 0 is a number of about 401 digits: too large"),
@@ -48,9 +48,14 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
         (VECTORS, [1, 2], ShapeError, "^query 0 has 2 numbers, but the keys are vectors of 3$"),
         (LISTS, [[1, 2], [1]], ShapeError, "^query 1 has 1 number where query 0 has 2$"),
         (NUMBERS, (1, 2), ShapeError, "^query 0 has 2 numbers, but the keys have 1 each$"),
-        (NUMBERS, np.ones((2, 3)), ShapeError, r"^query has shape \(2, 3\), but the keys are num"),
+        (
+            NUMBERS,
+            np.ones((2, 3)),
+            ShapeError,
+            r"^query has shape \(2, 3\), but each key is one num",
+        ),
         (VECTORS, 5, DtypeError, "^query must be a vector, not the number 5"),
-        (TEXT, np.array(5), DtypeError, "^query must be text, as the keys are, or their vector"),
+        (TEXT, np.array(5), DtypeError, "^query must be text, like the keys, or their vector"),
         (TUPLES, ("x",), ShapeError, "^query 0 must be a tuple of 2 columns"),
     ],
 )
@@ -95,7 +100,7 @@ def test_the_nearest_keys_are_each_named_once():
     with pytest.raises(KeyNotFoundError, match=r"nearest are 'Aloe', 'Ficus'$") as caught:
         made["aloe"]
     assert caught.value.nearest_keys == ["Aloe", "Ficus"]
-    assert qkv.Database({"Aloe": 1}).ask("Aloe").engine == "scan of 1 row in 1 piece"
+    assert qkv.Database({"Aloe": 1}).ask("Aloe").engine == "scan of 1 row in 1 segment"
 
 
 @pytest.mark.parametrize("precision", ["int8", "float16"])
@@ -140,11 +145,11 @@ def test_an_absent_key_is_said_in_a_few_words(key):
 @pytest.mark.parametrize(
     ("columns", "error", "says"),
     [
-        ({"k": ["a"], "v": np.ones((1, 2, 3))}, ShapeError, "column 'v' has the shape"),
+        ({"k": ["a"], "v": np.ones((1, 2, 3))}, ShapeError, "column 'v' has shape"),
         ({"k": ["a"], "v": 5}, DtypeError, "column 'v' must be a list of cells, not 5"),
         ({"k": ["a"], 1: [1], "1": [2]}, ArgumentError, "the same name"),
-        ({"k": ["a"], "v": [1, 2]}, ShapeError, "one length"),
-        ({"k": [10**400], "v": [1]}, ArgumentError, "keep it as text"),
+        ({"k": ["a"], "v": [1, 2]}, ShapeError, "equal lengths"),
+        ({"k": [10**400], "v": [1]}, ArgumentError, "store it as text"),
     ],
 )
 def test_columns_that_are_none(columns, error, says):
@@ -193,16 +198,20 @@ def test_paths_that_are_none(path, error, says):
         (lambda: qkv.Database({"a": 1}, key=[["a"]]), DtypeError, "^key must be the name"),
         (lambda: TEXT.reindex(key=b"x"), DtypeError, "^key must be the name of a column"),
         (lambda: TEXT.calibrate(None), DtypeError, "^calibrate: pairs must be a list"),
-        (lambda: TEXT.value_of_rows(5), DtypeError, "^valuate: pairs must be a list.*int"),
+        (lambda: TEXT.value_of_rows(5), DtypeError, "^value_of_rows: pairs must be a list.*int"),
         (lambda: TEXT.learn(None), DtypeError, "^learn: pairs must be a list.*NoneType"),
         (lambda: TEXT.calibrate([], None), DtypeError, "^calibrate: coverage must be a number"),
         (lambda: TEXT.calibrate([], 2), ArgumentError, "^calibrate: coverage must lie between"),
         (lambda: TEXT.extend(None), DtypeError, "^rows must be a list of mappings.*NoneType"),
         (lambda: TEXT.extend({"key": "c"}), DtypeError, r"^rows must be a list.*pass \[rows\]"),
-        (lambda: TEXT.learn({"aa": "c"}), ArgumentError, r"^learn: pairs\[0\] names .* key 'c'"),
+        (lambda: TEXT.learn({"aa": "c"}), ArgumentError, r"^learn: pairs\[0\] has .* key 'c'"),
         (lambda: qkv.open("x.qkv", mode="r"), TypeError, "'mode': pass create=False"),
         (lambda: TEXT.extend(["key"]), DtypeError, "a mapping of columns, not str"),
-        (lambda: TEXT.add(["c"], np.array(3.0)), DtypeError, "^values must be as many"),
+        (
+            lambda: TEXT.add(["c"], np.array(3.0)),
+            DtypeError,
+            "^values must be a list with one value per key",
+        ),
         (lambda: TEXT.ask("a").above("x"), DtypeError, "^above: weight must be a number.*'x'"),
         (lambda: TEXT.rows(count="2"), ArgumentError, "^count must be a number of rows"),
         (lambda: TEXT.rows(count=""), ArgumentError, "^count must be a number of rows"),

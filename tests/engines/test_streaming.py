@@ -255,3 +255,12 @@ def test_a_function_of_torchs_own_that_holds_a_tensor():
         return torch.autograd.grad(out.square().sum(), w)
 
     torch.testing.assert_close(slopes("streaming"), slopes("dense"))
+
+
+def test_the_tiling_of_a_rule_is_that_of_its_number_of_keys():
+    """Tilings are cached: calls that differ in the number of keys alone have their own."""
+    for m in (40, 56, 40):
+        query, key, value = arrays(8, m)
+        call = build_call(query, key, value, "dot", "softmax", qkv.masks.causal("bottom_right"))
+        tiling = streaming.build_tiling(call, 8, 16)
+        assert [keys[-1].start + keys[-1].size for _, keys in tiling] == [m]

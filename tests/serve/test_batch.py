@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,39 @@ def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyP
     assert again[0].result(60) == "D"
     assert [asked for _, asked in slow.seen] == [["a"], ["b", "c", "d"]]
     batches.close()
+
+
+def test_the_next_batch_waits_a_quarter_of_the_last_but_at_most_50_ms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three are answered; one of them asks again, and the others are waited for that long."""
+    for seconds, expected in ((0.12, 0.03), (8.0, 0.05)):
+        now, waits = [100.0], []
+        slow = Slow()
+
+        def answer(
+            how: Any, asked: list[Any], now: Any = now, slow: Slow = slow, seconds: float = seconds
+        ) -> list[Any]:
+            now[0] += seconds * (len(asked) == 3)
+            return slow(how, asked)
+
+        def wait(left: float, waits: list[float] = waits) -> bool:
+            waits.append(left)
+            return False
+
+        monkeypatch.setattr(batch, "time", SimpleNamespace(monotonic=lambda now=now: now[0]))
+        batches = QueryBatcher(answer)
+        monkeypatch.setattr(batches._lock, "wait", wait)
+        first = batches.submit_queries("x", "z")
+        slow.begun.wait(60)
+        three = [batches.submit_queries("x", one) for one in "abc"]
+        again: list[Any] = []
+        three[0].add_done_callback(lambda _: again.append(batches.submit_queries("x", "d")))  # noqa: B023
+        slow.go.set()
+        assert [f.result(60) for f in (first, *three)] == ["Z", "A", "B", "C"]
+        assert again[0].result(60) == "D"
+        assert waits == pytest.approx([expected])
+        batches.close()
 
 
 def test_a_batch_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:

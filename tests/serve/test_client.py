@@ -548,7 +548,7 @@ def test_a_retriever_asks_a_server_too(client: Client) -> None:
 
 def test_a_set_travels_with_its_answer(client: Client, folder: Path) -> None:
     assert client["books"].ask("Emma").coverage is None
-    with pytest.raises(CombinationError, match="not calibrated"):
+    with pytest.raises(CombinationError, match="no prediction set"):
         client["books"].ask("Emma").prediction_set  # noqa: B018
     with qkv.open(folder / "places.qkv") as D:
         D.calibrate([(key, key) for key in D] * 10)

@@ -121,10 +121,10 @@ class TestRegister:
     @pytest.mark.parametrize(
         ("register", "error", "says"),
         [
-            (lambda: scores.register("dot", Cubic), ArgumentError, r"'dot' is qkv.*Dot: choose"),
-            (lambda: scores.register("my score", Cubic), ArgumentError, "plain word.*'my score'"),
-            (lambda: scores.register("", Cubic), ArgumentError, "plain word.*''"),
-            (lambda: scores.register(3, Cubic), ArgumentError, "plain word.*3"),
+            (lambda: scores.register("dot", Cubic), ArgumentError, r"is already qkv.*Dot: choose"),
+            (lambda: scores.register("my score", Cubic), ArgumentError, "identifier.*'my score'"),
+            (lambda: scores.register("", Cubic), ArgumentError, "identifier.*''"),
+            (lambda: scores.register(3, Cubic), ArgumentError, "identifier.*3"),
             (
                 lambda: scores.register("mine", Exponential),
                 DtypeError,
@@ -162,7 +162,7 @@ class TestRegister:
             w: Any
             bias: float = 0.0
 
-        with pytest.raises(DtypeError, match=r"'weighed' has parameters: build it, Weighed\(w\)"):
+        with pytest.raises(DtypeError, match=r"required parameters: pass Weighed\(w\)"):
             qkv.attend(QUERY, KEY, VALUE, score="weighed")
 
     def test_a_mistake_inside_the_class_is_shown_as_it_is(self) -> None:
@@ -317,3 +317,11 @@ class TestTypeCheckers:
         given = {name for name, mask in masks.NAMES.items() if isinstance(mask, masks.Mask)}
         assert set(get_args(masks.Name)) == given
         assert get_args(choice.EngineName) == tuple(choice.ENGINES_BY_NAME)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.module_name)
+def test_every_built_in_class_explains_an_unknown_keyword(table: Any) -> None:
+    """Each states `@suggest_keywords` itself."""
+    for kind in table.values():
+        with pytest.raises(TypeError, match=f"^{kind.__name__} got an unexpected keyword"):
+            kind(no_such_keyword=1)

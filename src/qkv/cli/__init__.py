@@ -1,7 +1,7 @@
 """The command line: `qkv ask books.csv "the alchemist"`.
 
-Typer is loaded here, a command's module when it is named, NumPy and the database when it runs, rich
-where it draws: so help is quick.
+Imports are lazy so that help is fast: this module loads typer, naming a command loads its module,
+and running it loads NumPy and the database.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ COMMAND_MODULES = {
 
 
 class LazyCommandGroup(TyperGroup):
-    """Commands that are made when they are asked for: all of them take longer than one to run."""
+    """A group that builds a command when it is named; building all of them is slow."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMAND_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        for name in (
-            [cmd_name] if cmd_name in COMMAND_MODULES else COMMAND_MODULES
-        ):  # all, to name the nearest
+        # For an unknown name, click suggests the nearest of all commands.
+        for name in [cmd_name] if cmd_name in COMMAND_MODULES else COMMAND_MODULES:
             if name not in self.commands:
                 self.commands[name] = _build_command(name)
         return super().get_command(ctx, cmd_name)
@@ -59,14 +58,16 @@ class LazyCommandGroup(TyperGroup):
 def _build_command(name: str) -> Any:
     module = importlib.import_module(f"qkv.cli.{COMMAND_MODULES[name]}")
     function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
-    alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    alone.command(name)(as_command(function))
-    return typer.main.get_command(alone)
+    single = typer.Typer(
+        rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False
+    )
+    single.command(name)(as_command(function))
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(
     cls=LazyCommandGroup,
-    # Rich's help pages are pretty and take as long again as everything else.
+    # Help rendered by rich takes twice as long.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -94,16 +95,15 @@ def _qkv(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Ask a table in words: attention as a database query.
+    """Query a table with attention: every row answers, weighted by how well its key matches.
 
-    Every row answers, weighted by how well its key matches. Results go to stdout, everything else
-    to stderr. Every command takes --json.
+    Results go to stdout, everything else to stderr. Every command accepts --json.
     """
     context.obj = GlobalOptions(plugins or [], debug)
 
 
 def main() -> None:
-    """The entry point of the `qkv` command."""
+    """Run the `qkv` command."""
     try:
         app(prog_name="qkv")
     except KeyboardInterrupt:
@@ -115,10 +115,10 @@ def main() -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End at once: to take all modules apart takes the system as long as half of NumPy's import.
+    """Exit without tearing down the interpreter, which takes half as long as importing NumPy.
 
-    And where an interrupt came while a module made a dataclass, Python would end by the signal,
-    though it was caught.
+    After an interrupt during an import, a normal exit could also end with the signal although it
+    was handled.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

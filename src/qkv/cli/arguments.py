@@ -1,4 +1,4 @@
-"""What is written on the command line alone: a condition without quotes, `column=text`."""
+"""Parse the syntax of the command line: `column=text` and conditions without quotes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _TOKENS = re.compile(
 character."""
 _SPACE = re.compile(r"\s*")
 _LEADS = re.compile(r"(?:\s*(?:\(|not\b(?=\s*[^\s=<>!])))+\s*", re.I)
-"""What stands before a comparison: brackets that open groups, not."""
+"""Text before a comparison: opening brackets and `not`."""
 _ENDS = re.compile(r"\s*\)(?:\s*\))*\s*(?:(?:and|or)\b\s*|$)|\s+(?:and|or)\s+|\s+$", re.I)
-"""What stands after a comparison: brackets that close groups, and, or."""
+"""Text after a comparison: closing brackets, `and`, `or`."""
 _JOINED = re.compile(r"\s+(?:and|or)\s+(?:\(\s*)*", re.I)
 _COMPARED = re.compile(
     r"""(?:not\s++)?(?:\(\s*+)*+(?:
@@ -44,16 +44,16 @@ _COMPARED = re.compile(
     )""",
     re.I | re.VERBOSE,
 )
-"""The beginning of a comparison, after and, or."""
+"""The start of a comparison after `and` or `or`."""
 _WITHIN = re.compile(
     r"(?:(?P<sign>&&?|\|\|?)\s*+|[,;]\s*+|(?<!\s)\s++)"
     r"(?P<name>[^\W\d]\w*+)\s*+(?P<sign_after>[<>]=?|!=|==?)"
 )
-"""Another comparison inside of a text that lacks quotes."""
+"""A second comparison inside a text without quotes."""
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse an argument whose bytes are no text in the terminal's encoding."""
+    """Raise `ArgumentError` for an argument that is not valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -61,7 +61,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def parse_assignment(text: str, example: Mapping[str, Any]) -> tuple[str, Any]:
-    """`column=text` as the column and its cell, of the kind that the example row has.
+    """Parse `column=text` into the column and a cell of the type in the example row.
 
     >>> (
     ...     parse_assignment("year=1988", {"year": 1965}),
@@ -76,11 +76,11 @@ def parse_assignment(text: str, example: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def join_conditions(conditions: Sequence[str] | None, columns: Collection[str] = ()) -> str | None:
-    """All conditions as one expression; `column=text` needs no quotes.
+    """Join conditions into one expression; the text in `column=text` needs no quotes.
 
-    Text without quotes ends where ` and ` or ` or ` begins another condition, so that
-    `title=Pride and Prejudice` is one text and `genre=tea and n=2` are two conditions. Text in
-    which `columns` seem to be compared otherwise is refused.
+    Text without quotes ends before ` and ` or ` or ` if a condition follows:
+    `title=Pride and Prejudice` is one text, `genre=tea and n=2` is two conditions. Raise
+    `ArgumentError` if a text seems to contain another comparison of `columns`.
 
     >>> join_conditions(["genre=science fiction", "year > 1950"])
     "(`genre` == 'science fiction') and (year > 1950)"
@@ -96,14 +96,17 @@ def join_conditions(conditions: Sequence[str] | None, columns: Collection[str] =
 
 
 class _Condition:
-    """One condition of the command line, read from left to right."""
+    """A parser for one condition, which reads from left to right.
+
+    `at` is the current position, `open` the number of open brackets.
+    """
 
     def __init__(self, text: str, columns: Collection[str]):
         self.text, self.columns = text, columns
         self.at = self.open = 0
 
     def expression(self) -> str:
-        """The condition with quotes around its texts; as it stands where no text lacks them."""
+        """Return the condition with quotes around its texts."""
         parts: list[str] = []
         while self.at < len(self.text):
             if lead := _LEADS.match(self.text, self.at):
@@ -121,7 +124,7 @@ class _Condition:
         return "".join(parts).strip() if self.text.strip() else self.text
 
     def _comparison(self) -> str:
-        """One comparison, up to `and`, `or`, or the bracket that closes a group."""
+        """Return one comparison, up to `and`, `or` or a closing bracket."""
         begin, equals = self.at, _EQUALS.match(self.text, self.at)
         column = "" if equals is None else equals["column"].strip()
         if equals is not None and (column in self.columns or not _JOINS.search(column)):
@@ -131,7 +134,8 @@ class _Condition:
                 return f"`{column}` == {value[0]}"
             if self.text[equals.end() : equals.end() + 1] != "`":
                 self.at = self._end_of_text(equals.end())
-                return f"`{column}` {self._wish(self.text[equals.end() : self.at], column)}"
+                text = self.text[equals.end() : self.at]
+                return f"`{column}` {self._right_side(text, column)}"
         depth, self.at = 0, begin
         while self.at < len(self.text):
             if depth == 0 and _ENDS.match(self.text, self.at):
@@ -143,7 +147,7 @@ class _Condition:
         return self.text[begin : self.at]
 
     def _end_of_text(self, at: int) -> int:
-        """Where text without quotes ends: before a condition, or the bracket of its group."""
+        """Return the end of a text without quotes: before a condition or a closing bracket."""
         depth = 0
         while at < len(self.text):
             if _JOINED.match(self.text, at) and self._begins_condition(
@@ -157,20 +161,20 @@ class _Condition:
         return at
 
     def _begins_condition(self, at: int) -> bool:
-        """Whether a comparison, or a column by itself, stands here."""
+        """Return whether a comparison or a column name begins at this position."""
         if _COMPARED.match(self.text, at):
             return True
         word = re.match(r"(?:not\s+)?([^\s()]+)\s*(?=\)|$)", self.text[at:], re.I)
         return word is not None and word[1] in self.columns
 
-    def _wish(self, text: str, column: str) -> str:
-        """What a column is compared with, by a text without quotes."""
+    def _right_side(self, text: str, column: str) -> str:
+        """Return the operator and the literal for a text without quotes."""
         text = text.rstrip() if self.at < len(self.text) else text
         other = next(
             (
-                found
-                for found in _WITHIN.finditer(text)
-                if found["sign"] or found["name"].strip() in self.columns
+                match
+                for match in _WITHIN.finditer(text)
+                if match["sign"] or match["name"].strip() in self.columns
             ),
             None,
         )
@@ -178,13 +182,13 @@ class _Condition:
             name, first = other["name"].strip(), text[: other.start()].rstrip(" ,;")
             both = "or" if "|" in (other["sign"] or "") else "and"
             raise ArgumentError(
-                f"--where: {self.text!r} compares {column!r} with the text {text!r}, in which "
-                f"{name!r} seems to be compared too. Write \"{column}='{first}' {both} "
-                f'{name}{other["sign_after"]}…" for both conditions, or the whole text in '
-                f"quotes: {column}={text!r}"
+                f"--where: {self.text!r} compares {column!r} with the text {text!r}, which seems "
+                f"to compare {name!r} too. Write \"{column}='{first}' {both} "
+                f'{name}{other["sign_after"]}…" for two conditions, or put the text in quotes: '
+                f"{column}={text!r}"
             )
-        found: Any = parse_number(text)
-        if found is None:
-            found = {"true": True, "false": False}.get(text.lower())
-        # The column may hold numbers or digits as text.
-        return f"== {text!r}" if found is None else f"in ({found!r}, {text!r})"
+        value: Any = parse_number(text)
+        if value is None:
+            value = {"true": True, "false": False}.get(text.lower())
+        # The column may contain numbers, or digits as text.
+        return f"== {text!r}" if value is None else f"in ({value!r}, {text!r})"

@@ -1,4 +1,4 @@
-"""`qkv ask`, `get` and `plot`: questions to a database."""
+"""`qkv ask`, `get` and `plot`: query a database."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Query = Annotated[
     list[str],
     options.make_argument(
         "QUERY",
-        "What to ask. A key of several columns: 'first, second'. "
-        "With - each line of stdin is a query.",
+        "The query. For a key of several columns: 'first, second'. "
+        "With -, each line of stdin is a query.",
     ),
 ]
 
@@ -42,50 +42,53 @@ def ask(
     skip: options.Skip = False,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
 ) -> Iterator[Result]:
-    """Answer QUERY from all rows, the best matches most.
+    """Answer QUERY from all rows, weighted by how well they match.
 
-    Prints the value, then the heaviest rows with their weights, then how sure the answer is.
+    Print the value, the rows with the largest weights, and how certain the answer is.
     """
     if source == "-" and query == ["-"]:
-        raise ArgumentError("stdin cannot be both the table and the queries")
-    how = _query_options(source, score, weighting, top) | {"tolerance": tolerance}
+        raise ArgumentError(
+            "SOURCE and QUERY cannot both be -: stdin is either the table or the queries"
+        )
+    query_options = _query_options(source, score, weighting, top) | {"tolerance": tolerance}
     with open_source(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
-        how["where"] = arguments.join_conditions(where, database.columns) if where else None
+        condition = arguments.join_conditions(where, database.columns) if where else None
         for text in _read_queries(query):
-            answer = database.ask(parse_key(database, text), **how)
+            answer = database.ask(parse_key(database, text), where=condition, **query_options)
             code = 0 if answer.rows else EXIT_NOTHING_FOUND
             yield Result(answer.to_dict(), functools.partial(print_answer, answer), code)
 
 
 def get(
     source: options.Source,
-    key_text: Annotated[str, options.make_argument("KEY", "The key, exactly.")],
+    key_text: Annotated[str, options.make_argument("KEY", "The exact key.")],
     all_rows: Annotated[
-        bool, options.make_option("--all", "Every value of a key that repeats, oldest first.")
+        bool, options.make_option("--all", "Print every row with the key, oldest first.")
     ] = False,
     key: options.Key = None,
     value: options.Value = None,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
 ) -> Result:
-    """Look KEY up exactly.
+    """Look up KEY exactly.
 
-    Where several rows have it, the newest is printed; --all prints every one. Where none has it,
-    the nearest keys are named and the exit code is 1.
+    If several rows have it, print the newest. If no row has it, print the nearest keys and exit
+    with 1.
     """
     with open_source(source, read, key=key, value=value) as database:
-        wanted = parse_key(database, key_text, "the key")
-        newest = database[wanted]
-        found = list(database.get_all(wanted)) or [newest]
-    repeats, data = len(found) > 1, {"key": wanted, "values": found}
+        parsed_key = parse_key(database, key_text, "the key")
+        newest = database[parsed_key]
+        values = list(database.get_all(parsed_key)) or [newest]
+    repeats, data = len(values) > 1, {"key": parsed_key, "values": values}
     if not all_rows:
-        data = {"key": wanted, "value": newest} | ({"rows": len(found)} if repeats else {})
+        data = {"key": parsed_key, "value": newest} | ({"rows": len(values)} if repeats else {})
 
     def print_values() -> None:
-        for item in found if all_rows else [newest]:
+        for item in values if all_rows else [newest]:
             terminal.print_line(terminal.format_value(item))
         if repeats and not all_rows:
-            told = "rows have this key; this is the newest. --all prints them all."
-            terminal.print_note(f"{len(found):,} {told}")
+            terminal.print_note(
+                f"{len(values):,} rows have this key; this is the newest. --all prints them all."
+            )
 
     return Result(data, print_values)
 
@@ -96,7 +99,7 @@ def plot(
     output: Annotated[
         Path,
         options.make_option(
-            "--output -o FILE", "The picture: .png, .svg, .pdf; or .html for a page."
+            "--output -o FILE", "Write to this file: .png, .svg, .pdf, or .html for a page."
         ),
     ] = Path("answer.png"),
     key: options.Key = None,
@@ -109,17 +112,19 @@ def plot(
     skip: options.Skip = False,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
 ) -> Result:
-    """Ask, and draw the answer's weights into a file."""
+    """Answer QUERY and plot its weights into a file."""
     if query == ["-"]:
-        raise ArgumentError("plot draws one query: - would be many")
+        raise ArgumentError("plot takes one query, not -")
     kinds = (*files.PICTURE_SUFFIXES, ".html")
     files.check_suffix(output, kinds)
     if len(query) > 1 and query[-1].lower().endswith(kinds):
         raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
     with open_source(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
-        how = _query_options(source, score, weighting, top)
-        how["where"] = arguments.join_conditions(where, database.columns) if where else None
-        answer = database.ask(parse_key(database, " ".join(query)), **how)
+        query_options = _query_options(source, score, weighting, top)
+        condition = arguments.join_conditions(where, database.columns) if where else None
+        answer = database.ask(
+            parse_key(database, " ".join(query)), where=condition, **query_options
+        )
         if not answer.rows:
             return Result(answer.to_dict(), lambda: print_answer(answer), EXIT_NOTHING_FOUND)
         if output.suffix.lower() == ".html":
@@ -133,16 +138,17 @@ def plot(
 def _query_options(
     source: str, score: str | None, weighting: str | None, top: int
 ) -> dict[str, Any]:
-    known, weighting = not is_url(source), weighting or "softmax"  # a server knows its own names
+    # A server may have registered other names, so it parses them itself.
+    is_local, weighting = not is_url(source), weighting or "softmax"
     return {
-        "score": parsing.parse_score(score) if known else score,
-        "weighting": parsing.parse_weighting(weighting) if known else weighting,
+        "score": parsing.parse_score(score) if is_local else score,
+        "weighting": parsing.parse_weighting(weighting) if is_local else weighting,
         "top": top,
     }
 
 
 def print_answer(answer: Answer) -> None:
-    """The value, the rows with bars, and a line on how sure it is."""
+    """Print the value, the rows with bars, and a line on how certain the answer is."""
     from qkv.util.formatting import bar_lengths, format_weight
 
     if not answer.rows:
@@ -160,19 +166,19 @@ def print_answer(answer: Answer) -> None:
     width = min(MAX_BAR_CHARACTERS, terminal.terminal_width() // 5)
     rows = [
         (
-            terminal.render_bar(long, width, ascii_only=plain),
+            terminal.render_bar(length, width, ascii_only=plain),
             terminal.format_percent(row.weight)
             if answer.is_normalized
             else format_weight(row.weight),
             terminal.format_cell(row.key),
             terminal.format_cell(row.value),
         )
-        for row, long in zip(
+        for row, length in zip(
             answer.rows, bar_lengths(row.weight for row in answer.rows), strict=True
         )
     ]
     terminal.print_table(
-        ("weight", "", "key", "value"), rows, right=[""], colour=["weight"], whole=["weight", ""]
+        ("weight", "", "key", "value"), rows, right=[""], colour=["weight"], uncut=["weight", ""]
     )
     terminal.print_line()
     dot = "|" if plain else "·"

@@ -1,4 +1,4 @@
-"""One way for every command: find the result, print it for people or as JSON, end with a code.
+"""Run a command: compute its result, print it as text or JSON, and exit with a code.
 
 A command is a function that returns a `Result`, or yields several. It prints nothing itself.
 """
@@ -30,21 +30,21 @@ EXIT_BUG, EXIT_STOPPED, EXIT_BROKEN_PIPE = 70, 130, 141
 
 EXIT_CODES = {
     EXIT_OK: "done",
-    EXIT_NOTHING_FOUND: "nothing found: no such key, or no row that passes --where",
-    EXIT_USAGE: "bad usage or bad input: a wrong option, source, column or value",
-    EXIT_DAMAGED: "a file of the store is damaged; `qkv check` says which",
-    EXIT_LOCKED: "another process is writing to the store",
+    EXIT_NOTHING_FOUND: "nothing found: no such key, or no row matches --where",
+    EXIT_USAGE: "invalid usage or input: a wrong option, source, column or value",
+    EXIT_DAMAGED: "a file of the database is damaged; `qkv check` says which",
+    EXIT_LOCKED: "another process is writing to the database",
     EXIT_MISSING_EXTRA: "an optional package is missing; the message says which",
     EXIT_BUG: "a bug in qkv; --debug shows where",
     EXIT_STOPPED: "stopped by Ctrl-C",
-    EXIT_BROKEN_PIPE: "whoever read the output went away",
+    EXIT_BROKEN_PIPE: "the reader of the output closed the pipe",
 }
 """What each exit code means; `qkv --help` and docs/cli.md print this table."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found: as data for programs, drawn for people, and the exit code."""
+    """The result of a command: data for --json, a function that prints it, and the exit code."""
 
     data: Any
     render: Callable[[], object]
@@ -52,7 +52,7 @@ class Result:
 
 
 class NothingFoundError(QkvError):
-    """What was looked for is not there; `data` joins the error in JSON."""
+    """Nothing was found; `data` is added to the error in JSON."""
 
     def __init__(self, message: str, **data: Any):
         super().__init__(message)
@@ -61,10 +61,10 @@ class NothingFoundError(QkvError):
 
 Command = Callable[..., Result | Iterable[Result]]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object to a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object per line.")]
 Debug = Annotated[
     bool,
-    typer.Option("--debug", help="Tell what is read and chosen; show where an error is raised."),
+    typer.Option("--debug", help="Log what is read and chosen; show tracebacks."),
 ]
 
 
@@ -73,33 +73,39 @@ Plugins = Annotated[
     typer.Option(
         "--plugin",
         metavar="MODULE",
-        help="A module, or a .py file, that registers scores, weightings or encoders of your own; "
-        "give it again for several.",
+        help="Import a module or a .py file that registers your own scores, weightings, encoders "
+        "or sources. Repeat for several.",
     ),
 ]
 
 
 class GlobalOptions(NamedTuple):
-    """What stood before the command and may stand behind it too."""
+    """Options that are accepted before and after the name of a command."""
 
     plugins: list[str]
     debug: bool
 
 
 def as_command(function: Command) -> Callable[..., None]:
-    """The function as typer wants it: with options for every command, and errors made one line."""
+    """Return the function that typer runs: with the common options, and errors on one line."""
     names: dict[str, Any] = {"as_json": Json, "debug": Debug, "plugins": Plugins}
     signature = inspect.signature(function, eval_str=True)
     groups = [p for p in signature.parameters.values() if dataclasses.is_dataclass(p.annotation)]
-    alone = inspect.Parameter.KEYWORD_ONLY
-    more = [
-        inspect.Parameter(x, alone, annotation=told, default=None if x == "plugins" else False)
-        for x, told in names.items()
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    common = [
+        inspect.Parameter(
+            name,
+            keyword_only,
+            annotation=annotation,
+            default=None if name == "plugins" else False,
+        )
+        for name, annotation in names.items()
     ]
-    more.append(inspect.Parameter("context", alone, annotation=typer.Context))
+    common.append(inspect.Parameter("context", keyword_only, annotation=typer.Context))
     own = [p for p in signature.parameters.values() if p not in groups]
-    inside = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
-    parameters = [*own, *(x for group in inside.values() for x in group.values()), *more]
+    # A parameter that is a dataclass stands for one option per field.
+    fields = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
+    parameters = [*own, *(x for group in fields.values() for x in group.values()), *common]
 
     @functools.wraps(function)
     def run_command(
@@ -111,16 +117,16 @@ def as_command(function: Command) -> Callable[..., None]:
         **arguments: Any,
     ) -> None:
         for group in groups:
-            given = {name: arguments.pop(name) for name in inside[group.name]}
-            arguments[group.name] = group.annotation(**given)
-        first, before = context.obj
-        debug = debug or before
+            values = {name: arguments.pop(name) for name in fields[group.name]}
+            arguments[group.name] = group.annotation(**values)
+        global_plugins, global_debug = context.obj
+        debug = debug or global_debug
         try:
             with _debug_logging() if debug else contextlib.nullcontext():
-                _import_plugins([*first, *(plugins or [])])
+                _import_plugins([*global_plugins, *(plugins or [])])
                 with warnings.catch_warnings():
-                    warnings.showwarning = lambda told, *_, **__: terminal.print_note(
-                        f"qkv: {told}"
+                    warnings.showwarning = lambda message, *_, **__: terminal.print_note(
+                        f"qkv: {message}"
                     )
                     code = _print_results(function(**arguments), as_json)
         except (Exception, KeyboardInterrupt) as error:
@@ -131,8 +137,8 @@ def as_command(function: Command) -> Callable[..., None]:
                 _silence_stdout()
             else:
                 if as_json:
-                    found = error.data if isinstance(error, NothingFoundError) else {}
-                    terminal.print_json({"error": message, "code": code, **found})
+                    data = error.data if isinstance(error, NothingFoundError) else {}
+                    terminal.print_json({"error": message, "code": code, **data})
                 terminal.print_note(f"qkv: {message}")
         if code != EXIT_OK:
             raise typer.Exit(code)
@@ -145,7 +151,7 @@ def as_command(function: Command) -> Callable[..., None]:
 
 
 def diagnose_error(error: BaseException) -> tuple[int, str]:
-    """The exit code of an error, and what to say.
+    """Return the exit code and the message of an error.
 
     >>> diagnose_error(KeyboardInterrupt())
     (130, 'stopped')
@@ -157,14 +163,14 @@ def diagnose_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, QkvError):
         return _exit_code(error), str(error)
     if isinstance(error, MemoryError):
-        return EXIT_USAGE, "there is not enough memory for this"
+        return EXIT_USAGE, "not enough memory"
     if isinstance(error, OSError):
         name = f"{os.fspath(error.filename)!s}: " if error.filename is not None else ""
         return EXIT_USAGE, f"{name}{error.strerror or error}"
     kind = type(error).__name__
     return (
         EXIT_BUG,
-        f"a bug, {kind}: {error}. Run it again with --debug and report what that prints.",
+        f"a bug, {kind}: {error}. Run it again with --debug and report the output.",
     )
 
 
@@ -195,7 +201,7 @@ def _print_results(results: Result | Iterable[Result], as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _debug_logging() -> Iterator[None]:
-    """Have the logger "qkv" tell all on stderr, for the length of a command."""
+    """Log everything of the logger "qkv" to stderr while a command runs."""
     import logging
 
     handler = logging.StreamHandler()
@@ -212,24 +218,25 @@ def _debug_logging() -> Iterator[None]:
 
 
 def _silence_stdout() -> None:
-    """Give stdout somewhere to go: the interpreter flushes it once more when it ends."""
+    """Redirect stdout to the null device, because the interpreter flushes it at exit."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, descriptor)
+    os.close(null_device)
 
 
 def _import_plugins(names: Iterable[str]) -> None:
-    """Import modules of the caller's own: files that end in .py, or by their dotted names."""
+    """Import the modules of --plugin: files that end in .py, or dotted names."""
     for name in names:
         try:
             _run_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
         except Exception as error:
-            told = error if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
-            raise ArgumentError(f"--plugin {name} cannot be imported: {told}") from error
+            is_ours = isinstance(error, ArgumentError)
+            reason = error if is_ours else f"{type(error).__name__}: {error}"
+            raise ArgumentError(f"--plugin {name} cannot be imported: {reason}") from error
 
 
 def _run_file(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`qkv demo`: the stories that attention is told with, on tables that are built in."""
+"""`qkv demo`: short examples of attention on built-in tables."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ SALARIES = {
 
 
 def demo() -> Iterator[Result]:
-    """Tell three short stories on built-in tables.
+    """Show three short examples on built-in tables.
 
-    The long one, with three hundred books and pictures, is `make demo` in the repository.
+    For a longer demo with three hundred books and plots, run `make demo` in the repository.
     """
     from qkv.database import Database
 
     with Database(NAMES) as names:
-        yield _story_result("A key that is there: names['Li']", names.ask("Li", weighting="hard"))
-        yield _story_result("A name that is not: names.ask('Lee')", names.ask("Lee"))
+        yield _story_result("An existing key: names['Li']", names.ask("Li", weighting="hard"))
+        yield _story_result("A missing key: names.ask('Lee')", names.ask("Lee"))
     with Database(MAJORS) as majors:
         by_major = majors.reindex(key="value", value="key")
         yield _story_result(

@@ -1,4 +1,4 @@
-"""Pictures and pages on disk, whole or not at all."""
+"""Write plots and pages to disk atomically."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Put the content in place of whatever the path held, by a rename."""
+    """Write the content to a temporary file and rename it to the path."""
     from qkv.database.export.files import open_atomically
 
     with open_atomically(path) as file:
         file.write(content)
 
 
-def check_suffix(path: Path, endings: Sequence[str]) -> None:
-    """Refuse a file whose ending is none of these, before any work is done for it."""
-    if path.suffix.lower() not in endings:
-        raise ArgumentError(f"{path}: the name must end in {', '.join(endings)}")
+def check_suffix(path: Path, suffixes: Sequence[str]) -> None:
+    """Raise `ArgumentError` if the file has none of these suffixes."""
+    if path.suffix.lower() not in suffixes:
+        raise ArgumentError(f"{path}: the name must end in {', '.join(suffixes)}")
 
 
 def write_figure(path: Path, figure: Any) -> None:
-    """A matplotlib figure, in the format that the path's ending names."""
+    """Write a matplotlib figure in the format of the path's suffix."""
     check_suffix(path, PICTURE_SUFFIXES)
     picture = BytesIO()
     kind = path.suffix.lower()[1:]

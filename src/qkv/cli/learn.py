@@ -1,4 +1,4 @@
-"""`qkv learn` and `calibrate`: what pairs of a query and its right key tell a database."""
+"""`qkv learn` and `calibrate`: learn from pairs of a query and its right key."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from qkv.database import Database
 
 
-PAIRS_HELP = "A table: its first column the query, its second the right key"
+PAIRS_HELP = "A table: the first column is the query, the second the right key"
 Pairs = Annotated[str, options.make_argument("PAIRS", f"{PAIRS_HELP}.")]
 WeightedPairs = Annotated[
-    str, options.make_argument("PAIRS", f"{PAIRS_HELP}, a third, if any, how much the pair counts.")
+    str, options.make_argument("PAIRS", f"{PAIRS_HELP}, an optional third the weight of the pair.")
 ]
 
 
@@ -25,26 +25,26 @@ def learn(
     path: options.Folder,
     pairs: WeightedPairs,
     epochs: Annotated[
-        int, options.make_option("NUMBER", "Go through the pairs at most so often.", min=1)
+        int, options.make_option("NUMBER", "Make at most this many passes over the pairs.", min=1)
     ] = 10,
     seconds: Annotated[
-        float | None, options.make_option("NUMBER", "Stop after so long and keep the best.")
+        float | None, options.make_option("NUMBER", "Stop after this time and keep the best state.")
     ] = None,
     vectors: Annotated[
-        bool, options.make_option("--vectors", "Learn the words' vectors too; wants many pairs.")
+        bool, options.make_option("--vectors", "Learn the word vectors too; needs many pairs.")
     ] = False,
     resume: Annotated[
         Path | None,
-        options.make_option("FILE", "Keep the state in FILE, and go on from it if it is there."),
+        options.make_option("FILE", "Save the state in FILE, and resume from it if it exists."),
     ] = None,
-    seed: Annotated[int, options.make_option("NUMBER", "The same seed learns the same.")] = 0,
+    seed: Annotated[int, options.make_option("NUMBER", "Set the random seed.")] = 0,
     table: options.TableName = None,
 ) -> Result:
     """Learn from PAIRS of a query and its right key.
 
-    What was learned is kept as a new version of the database PATH. Prints the recall before and
-    after, on pairs that were held out: a tenth of 100 or more, none of fewer. Ctrl-C keeps the best
-    so far, and nothing where there is none; both end with 130.
+    Save the result as a new version of the database PATH. Print the recall before and after, on
+    held-out pairs: a tenth of at least 100 pairs, none of fewer. Ctrl-C saves the best state so
+    far, if any, and exits with 130.
     """
     with open_store(path) as database:
         columns = _read_pairs(pairs, table, database)
@@ -66,36 +66,41 @@ def calibrate(
     path: options.Folder,
     pairs: Pairs,
     coverage: Annotated[
-        float, options.make_option("SHARE", "How often the set of an answer has the right row.")
+        float,
+        options.make_option(
+            "SHARE", "Set how often the prediction set must contain the right row."
+        ),
     ] = 0.9,
     table: options.TableName = None,
 ) -> Result:
-    """Learn from PAIRS when to be silent.
+    """Calibrate prediction sets on PAIRS.
 
-    From then on an answer has a set of rows, which holds the right one as often as --coverage says,
-    or it abstains. That is kept as a new version of the database PATH. Give pairs that it did not
-    learn from.
+    After that, an answer has a set of rows that contains the right one as often as --coverage says,
+    or it abstains. Save this as a new version of the database PATH. Use other pairs than for
+    `qkv learn`.
     """
     with open_store(path) as database:
         columns = _read_pairs(pairs, table, database)
-        promise = database.calibrate(list(zip(*columns[:2], strict=True)), coverage)
-        return _version_result(path, database.version, promise, promise.to_dict())
+        calibration = database.calibrate(list(zip(*columns[:2], strict=True)), coverage)
+        return _version_result(path, database.version, calibration, calibration.to_dict())
 
 
 def _version_result(
-    path: Path, version: int, found: Any, told: dict[str, Any], code: int = EXIT_OK
+    path: Path, version: int, report: Any, data: dict[str, Any], code: int = EXIT_OK
 ) -> Result:
-    """What was found of pairs, and the version that has it."""
+    """Return the report and the new version."""
 
     def print_version() -> None:
-        terminal.print_line(str(found))
-        terminal.print_line(f"kept as version {version}; --at {version - 1} is how it was", "dim")
+        terminal.print_line(str(report))
+        terminal.print_line(
+            f"saved as version {version}; --at {version - 1} reads the one before", "dim"
+        )
 
-    return Result({"path": str(path), "version": version, **told}, print_version, code)
+    return Result({"path": str(path), "version": version, **data}, print_version, code)
 
 
 def _read_pairs(pairs: str, table: str | None, database: Database) -> list[list[Any]]:
-    """The columns of a table of pairs, the first two of the kind that the keys are."""
+    """Read the columns of a table of pairs; the first two have the type of the keys."""
     from qkv.database import sources
     from qkv.database.sources.type_inference import parse_numbers
 
@@ -105,7 +110,7 @@ def _read_pairs(pairs: str, table: str | None, database: Database) -> list[list[
         raise ArgumentError(
             f"{redact_source(pairs)}: expected two columns, the query and its right key"
         )
-    if text:  # a workbook or SQLite may have kept them as numbers
+    if text:  # in a workbook or SQLite they may be numbers
         columns[:2] = [[str(cell) for cell in column] for column in columns[:2]]
         for place, column in enumerate(columns[2:], 2):  # weights are numbers
             if {*map(type, column)} <= {str, type(None)}:

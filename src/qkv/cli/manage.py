@@ -1,4 +1,4 @@
-"""`qkv import`, `add`, `remove`, `info`, `versions`, `check`, `compact`: keep a database."""
+"""`qkv import`, `add`, `remove`, `info`, `versions`, `check`, `compact`: manage a database."""
 
 from __future__ import annotations
 
@@ -36,124 +36,142 @@ def import_(
     value: options.Value = None,
     encoder: options.Encoder = None,
     unique: Annotated[
-        bool, options.make_option("--unique", "Refuse a key that is there already.")
+        bool, options.make_option("--unique", "Reject duplicate keys, now and later.")
     ] = False,
     append: Annotated[
-        bool, options.make_option("--append", "Add the rows to a database that is there.")
+        bool, options.make_option("--append", "Append the rows to an existing database.")
     ] = False,
     table: options.TableName = None,
     missing: options.Missing = None,
     names: options.Names = None,
     token: options.Token = None,
 ) -> Result:
-    """Read SOURCE into the new database PATH, all of it or nothing."""
+    """Import SOURCE into the new database PATH.
+
+    Either all rows are imported or none.
+    """
     from qkv.database import Database
 
-    how = options.ReadOptions(table=table, missing=missing, names=names, token=token)
+    read_options = options.ReadOptions(table=table, missing=missing, names=names, token=token)
     if append:
         if key or value or encoder or unique:
-            raise ArgumentError("--append takes columns and encoder as the database has them")
+            raise ArgumentError(
+                "--append uses the key, value and encoder of the database: leave those options out"
+            )
         with open_store(path) as database:
             with terminal.show_progress("importing") as progress:
                 first = next(database.rows(), {})
                 text = [name for name, cell in first.items() if isinstance(cell, str)]
-                read, _ = _read_columns(source, how, progress, text)
+                cells, _ = _read_columns(source, read_options, progress, text)
                 rows = (
-                    dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
+                    dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)
                 )
                 database.extend(rows, progress=progress)
             return _state_result(database)
     if path.exists():
-        raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
+        raise ArgumentError(f"{path} exists: append to it with --append, or choose another name")
     require_parent_folder(path)
     with terminal.show_progress("importing") as progress:
-        read, own = _read_columns(source, how, progress)
-        columns = {
-            "key": pick_columns(key or own["key"]),
-            "value": pick_columns(value or own["value"]),
-        }
-        kept: dict[str, Any] = {"path": path, "encoder": encoder, "unique": unique}
-        made = Database.from_columns(read, **columns, **kept, progress=progress)
-    with made:
-        return _state_result(made)
+        cells, defaults = _read_columns(source, read_options, progress)
+        database = Database.from_columns(
+            cells,
+            key=pick_columns(key or defaults["key"]),
+            value=pick_columns(value or defaults["value"]),
+            path=path,
+            encoder=encoder,
+            unique=unique,
+            progress=progress,
+        )
+    with database:
+        return _state_result(database)
 
 
 def _read_columns(
     source: str,
-    how: options.ReadOptions,
+    read_options: options.ReadOptions,
     progress: ProgressCallback | None,
     text: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The columns of SOURCE, of CSV some as text, and which are key and value where it says so."""
+    """Read the columns of SOURCE; also return the key and value columns of a served database.
+
+    `text` lists the columns of CSV that stay text.
+    """
     from qkv.database import sources
     from qkv.database.table.schema import rows_to_columns
 
     if not is_url(source):
-        found = sources.read(source, **how.table_options(), text=text, progress=progress)
-        return dict(found.columns), {"key": [], "value": []}
-    with open_source(source, how) as database:
+        table = sources.read(source, **read_options.table_options(), text=text, progress=progress)
+        return dict(table.columns), {"key": [], "value": []}
+    with open_source(source, read_options) as database:
         about = database.info()
-        own = {"key": about["key"], "value": about["value"]}
-        return dict(rows_to_columns(database.rows())), own
+        defaults = {"key": about["key"], "value": about["value"]}
+        return dict(rows_to_columns(database.rows())), defaults
 
 
 def add(
     path: options.FolderOrUrl,
-    key: Annotated[str, options.make_argument("KEY", "The key.")],
+    key: Annotated[str, options.make_argument("KEY", "The key of the row.")],
     value: Annotated[
-        str | None, options.make_argument("[VALUE]", "The value, where it is one column.")
+        str | None, options.make_argument("[VALUE]", "The value, if it is one column.")
     ] = None,
     cells: Annotated[
         list[str] | None,
-        options.make_option("--set COLUMN=TEXT", "A column's cell; give it again for more."),
+        options.make_option("--set COLUMN=TEXT", "Set a column. Repeat for several."),
     ] = None,
     update: Annotated[
-        bool, options.make_option("--update", "Replace the newest row that has this key.")
+        bool, options.make_option("--update", "Replace the newest row with this key.")
     ] = False,
     token: options.Token = None,
 ) -> Result:
     """Add one row to the database PATH.
 
-    A PATH that is not there is made. The first row fixes the types; later ones are read as the
-    columns are.
+    Create PATH if it does not exist. The first row fixes the types of the columns.
     """
     if (value is None) == (not cells):
         raise ArgumentError("add: give a VALUE, or --set for each column")
     for text in (key, value or "", *(cells or ())):
-        arguments.check_text(text, "what was given")
+        arguments.check_text(text, "an argument")
     with open_store_or_remote(path, token, create=True) as database:
         about, example = database.info(), next(database.rows(count=1), {})
         keys, columns = about["key"] or ["key"], about["value"] or ["value"]
-        wanted = parse_key(database, key, "the key") if example else parsing.guess_cell(key)
+        new_key = parse_key(database, key, "the key") if example else parsing.guess_cell(key)
         if value is None:
-            given = dict(arguments.parse_assignment(text, example) for text in cells or ())
+            new_cells = dict(arguments.parse_assignment(text, example) for text in cells or ())
         elif len(columns) > 1:
-            raise ArgumentError(f"add: a value is {', '.join(columns)}: use --set for each")
+            raise ArgumentError(
+                f"add: the value has the columns {', '.join(columns)}: use --set for each"
+            )
         else:
-            given = {
+            new_cells = {
                 columns[0]: parsing.parse_cell_like(value, example.get(columns[0]), "the value")
             }
-        if update and wanted in database:
-            if not given.keys() <= set(columns):
-                raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
-            many = len(columns) > 1
-            now = {**database[wanted], **given} if many else given[columns[0]]
-            inserted = database.update(wanted, now)
+        if update and new_key in database:
+            if not new_cells.keys() <= set(columns):
+                raise ArgumentError(
+                    f"--update can set only the columns of the value: {', '.join(columns)}"
+                )
+            if len(columns) > 1:
+                new_value: Any = {**database[new_key], **new_cells}
+            else:
+                new_value = new_cells[columns[0]]
+            inserted = database.update(new_key, new_value)
         else:
-            parts = wanted if len(keys) > 1 else (wanted,)
-            # A value's columns that nobody set are empty.
+            parts = new_key if len(keys) > 1 else (new_key,)
             empty = dict.fromkeys(about["value"])
-            database.extend([empty | dict(zip(keys, parts, strict=True)) | given])
+            database.extend([empty | dict(zip(keys, parts, strict=True)) | new_cells])
             inserted = 1
         return _state_result(database, bool(inserted) if update else None)
 
 
 def remove(
     path: options.FolderOrUrl,
-    keys: Annotated[list[str], options.make_argument("KEYS...", "The keys, exactly.")],
+    keys: Annotated[list[str], options.make_argument("KEYS...", "The exact keys.")],
     token: options.Token = None,
 ) -> Result:
-    """Remove every row that has one of KEYS. If a key is absent, nothing is removed."""
+    """Remove every row with one of KEYS.
+
+    If a key is missing, remove nothing.
+    """
     with open_store_or_remote(path, token) as database:
         removed = database.remove([parse_key(database, key, "the key") for key in keys])
         data = {"path": str(path), "removed": removed, "rows": len(database)}
@@ -168,14 +186,14 @@ def info(
     value: options.Value = None,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
 ) -> Result:
-    """Say what SOURCE holds: rows, columns, encoder, size."""
+    """Show the rows, columns, encoder and size of SOURCE."""
     from rich.filesize import decimal
 
     with open_source(source, read, key=key, value=value) as database:
         about, described = database.info(), database.describe()
     types = {name: column["type"] for name, column in described.items()}
     missing_cells = {name: column["missing"] for name, column in described.items()}
-    told = [
+    column_texts = [
         f"{name} ({kind}, {count:,} missing)"
         if (count := missing_cells[name])
         else f"{name} ({kind})"
@@ -184,7 +202,7 @@ def info(
     data = {**about, "types": types, "missing": missing_cells}
     shown = {
         **about,
-        "columns": ", ".join(told),
+        "columns": ", ".join(column_texts),
         "encoder": (about["encoder"] or {}).get("kind"),
         "bytes": None if about["bytes"] is None else decimal(about["bytes"]),
     }
@@ -194,17 +212,17 @@ def info(
 def versions(path: options.FolderOrUrl, token: options.Token = None) -> Result:
     """List the versions of the database PATH, for --at."""
     with open_store_or_remote(path, token) as database:
-        found = [terminal.public_fields(version) for version in database.versions()]
+        records = [terminal.public_fields(version) for version in database.versions()]
 
     def print_versions() -> None:
         rows = [
             tuple(terminal.format_cell(version[name]) for name in VERSION_COLUMNS)
-            for version in found
+            for version in records
         ]
         numbers = ("number", "added", "removed", "rows")
-        terminal.print_table(VERSION_COLUMNS, rows, right=numbers, whole=numbers)
+        terminal.print_table(VERSION_COLUMNS, rows, right=numbers, uncut=numbers)
 
-    return Result({"path": str(path), "versions": found}, print_versions)
+    return Result({"path": str(path), "versions": records}, print_versions)
 
 
 VERSION_COLUMNS = ("number", "time", "what", "added", "removed", "rows")
@@ -213,21 +231,21 @@ VERSION_COLUMNS = ("number", "time", "what", "added", "removed", "rows")
 def check(
     path: options.Folder,
     repair: Annotated[
-        bool, options.make_option("--repair", "Mend what a crash left behind; delete no rows.")
+        bool, options.make_option("--repair", "Repair what a crash left behind; delete no rows.")
     ] = False,
 ) -> Result:
     """Verify every file of the database PATH.
 
-    Ends with 3 while something is damaged.
+    Exit with 3 if a file is damaged.
     """
     from qkv.database import check as check_store
 
     with terminal.show_progress("checking") as progress:
         problems = check_store(path, repair=repair, progress=progress)
-    left = [problem for problem in problems if not problem.repaired]
+    unrepaired = [problem for problem in problems if not problem.repaired]
     data = {
         "path": str(path),
-        "clean": not left,
+        "clean": not unrepaired,
         "problems": [terminal.public_fields(problem) for problem in problems],
     }
 
@@ -237,16 +255,16 @@ def check(
             terminal.print_line(f"{state}{problem.file}: {escape_control_characters(problem.what)}")
         if not problems:
             terminal.print_line(f"{path}: clean")
-        elif not left:
+        elif not unrepaired:
             terminal.print_line(f"{path}: clean now")
 
-    return Result(data, print_problems, EXIT_DAMAGED if left else EXIT_OK)
+    return Result(data, print_problems, EXIT_DAMAGED if unrepaired else EXIT_OK)
 
 
 def compact(path: options.Folder) -> Result:
     """Shrink the database PATH.
 
-    Removed rows and older versions are dropped for good, and small files merged.
+    Delete removed rows and older versions for good, and merge small files.
     """
     with open_store(path) as database, terminal.show_progress("compacting") as progress:
         report = database.compact(progress=progress)
@@ -261,7 +279,7 @@ def compact(path: options.Folder) -> Result:
         if report.held:
             held = ", ".join(map(str, report.held))
             terminal.print_note(
-                f"qkv: kept version {held}, which somebody reads: compact again later"
+                f"qkv: kept version {held}, which a reader still uses: compact again later"
             )
         if report.unfinished:
             terminal.print_note(f"qkv: not finished: {report.unfinished}")
@@ -270,11 +288,11 @@ def compact(path: options.Folder) -> Result:
 
 
 def _state_result(database: Database | RemoteDatabase, inserted: bool | None = None) -> Result:
-    """What a database holds after a change; of an update, whether it inserted."""
+    """Return the rows and the version after a change; for an update, whether it inserted."""
     path, rows, version = str(database.path), len(database), database.version
     data: dict[str, Any] = {"path": path, "rows": rows, "version": version}
     if inserted is not None:
         data["inserted"] = inserted
-    told = "inserted, as no row had the key; " if inserted else ""
-    line = f"{path}: {told}{format_plural(rows, 'row')}, version {version}"
+    note = "inserted, because no row had the key; " if inserted else ""
+    line = f"{path}: {note}{format_plural(rows, 'row')}, version {version}"
     return Result(data, lambda: terminal.print_line(line))

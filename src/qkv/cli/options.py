@@ -1,4 +1,4 @@
-"""The arguments and options that several commands share, each worded once."""
+"""The arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import typer
 
 
 def _complete_files(incomplete: str) -> list[str]:
-    """The files and folders that begin so, for the shell's completion."""
-    found = sorted(glob.glob(glob.escape(incomplete) + "*"))
-    return [name + os.sep if os.path.isdir(name) else name for name in found]
+    """Return the files and folders with this prefix, for shell completion."""
+    names = sorted(glob.glob(glob.escape(incomplete) + "*"))
+    return [name + os.sep if os.path.isdir(name) else name for name in names]
 
 
 def _complete_scores(incomplete: str) -> list[str]:
@@ -39,7 +39,7 @@ def _complete_encoders(incomplete: str) -> list[str]:
 
 def _reject_url(path: Path) -> Path:
     if str(path).startswith(("http:/", "https:/")):
-        raise typer.BadParameter("this works on the folder itself, where it lies, not on a URL")
+        raise typer.BadParameter("this command needs a local folder, not a URL")
     return path
 
 
@@ -47,14 +47,17 @@ _FOLDER_HELP = "The folder of a database, such as books.qkv"
 
 
 def make_option(form: str, help: str, **more: Any) -> Any:
-    """An option in the form that its help shows, "--key -k COLUMN"; without flags, by the name of
-    its parameter."""
+    """Return an option from the form in its help, such as "--key -k COLUMN".
+
+    Without flags in `form`, typer derives the flag from the name of the parameter.
+    """
     flags = [word for word in form.split() if word.startswith("-")]
     metavar = next((word for word in form.split() if word not in flags), None)
     return typer.Option(*flags, metavar=metavar, help=help, **more)
 
 
 def make_argument(metavar: str, help: str, **more: Any) -> Any:
+    """Return a positional argument."""
     return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
 
@@ -63,53 +66,49 @@ Source = Annotated[
     str,
     _path_argument(
         "SOURCE",
-        "A .qkv folder, the URL of one that is served, a CSV, TSV, JSON, Parquet, Arrow, "
-        "Excel or SQLite file, a pattern of such ('logs/*.csv'), sqlite:///FILE?table=NAME, a "
-        "PostgreSQL URL, or - for CSV on stdin.",
+        "A .qkv folder, the URL of a served database, a CSV, TSV, JSON, Parquet, Arrow, Excel or "
+        "SQLite file, a pattern of files ('logs/*.csv'), sqlite:///FILE?table=NAME, a PostgreSQL "
+        "URL, or - for CSV on stdin.",
     ),
 ]
 Folder = Annotated[Path, _path_argument("PATH", f"{_FOLDER_HELP}.", callback=_reject_url)]
-FolderOrUrl = Annotated[
-    str, _path_argument("PATH", f"{_FOLDER_HELP}, or the URL of one that is served.")
-]
+FolderOrUrl = Annotated[str, _path_argument("PATH", f"{_FOLDER_HELP}, or the URL of a served one.")]
 Token = Annotated[
     str | None,
-    make_option(
-        "--token TEXT", "What a server asks for, where the database is one's.", envvar="QKV_TOKEN"
-    ),
+    make_option("--token TEXT", "Send this token to a qkv server.", envvar="QKV_TOKEN"),
 ]
 Key = Annotated[
     list[str] | None,
     make_option(
-        "--key -k COLUMN", "The column to ask by; give it again for a key of several columns."
+        "--key -k COLUMN", "Use this column as the key. Repeat for a key of several columns."
     ),
 ]
 Value = Annotated[
     list[str] | None,
-    make_option(
-        "--value -v COLUMN", "The column to answer with; give it again for several columns."
-    ),
+    make_option("--value -v COLUMN", "Answer with this column. Repeat for several columns."),
 ]
 TableName = Annotated[
-    str | None, make_option("--table NAME", "Which table, where the source has several.")
+    str | None, make_option("--table NAME", "Read this table or sheet of the source.")
 ]
 Missing = Annotated[
     list[str] | None,
     make_option(
         "--missing WORD",
-        "A word for a missing cell in CSV, in place of NA, NaN, null …; again for more. "
-        "'' means none: then NA is text.",
+        "Read this word in CSV as a missing value, instead of NA, NaN, null and others. "
+        "Repeat for several. "
+        "'' means no word.",
     ),
 ]
 Names = Annotated[
     str | None,
-    make_option("--names NAME,…", "The columns' names, for CSV whose first line is a row already."),
+    make_option("--names NAME,…", "Name the columns of CSV without a header line."),
 ]
 Encoder = Annotated[
     str | None,
     make_option(
         "--encoder -e NAME",
-        "How keys become vectors: words, characters, numbers … By default their type decides.",
+        "Convert keys to vectors with this encoder, such as words, characters or numbers. By "
+        "default, the type of the keys decides.",
         autocompletion=_complete_encoders,
     ),
 ]
@@ -117,7 +116,7 @@ Score = Annotated[
     str | None,
     make_option(
         "--score -s NAME",
-        "How keys are compared with the query: cosine, gaussian:0.5 …",
+        "Compare keys with the query by this score, such as cosine or gaussian:0.5.",
         autocompletion=_complete_scores,
     ),
 ]
@@ -125,32 +124,34 @@ Weighting = Annotated[
     str | None,
     make_option(
         "--weighting -w NAME",
-        "How scores become weights: softmax, hard, average, topk:5, entmax15 …",
+        "Convert scores to weights by this rule, such as softmax, hard, topk:5 or entmax15.",
         autocompletion=_complete_weightings,
     ),
 ]
-Top = Annotated[int, make_option("--top -n ROWS", "How many rows to show.", min=1)]
+Top = Annotated[int, make_option("--top -n ROWS", "Show this many rows.", min=1)]
 Where = Annotated[
     list[str] | None,
     make_option(
         "--where CONDITION",
-        'Only rows that pass: genre=fantasy, "genre=fantasy and year>1950", or '
+        'Use only rows that match: genre=fantasy, "genre=fantasy and year>1950", or '
         "\"1900 <= year < 1950 and 'war' in summary\". "
-        "Given again, all must pass.",
+        "If repeated, all conditions must match.",
     ),
 ]
 Tolerance = Annotated[
     float | None,
     make_option(
         "--tolerance ERROR",
-        "How far the weights may lie from the exact ones, proven: half the sum of the "
-        "differences. A large store then reads few vectors in full.",
+        "Allow the weights to differ from the exact ones by at most this: half the sum of the "
+        "absolute differences. A large database then reads fewer vectors in full.",
         min=0.0,
     ),
 ]
-At = Annotated[int | None, make_option("--at VERSION", "As of this version; see `qkv versions`.")]
+At = Annotated[
+    int | None, make_option("--at VERSION", "Read this version; `qkv versions` lists them.")
+]
 Skip = Annotated[
-    bool, make_option("--skip-damaged", "Leave out rows whose file is damaged, and say how many.")
+    bool, make_option("--skip-damaged", "Skip rows in damaged files and report how many.")
 ]
 
 
@@ -165,7 +166,7 @@ class ReadOptions:
     token: Token = None
 
     def table_options(self) -> dict[str, Any]:
-        """Those that mean nothing to a database.
+        """Return the options that apply to tables but not to databases.
 
         >>> ReadOptions(names="city, people").table_options()["names"]
         ['city', 'people']

@@ -1,4 +1,4 @@
-"""`qkv rows`, `export`: look at the rows of a table, and take them elsewhere."""
+"""`qkv rows` and `export`: show the rows of a table, or write them to a file."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 def rows(
     source: options.Source,
     start: Annotated[
-        int, options.make_option("--from ROW", "The first one; 0 is the oldest.", min=0)
+        int, options.make_option("--from ROW", "Start at this row; 0 is the oldest.", min=0)
     ] = 0,
-    count: Annotated[int, options.make_option("--count -n ROWS", "How many to show.", min=1)] = 20,
+    count: Annotated[int, options.make_option("--count -n ROWS", "Show this many.", min=1)] = 20,
     where: options.Where = None,
     skip: options.Skip = False,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
 ) -> Result:
-    """Show rows of SOURCE with all their columns, the oldest first."""
+    """Show rows of SOURCE with all columns, oldest first."""
     with _open_for_reading(source, read, skip) as database:
-        wish = arguments.join_conditions(where, database.columns) if where else None
-        total = database.count(wish)
-        found = list(database.rows(where=wish, start=start, count=count))
+        condition = arguments.join_conditions(where, database.columns) if where else None
+        total = database.count(condition)
+        page = list(database.rows(where=condition, start=start, count=count))
         columns = database.columns
-        nothing = "" if total else _why_nothing(database, wish)
-    end = start + len(found)
+        why_nothing = "" if total else _why_nothing(database, condition)
+    end = start + len(page)
 
     def print_rows() -> None:
         lines = [
             (str(at), *(terminal.format_cell(row.get(name)) for name in columns))
-            for at, row in enumerate(found, start)
+            for at, row in enumerate(page, start)
         ]
         hidden = 0
         if lines:
@@ -49,21 +49,23 @@ def rows(
             fit = max(terminal.count_fitting_columns([names, *lines]), 2)
             hidden = len(names) - fit
             terminal.print_table(
-                names[:fit], [line[:fit] for line in lines], right=[""], whole=[""]
+                names[:fit], [line[:fit] for line in lines], right=[""], uncut=[""]
             )
         if hidden:
-            told = f"{format_plural(hidden, 'column')} of {len(columns)} have no room here"
-            terminal.print_note(f"{told}: --json shows them, and so does a pipe, such as | less -S")
+            terminal.print_note(
+                f"{hidden} of {format_plural(len(columns), 'column')} do not fit: add --json, or "
+                "pipe the output into less -S"
+            )
         more = f"; the next: --from {end}" if end < total else ""
-        if found:
+        if page:
             terminal.print_note(f"rows {start} to {end - 1} of {total:,}{more}")
         elif total:
             terminal.print_note(f"No rows from {start} on: there are {total:,}")
         else:
-            terminal.print_note(nothing)
+            terminal.print_note(why_nothing)
 
-    data = {"from": start, "total": total, "rows": found}
-    return Result(data, print_rows, EXIT_OK if found else EXIT_NOTHING_FOUND)
+    data = {"from": start, "total": total, "rows": page}
+    return Result(data, print_rows, EXIT_OK if page else EXIT_NOTHING_FOUND)
 
 
 def export(
@@ -71,51 +73,50 @@ def export(
     output: Annotated[
         Path,
         options.make_argument(
-            "FILE", "Ends in .csv, .tsv, .jsonl or .parquet; - writes CSV on stdout."
+            "FILE", "A .csv, .tsv, .jsonl or .parquet file, or - for CSV on stdout."
         ),
     ],
-    overwrite: Annotated[
-        bool, options.make_option("--overwrite", "Take the place of a FILE that is there.")
-    ] = False,
+    overwrite: Annotated[bool, options.make_option("--overwrite", "Overwrite FILE.")] = False,
     where: options.Where = None,
     skip: options.Skip = False,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
 ) -> Iterator[Result]:
-    """Write the rows of SOURCE into FILE.
+    """Export the rows of SOURCE to FILE.
 
-    All columns are written, a missing cell as missing; it is there whole or not at all.
+    Write all columns. FILE is complete or not written.
     """
     from qkv.database.export import files as out
 
     if output.is_file() and not overwrite:
-        step = "replace it with --overwrite, or choose another name"
-        raise ArgumentError(f"{output} exists: {step}")
+        raise ArgumentError(
+            f"{output} exists: overwrite it with --overwrite, or choose another name"
+        )
     with _open_for_reading(source, read, skip) as database:
-        wish = arguments.join_conditions(where, database.columns) if where else None
-        found = database.rows(where=wish)
+        condition = arguments.join_conditions(where, database.columns) if where else None
+        rows = database.rows(where=condition)
         if str(output) == "-":
             stdout = sys.stdout.buffer
-            draw = functools.partial(out.write_csv, stdout, database.columns, found)
-            yield Result({"rows": database.count(wish)}, draw)
+            render = functools.partial(out.write_csv, stdout, database.columns, rows)
+            yield Result({"rows": database.count(condition)}, render)
             return
-        count = out.write_file(output, database.columns, found)
+        count = out.write_file(output, database.columns, rows)
         if not count:
-            terminal.print_note(_why_nothing(database, wish))
-        told = f"{output}: {format_plural(count, 'row')}"
-        yield Result({"written": str(output), "rows": count}, lambda: terminal.print_line(told))
+            terminal.print_note(_why_nothing(database, condition))
+        line = f"{output}: {format_plural(count, 'row')}"
+        yield Result({"written": str(output), "rows": count}, lambda: terminal.print_line(line))
 
 
-def _why_nothing(database: Database | RemoteDatabase, wish: str | None) -> str:
-    """Why there are no rows: none passes the condition, or the table has none."""
-    if wish is None:
+def _why_nothing(database: Database | RemoteDatabase, condition: str | None) -> str:
+    """Say why there are no rows: none matches the condition, or the table is empty."""
+    if condition is None:
         return "There are no rows"
-    return database.why_no_rows(wish) or "No rows match"
+    return database.why_no_rows(condition) or "No rows match"
 
 
 def _open_for_reading(
     source: str, read: options.ReadOptions, skip: bool
 ) -> contextlib.AbstractContextManager[Database | RemoteDatabase]:
-    """SOURCE with keys that nobody asks softly, so that a table need not be encoded for it."""
+    """Open SOURCE without encoding the keys of a table, because they are not queried."""
     from qkv.database.encoders import Exact
 
     encoder = None if is_store(source) else Exact(64)

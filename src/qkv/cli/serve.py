@@ -1,4 +1,4 @@
-"""`qkv serve`: databases over HTTP, with a page to look at them."""
+"""`qkv serve`: serve databases over HTTP, with a web page."""
 
 from __future__ import annotations
 
@@ -14,38 +14,43 @@ def serve(
     sources: Annotated[
         list[str] | None,
         options.make_argument(
-            "[SOURCES]", "Folders such as books.qkv, or tables, which are read into memory."
+            "[SOURCES]", "Folders such as books.qkv, or tables to read into memory."
         ),
     ] = None,
     host: Annotated[
-        str, options.make_option("ADDRESS", "Where to listen; one that others reach needs a token.")
+        str, options.make_option("ADDRESS", "Listen on this address. A public one needs a token.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, options.make_option("NUMBER", "0 takes a free one.", min=0, max=65535)
+        int,
+        options.make_option("NUMBER", "Listen on this port; 0 takes a free one.", min=0, max=65535),
     ] = 8000,
     token: Annotated[
         str | None,
-        options.make_option("TEXT", "Whoever sends it may read and write.", envvar="QKV_TOKEN"),
+        options.make_option(
+            "TEXT", "Allow clients with this token to read and write.", envvar="QKV_TOKEN"
+        ),
     ] = None,
     read_token: Annotated[
         str | None,
-        options.make_option("TEXT", "Whoever sends it may read.", envvar="QKV_READ_TOKEN"),
+        options.make_option(
+            "TEXT", "Allow clients with this token to read.", envvar="QKV_READ_TOKEN"
+        ),
     ] = None,
     write: Annotated[
-        bool, options.make_option("--write", "Without tokens: whoever reaches it may write too.")
+        bool, options.make_option("--write", "Without tokens: allow every client to write.")
     ] = False,
     cluster: Annotated[
         int | None,
         options.make_option(
-            "SHARDS", "Ask each folder, or store at a URL, by so many processes on Ray.", min=1
+            "SHARDS", "Query each folder or store URL with this many Ray processes.", min=1
         ),
     ] = None,
     browse: Annotated[bool, options.make_option("--open", "Open the page in a browser.")] = False,
 ) -> Iterator[Result]:
     """Serve databases over HTTP: a page and an API.
 
-    Until Ctrl-C; the page is at /, the API at /v1, its reference at /reference. Others on the
-    network reach it only by --host, and then only with a token.
+    Run until Ctrl-C. The page is at /, the API at /v1, its reference at /reference. Other machines
+    can connect only with --host, and then need a token.
     """
     try:
         from qkv.serve.app import create_app
@@ -59,19 +64,19 @@ def serve(
 
     access = Access(token, read_token, write)
     check_address(host, access)
-    with bind_socket(host, port) as place:
+    with bind_socket(host, port) as listener:
         served = open_sources(sources or [], cluster)
-        found = place.getsockname()[1]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
+        bound_port = listener.getsockname()[1]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         names = ", ".join(served.databases) or "no database"
-        # Who asks before the server listens to it waits in the socket's queue.
-        terminal.print_note(f"qkv: serving {names} at {url}; Ctrl-C ends it")
-        told = {"url": url, "host": host, "port": found, "databases": list(served.databases)}
-        yield Result(told, lambda: None)
+        # The socket already listens: early requests wait in its queue.
+        terminal.print_note(f"qkv: serving {names} at {url}; Ctrl-C stops it")
+        data = {"url": url, "host": host, "port": bound_port, "databases": list(served.databases)}
+        yield Result(data, lambda: None)
         if browse:
             import webbrowser
 
             webbrowser.open(url)
-        # By its own name it is reached from elsewhere; on loopback a name may be anyone's.
+        # Other machines use the host name. On loopback, accept none: DNS rebinding could forge it.
         hosts = [] if is_loopback(host) else [host, socket.gethostname()]
-        run_server(create_app(served, access, hosts), place)
+        run_server(create_app(served, access, hosts), listener)

@@ -1,4 +1,4 @@
-"""A SOURCE as an open database: a folder or a server's as it is, a table read into memory."""
+"""Open a SOURCE as a database: a folder, a served database, or a table read into memory."""
 
 from __future__ import annotations
 
@@ -32,30 +32,32 @@ def open_source(
     encoder: Any = None,
     skip: bool = False,
 ) -> Iterator[Database | RemoteDatabase]:
-    """The database that SOURCE and the options of its columns name, closed at the end."""
+    """Open SOURCE with these columns as key and value; close it at the end of the `with`."""
     from qkv.database import Database
 
     if is_store(source):
-        for option, given in (read.table_options() | {"encoder": encoder}).items():
-            if given is not None:
-                raise ArgumentError(f"--{option}: {source} is a database and has its own already")
+        for option, argument in (read.table_options() | {"encoder": encoder}).items():
+            if argument is not None:
+                raise ArgumentError(
+                    f"--{option} is for tables, but {source} is a database: leave it out"
+                )
         with open_store_or_remote(source, read.token, skip=skip) as database:
-            chosen = database if read.at is None else database.at(read.at)
+            version = database if read.at is None else database.at(read.at)
             if not key and not value:
-                yield chosen
+                yield version
                 return
             with terminal.show_progress("encoding") as progress:
-                other = chosen.reindex(
-                    pick_columns(key or chosen.info()["key"]),
+                reindexed = version.reindex(
+                    pick_columns(key or version.info()["key"]),
                     pick_columns(value),
                     progress=progress,
                 )
-            with close_after(other):
-                yield other
+            with close_after(reindexed):
+                yield reindexed
         return
     if read.at is not None:
         raise ArgumentError(
-            f"--at: {redact_source(source)} is a table and has no versions; `qkv import` it first"
+            f"--at: {redact_source(source)} is a table without versions: `qkv import` it first"
         )
     with terminal.show_progress("reading") as progress:
         database = Database.from_source(
@@ -71,7 +73,7 @@ def open_source(
 
 
 def redact_source(source: str | Path) -> str:
-    """SOURCE to be shown, without the password of a URL.
+    """Return SOURCE without the password of a URL, for messages.
 
     >>> redact_source("postgresql://li:secret@host/books")
     'postgresql://li@host/books'
@@ -80,12 +82,12 @@ def redact_source(source: str | Path) -> str:
 
 
 def is_url(source: str | Path) -> bool:
-    """Whether SOURCE is a database of a server."""
+    """Return whether SOURCE is the URL of a served database."""
     return re.match("https?://", str(source)) is not None
 
 
 def is_store(source: str | Path) -> bool:
-    """Whether SOURCE is a database: a server's, a folder, or named like one that is missing."""
+    """Return whether SOURCE is a database: a URL, a folder, or a name that ends in .qkv."""
     return (
         is_url(source)
         or os.path.isdir(source)
@@ -97,37 +99,37 @@ def is_store(source: str | Path) -> bool:
 def open_store_or_remote(
     place: str | Path, token: str | None, *, create: bool = False, skip: bool = False
 ) -> Iterator[Database | RemoteDatabase]:
-    """The database in a folder, or of a server; closed at the end."""
+    """Open the database in a folder or at a URL; close it at the end of the `with`."""
     if not is_url(place):
         with open_store(place, create=create, skip=skip) as database:
             yield database
         return
     if skip:
-        raise ArgumentError(f"--skip-damaged: {redact_source(place)} is read by its server")
+        raise ArgumentError(f"--skip-damaged needs a local folder, not {redact_source(place)}")
     with close_after(connect_remote(str(place), token)) as remote:
         yield remote
 
 
 def connect_remote(url: str, token: str | None) -> RemoteDatabase:
-    """The database of a URL such as http://127.0.0.1:8000/books."""
+    """Connect to a served database, such as http://127.0.0.1:8000/books."""
     from qkv.serve.client import Client
 
     server, _, name = url.rstrip("/").rpartition("/")
-    if server.endswith("/"):  # as of http://
+    if server.endswith("/"):  # the URL has no path
         with Client(url, token) as client:
             known = ", ".join(client.databases()) or "none"
         raise ArgumentError(
-            f"{redact_source(url)}: name a database behind a slash; there are: {known}"
+            f"{redact_source(url)}: add a slash and the name of a database; it serves: {known}"
         )
     return Client(server, token)[unquote(name)]
 
 
 @contextlib.contextmanager
 def open_store(path: str | Path, *, create: bool = False, skip: bool = False) -> Iterator[Database]:
-    """The database in a folder, closed at the end."""
+    """Open the database in a folder; close it at the end of the `with`."""
     from qkv.database import open as open_database
 
-    # A new one takes all columns beside its key as the value.
+    # In a new database, all columns except the key are the value.
     opening = open_database(path, create=create, value=None, skip_damaged=skip)
     with close_after(opening) as database:
         yield database
@@ -135,7 +137,7 @@ def open_store(path: str | Path, *, create: bool = False, skip: bool = False) ->
 
 @contextlib.contextmanager
 def close_after(database: OpenDatabase) -> Iterator[OpenDatabase]:
-    """Close it at the end; before that, let an absent key look for its nearest."""
+    """Close a database at the end of the `with`; report a missing key with its nearest keys."""
     from qkv.database import KeyNotFoundError
 
     with database:
@@ -148,14 +150,14 @@ def close_after(database: OpenDatabase) -> Iterator[OpenDatabase]:
 
 
 def pick_columns(names: Sequence[str] | None) -> Any:
-    """One column by its name, several as a tuple, none as None."""
+    """Return one column as its name, several as a tuple, none as None."""
     if not names:
         return None
     return names[0] if len(names) == 1 else tuple(names)
 
 
 def parse_key(database: Database | RemoteDatabase, text: str, what: str = "the query") -> Any:
-    """The text as the kind of key that the database has."""
+    """Parse a text as a key of the type that the database has."""
     arguments.check_text(text, what)
     if database.info()["key_kind"] in (None, "text"):
         return text

@@ -1,4 +1,4 @@
-"""What people see: tables, bars and progress, as wide as the terminal and coloured if it can be."""
+"""Print tables, bars and progress, fitted to the terminal, with colours if it supports them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 STYLES = {"bold": 1, "dim": 2, "red": 31}
 
-# Wide enough for any cell: only a terminal has an edge to wrap at.
 UNLIMITED_WIDTH = 1 << 20
+"""The width of output that is not a terminal: nothing is cut."""
 COLUMN_GAP = "  "
 
 
 def format_json(data: Any) -> str:
-    """One line of strict JSON: NaN becomes null, arrays and tuples lists, and what a terminal would
-    obey an escape.
+    """Return one line of strict JSON.
+
+    NaN becomes null, arrays and tuples become lists, and control characters are escaped.
 
     >>> print(format_json({"key": ("Li", 1), "spread": float("nan"), "text": "\x9b31m"}))
     {"key": ["Li", 1], "spread": null, "text": "\\u009b31m"}
@@ -43,7 +44,7 @@ def format_json(data: Any) -> str:
 
 
 def print_json(data: Any) -> None:
-    """A line of JSON on stdout, in escapes where the stream's encoding lacks a letter."""
+    """Print a line of JSON; escape characters that the encoding of stdout does not have."""
     line = format_json(data)
     try:
         line.encode(sys.stdout.encoding or "utf-8")
@@ -53,7 +54,7 @@ def print_json(data: Any) -> None:
 
 
 def format_cell(x: Any) -> str:
-    """A key or a value on one line.
+    """Format a key or a value on one line.
 
     >>> (
     ...     format_cell(3.14159265),
@@ -87,7 +88,7 @@ def format_cell(x: Any) -> str:
 
 
 def format_with_spread(value: float, spread: float) -> str:
-    """A mean and its spread, to the second digit of the spread.
+    """Format a mean and its spread, rounded to the second digit of the spread.
 
     >>> (
     ...     format_with_spread(74.7813, 4.92642),
@@ -97,7 +98,7 @@ def format_with_spread(value: float, spread: float) -> str:
     ... )
     ('74.8 ± 4.9', '0.01234 ± 0.00031', '5 ± 0', '-2e+300 ± 1e+308')
     """
-    if math.isnan(spread):  # of infinite values
+    if math.isnan(spread):  # some values are infinite
         return format_cell(value)
     if not 1e-15 < spread < 1e15 or abs(value) > 1e9 * spread:
         return f"{format_cell(value)} ± {format_cell(spread)}"
@@ -106,19 +107,19 @@ def format_with_spread(value: float, spread: float) -> str:
 
 
 def public_fields(record: Any) -> dict[str, Any]:
-    """A dataclass's public fields by name."""
+    """Return the public fields of a dataclass by name."""
     names = (field.name for field in dataclasses.fields(record))
     return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
 
 def print_pairs(data: Mapping[str, Any]) -> None:
-    """Names and what they are, a line each."""
+    """Print each name and its value on a line."""
     rows = [(name.replace("_", " "), format_cell(item)) for name, item in data.items()]
-    print_table(("name", "what"), rows, whole=["name"], heading=False)
+    print_table(("name", "what"), rows, uncut=["name"], heading=False)
 
 
 def format_value(x: Any) -> str:
-    """A value by itself: text keeps its lines, columns have one each."""
+    """Format a value: text keeps its lines, each column gets one."""
     if isinstance(x, Mapping):
         return "\n".join(
             f"{escape_control_characters(str(name))}: {format_cell(item)}"
@@ -128,7 +129,7 @@ def format_value(x: Any) -> str:
 
 
 def render_bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """A share between 0 and 1 as a bar.
+    """Return a bar for a share between 0 and 1.
 
     >>> render_bar(0.5, 4), render_bar(0.5, 4, ascii_only=True)
     ('██', '##')
@@ -140,7 +141,7 @@ def render_bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def format_percent(weight: float) -> str:
-    """A weight as people read it.
+    """Format a weight as a percentage.
 
     >>> format_percent(0.623), format_percent(0.004), format_percent(0.0), format_percent(1.0)
     ('62 %', '0.4 %', '0 %', '100 %')
@@ -155,12 +156,13 @@ def format_percent(weight: float) -> str:
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
+    """Return whether a stream, by default stdout, is a terminal."""
     stream = stream or sys.stdout
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
 def make_console() -> Console:
-    """Made anew each time: stdout may have been exchanged since."""
+    """Return a rich console for the current stdout, which may have been replaced."""
     from rich.console import Console
 
     width = None if is_terminal() else UNLIMITED_WIDTH
@@ -168,7 +170,7 @@ def make_console() -> Console:
 
 
 def is_ascii_only(stream: TextIO | None = None) -> bool:
-    """Whether the stream's encoding has no blocks to draw with."""
+    """Return whether the stream's encoding has no block characters."""
     encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
     try:
         "█▏·→".encode(encoding)
@@ -178,19 +180,19 @@ def is_ascii_only(stream: TextIO | None = None) -> bool:
 
 
 def make_encodable(stream: TextIO) -> None:
-    """Let a letter that the stream's encoding lacks become a question mark, not an error."""
-    fails = ("strict", "surrogateescape")  # the second in the locale C
+    """Print a question mark instead of failing for a character the encoding does not have."""
+    fails = ("strict", "surrogateescape")  # the second is used in the C locale
     if isinstance(stream, io.TextIOWrapper) and stream.errors in fails:
         stream.reconfigure(errors="replace")
 
 
 def print_line(text: str = "", style: str = "") -> None:
-    """A line on stdout, wrapped by the terminal alone."""
+    """Print a line on stdout without wrapping it."""
     print(apply_style(text, style))
 
 
 def apply_style(text: str, style: str) -> str:
-    """Text in one of STYLES, where stdout shows it: rich would take longer to load than to ask."""
+    """Return the text in one of STYLES if stdout supports it; importing rich would be slow."""
     shown = "FORCE_COLOR" in os.environ or (is_terminal() and os.environ.get("TERM") != "dumb")
     coloured = STYLES.get(style, 0) >= 30
     if not (style and text and shown) or (coloured and os.environ.get("NO_COLOR")):
@@ -199,25 +201,24 @@ def apply_style(text: str, style: str) -> str:
 
 
 def terminal_width() -> int:
-    """The columns of the terminal; elsewhere there is no edge."""
+    """Return the width of the terminal; `UNLIMITED_WIDTH` for other output."""
     return shutil.get_terminal_size().columns if is_terminal() else UNLIMITED_WIDTH
 
 
 def print_note(text: str) -> None:
-    """A line on stderr: said to people, no part of the result."""
+    """Print a line on stderr, which is not part of the result."""
     make_encodable(sys.stderr)
     print(escape_control_characters(text), file=sys.stderr)
 
 
-def count_fitting_columns(lines: Sequence[Sequence[str]], least: int = 8) -> int:
-    """How many columns a terminal has room for, cut to no fewer letters than these; one at least,
-    and elsewhere all."""
+def count_fitting_columns(lines: Sequence[Sequence[str]], min_characters: int = 8) -> int:
+    """Return how many columns fit the terminal if each is cut to `min_characters`; at least one."""
     from rich.cells import cell_len
 
-    room, count = terminal_width() + len(COLUMN_GAP), 0
+    available, count = terminal_width() + len(COLUMN_GAP), 0
     for column in zip(*lines, strict=True):
-        room -= min(max(map(cell_len, column)), least) + len(COLUMN_GAP)
-        if room < 0:
+        available -= min(max(map(cell_len, column)), min_characters) + len(COLUMN_GAP)
+        if available < 0:
             break
         count += 1
     return max(count, 1)
@@ -229,26 +230,27 @@ def print_table(
     *,
     right: Sequence[str] = (),
     colour: Sequence[str] = (),
-    whole: Sequence[str] = (),
+    uncut: Sequence[str] = (),
     heading: bool = True,
 ) -> None:
-    """A table on stdout. In a terminal long cells are cut with an ellipsis; elsewhere nothing is.
+    """Print a table on stdout; in a terminal, long cells are cut with an ellipsis.
 
-    right, colour: the headings of the columns drawn so; whole: of those that are never cut.
+    `right`, `colour` and `uncut` list the headings of columns that are right-aligned, coloured, or
+    never cut.
     """
     from rich.cells import cell_len, set_cell_size
 
     lines = [headings, *rows] if heading else rows
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     if is_terminal():
-        cut = [i for i, name in enumerate(headings) if name not in whole]
-        room = terminal_width() - sum(widths) - len(COLUMN_GAP) * (len(widths) - 1)
-        room += sum(widths[i] for i in cut)
+        cut = [i for i, name in enumerate(headings) if name not in uncut]
+        available = terminal_width() - sum(widths) - len(COLUMN_GAP) * (len(widths) - 1)
+        available += sum(widths[i] for i in cut)
         for left, i in zip(
             range(len(cut), 0, -1), sorted(cut, key=widths.__getitem__), strict=True
         ):
-            widths[i] = max(min(widths[i], room // left), 2)
-            room -= widths[i]
+            widths[i] = max(min(widths[i], available // left), 2)
+            available -= widths[i]
     for cells in lines:
         drawn: list[str] = []
         for name, size, item in zip(headings, widths, cells, strict=True):
@@ -263,9 +265,9 @@ def print_table(
 
 @contextlib.contextmanager
 def show_progress(label: str) -> Iterator[ProgressCallback | None]:
-    """A bar on stderr, moved by calling with (done, total or None); None where nobody watches.
+    """Show a progress bar on stderr; yield the callback (done, total), or None without a terminal.
 
-    What is done in a moment shows none.
+    Short work shows no bar.
     """
     if not is_terminal(sys.stderr):
         yield None

@@ -1,4 +1,4 @@
-"""`qkv weights`: a sentence that attends to itself, as a heatmap."""
+"""`qkv weights`: a heatmap of the self-attention of a sentence."""
 
 from __future__ import annotations
 
@@ -24,76 +24,85 @@ DEFAULT_TEMPERATURE = 0.3
 PALE_RGB, DEEP_RGB = (255, 245, 240), (165, 15, 21)
 SHADES = " ░▒▓█"
 MAX_WORD_CHARACTERS, MAX_LABEL_CHARACTERS = 24, 14
-# A cell's width in characters, for numbers and for bare colour.
 NUMBER_WIDTH, BARE_WIDTH = 4, 2
+"""The width of a cell in characters, with a number and with colour only."""
 
 
 def weights(
-    sentence: Annotated[list[str], options.make_argument("SENTENCE", "Words.")],
+    sentence: Annotated[
+        list[str], options.make_argument("SENTENCE", "The sentence, with or without quotes.")
+    ],
     temperature: Annotated[
-        float, options.make_option("NUMBER", "Lower: each word looks at fewer. Higher: at more.")
+        float,
+        options.make_option(
+            "NUMBER", "Divide the scores by this. Lower values give sharper weights."
+        ),
     ] = DEFAULT_TEMPERATURE,
     others: Annotated[
         bool,
-        options.make_option("--others", "A word looks at the other words only, not at itself."),
+        options.make_option("--others", "Hide each word from itself."),
     ] = False,
     causal: Annotated[
-        bool, options.make_option("--causal", "A word looks only at itself and those before it.")
+        bool, options.make_option("--causal", "Hide the words after each word from it.")
     ] = False,
     model: Annotated[
         bool,
-        options.make_option("--model", "The weights of a model's head (the bundled MiniLM's)."),
+        options.make_option("--model", "Show a head of the bundled MiniLM transformer."),
     ] = False,
     head: Annotated[
         str | None,
         options.make_option(
-            "LAYER.HEAD", "Which of its 6 × 12 heads; by default the one that looks farthest."
+            "LAYER.HEAD",
+            "Choose one of the 6 × 12 heads; by default the one that attends farthest.",
         ),
     ] = None,
     png: Annotated[
-        Path | None, options.make_option("FILE", "Draw it into this file too (.png, .svg or .pdf).")
+        Path | None, options.make_option("FILE", "Also plot into this file (.png, .svg or .pdf).")
     ] = None,
     page: Annotated[
-        Path | None, options.make_option("--html FILE", "Write it as a page too.")
+        Path | None, options.make_option("--html FILE", "Also write an HTML page.")
     ] = None,
 ) -> Result:
-    """Draw how much each word of SENTENCE attends to each other.
+    """Show how much each word of SENTENCE attends to each other word.
 
-    Every word is a query and a key: its vector comes from the Words encoder, its score is the
-    cosine over the temperature, its weights the softmax. A row sums to 1. Such words look most at
-    themselves; --model shows a head of a small transformer, and in files all of them.
+    Each word is a query and a key. Its vector comes from the Words encoder, the score is the
+    cosine divided by the temperature, and the softmax gives the weights. A row sums to 1. Words
+    attend most to themselves; --model shows a head of a small transformer, and files show all its
+    heads.
     """
     text = " ".join(sentence)
     words = split_words(text)
     if not words:
         raise ArgumentError(f"the sentence {text!r} has no words")
     if len(words) > MAX_WORDS:
-        raise ArgumentError(f"the sentence has {len(words)} words; at most {MAX_WORDS} are drawn")
+        raise ArgumentError(f"the sentence has {len(words)} words; the limit is {MAX_WORDS}")
     if not (model or head):
         alpha = compute_weights(words, temperature, others=others, causal=causal)
-        found, seen, title = {"words": words, "weights": alpha.tolist()}, None, ""
+        data, captured, title = {"words": words, "weights": alpha.tolist()}, None, ""
     elif others or causal or temperature != DEFAULT_TEMPERATURE:
-        raise ArgumentError("--model: its weights are its own: leave out the other options")
+        raise ArgumentError(
+            "--model and --head do not use --temperature, --others and --causal: leave them out"
+        )
     else:
-        wish = None if head is None else parse_head(head)
-        seen, layer, at = capture_model_weights(text, wish)
-        words, alpha = seen.labels or [], seen.weights[layer, at]
+        chosen = None if head is None else parse_head(head)
+        captured, layer, at = capture_model_weights(text, chosen)
+        words, alpha = captured.labels or [], captured.weights[layer, at]
         title = f"layer {layer}, head {at} of all-MiniLM-L6-v2"
-        found = {"words": words, "layer": layer, "head": at, "weights": alpha.tolist()}
-    every = None if head else seen
+        data = {"words": words, "layer": layer, "head": at, "weights": alpha.tolist()}
+    all_heads = None if head else captured
     written = []
     if png is not None:
         bare: dict[str, Any] = {"xlabel": "", "ylabel": "", "figsize": (2.6, 2.6)}
         files.write_figure(
-            png, _build_figure(words, alpha) if every is None else every.plot(**bare)
+            png, _build_figure(words, alpha) if all_heads is None else all_heads.plot(**bare)
         )
         written.append(str(png))
     if page is not None:
-        text = _build_page(words, alpha) if every is None else every.to_html()
+        text = _build_page(words, alpha) if all_heads is None else all_heads.to_html()
         files.write_file(page, text.encode())
         written.append(str(page))
     return Result(
-        {**found, "written": written}, lambda: _print_heatmap(words, alpha, written, title)
+        {**data, "written": written}, lambda: _print_heatmap(words, alpha, written, title)
     )
 
 
@@ -106,7 +115,7 @@ def _build_figure(words: list[str], alpha: Weights) -> Figure:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text, and the signs between them; marks and joiners stay with what they join.
+    """Split a text into words and punctuation; combining marks stay with their letters.
 
     >>> split_words("the dog's tail, हिन्दी")
     ['the', "dog's", 'tail', ',', 'हिन्दी']
@@ -120,7 +129,7 @@ def split_words(text: str) -> list[str]:
 
 
 def compute_weights(words: list[str], temperature: float, *, others: bool, causal: bool) -> Weights:
-    """softmax(cos(wᵢ, wⱼ) / τ), a row per word."""
+    """Return softmax(cos(wᵢ, wⱼ) / τ), one row per word."""
     import numpy as np
 
     import qkv
@@ -129,16 +138,16 @@ def compute_weights(words: list[str], temperature: float, *, others: bool, causa
 
     score = Cosine(temperature)
     vectors = Words().encode(words)
-    seen = np.ones((len(words), len(words)), dtype=bool)
+    mask = np.ones((len(words), len(words)), dtype=bool)
     if causal:
-        seen &= np.tri(len(words), dtype=bool)
+        mask &= np.tri(len(words), dtype=bool)
     if others:
-        seen &= ~np.eye(len(words), dtype=bool)
-    return np.asarray(qkv.weights(vectors, vectors, score=score, mask=seen))
+        mask &= ~np.eye(len(words), dtype=bool)
+    return np.asarray(qkv.weights(vectors, vectors, score=score, mask=mask))
 
 
 def _build_page(words: list[str], alpha: Weights) -> str:
-    """The page of this one head."""
+    """Return the HTML page of one head."""
     from qkv.page.heads import heads_view
     from qkv.page.html_file import render_page
 
@@ -163,8 +172,10 @@ def _print_heatmap(words: list[str], alpha: Weights, written: list[str], title: 
 def render_heatmap(
     words: list[str], alpha: Weights, width: int, coloured: bool, ascii_only: bool
 ) -> list[Text]:
-    """The lines of the picture: percentages, or shades where they do not fit, in panels of
-    columns as wide as the screen."""
+    """Return the lines of the heatmap, split into panels that fit the terminal.
+
+    Cells are percentages, or shades if those do not fit.
+    """
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -174,13 +185,15 @@ def render_heatmap(
     ]
     longest = max(map(cell_len, words))
     margin = min(longest, MAX_LABEL_CHARACTERS, max(width // 3, 1)) + 1
-    room = max(width - margin, BARE_WIDTH)
-    # Without colours only numbers tell more than a few weights apart.
-    numbers = len(words) * NUMBER_WIDTH <= room or (not coloured and room >= 2 * NUMBER_WIDTH)
+    available = max(width - margin, BARE_WIDTH)
+    # Without colours, only numbers distinguish more than a few weights.
+    numbers = len(words) * NUMBER_WIDTH <= available or (
+        not coloured and available >= 2 * NUMBER_WIDTH
+    )
     size = NUMBER_WIDTH if numbers else BARE_WIDTH
-    if numbers and len(words) * (longest + 1) <= room:
+    if numbers and len(words) * (longest + 1) <= available:
         size = max(longest + 1, NUMBER_WIDTH)
-    panels = math.ceil(len(words) / max(room // size, 1))
+    panels = math.ceil(len(words) / max(available // size, 1))
     per_panel = math.ceil(len(words) / panels)
     top = float(alpha.max()) or 1.0
     lines = []
@@ -201,7 +214,7 @@ def render_heatmap(
 
 
 def _render_headings(words: list[str], margin: int, size: int) -> list[Text]:
-    """The words above their columns, from top to bottom unless all fit."""
+    """Return the words above their columns, written downwards unless all fit."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -210,21 +223,22 @@ def _render_headings(words: list[str], margin: int, size: int) -> list[Text]:
             Text(" " * margin + "".join(" " * (size - cell_len(w) - 1) + w + " " for w in words))
         ]
     height = max(map(len, words))
-    stood = [word.rjust(height) for word in words]
+    padded = [word.rjust(height) for word in words]
 
     def heading_cell(letter: str) -> str:
         right = " " * (size - 1 - cell_len(letter) - bool(size > BARE_WIDTH))
         return set_cell_size(f"{right} {letter}" if cell_len(letter) < size else letter, size)
 
     return [
-        Text(" " * margin + "".join(heading_cell(word[k]) for word in stood)) for k in range(height)
+        Text(" " * margin + "".join(heading_cell(word[k]) for word in padded))
+        for k in range(height)
     ]
 
 
 def _render_cell(
     weight: float, share: float, numbers: bool, size: int, coloured: bool, ascii_only: bool
 ) -> tuple[str, str]:
-    """One cell: its text and its style."""
+    """Return the text and the style of one cell."""
     if numbers:
         text = f"{100 * weight:.0f} ".rjust(size)
     elif coloured:
@@ -244,32 +258,33 @@ MODEL_LAYERS, MODEL_HEADS = 6, 12
 
 
 def parse_head(text: str) -> tuple[int, int]:
-    """The layer and the head of "5.11".
+    """Parse LAYER.HEAD.
 
     >>> parse_head("5.11")
     (5, 11)
     """
-    found = re.fullmatch(r"(\d+)\.(\d+)", text)
-    if found is None or int(found[1]) >= MODEL_LAYERS or int(found[2]) >= MODEL_HEADS:
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if match is None or int(match[1]) >= MODEL_LAYERS or int(match[2]) >= MODEL_HEADS:
         raise ArgumentError(
             f"--head: expected LAYER.HEAD, layers 0 to {MODEL_LAYERS - 1} and heads 0 to "
-            f"{MODEL_HEADS - 1}, "
-            f"not {text!r}"
+            f"{MODEL_HEADS - 1}, not {text!r}"
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def capture_model_weights(
-    sentence: str, wish: tuple[int, int] | None
+    sentence: str, chosen: tuple[int, int] | None
 ) -> tuple[CapturedAttention, int, int]:
-    """What the model weighs while it reads, from word to word, and a layer and a head of it:
-    without a wish, those that look farthest."""
+    """Run MiniLM on a sentence; return its weights between words, and a layer and head.
+
+    By default, the head is the one that attends farthest.
+    """
     from qkv.page.sentence import find_farthest_head, load_minilm
 
     reader, tokenizer = load_minilm()
     from qkv.transformers import capture
 
-    with capture(reader) as seen:
+    with capture(reader) as captured:
         reader(**tokenizer(sentence, return_tensors="pt"))
-    told = seen.words(tokenizer, sentence)
-    return told, *(wish or divmod(find_farthest_head(told.weights), MODEL_HEADS))
+    by_word = captured.words(tokenizer, sentence)
+    return by_word, *(chosen or divmod(find_farthest_head(by_word.weights), MODEL_HEADS))

@@ -16,13 +16,8 @@ from qkv.cluster.shard_set import SentJob, ShardedSnapshot
 from qkv.database.errors import LostShardError
 from qkv.database.filter.expressions import PartialTableCondition
 from qkv.database.query.calibration import Calibration
-from qkv.database.query.executor import (
-    MAX_SCORES_PER_BATCH,
-    MAX_VOTING_ROWS,
-    QueryExecutor,
-    ScaledSquareSum,
-    merge_square_sums,
-)
+from qkv.database.query.executor import MAX_VOTING_ROWS, QueryExecutor
+from qkv.database.query.scan import MAX_SCORES_PER_BATCH, ScaledSquareSum, merge_square_sums
 from qkv.database.table.view import TableView
 from qkv.errors import CombinationError, format_plural
 from qkv.frameworks import is_array, load_framework, to_numpy

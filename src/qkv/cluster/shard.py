@@ -23,7 +23,8 @@ from qkv.database.errors import (
     StoreUnreadableError,
     VersionNotFoundError,
 )
-from qkv.database.query.executor import QueryExecutor, ScaledSquareSum
+from qkv.database.query.executor import QueryExecutor
+from qkv.database.query.scan import ScaledSquareSum
 from qkv.database.storage import Snapshot, Store
 from qkv.database.table.view import ROWS_PER_CHUNK, TableView
 from qkv.errors import QkvError

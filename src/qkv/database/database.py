@@ -25,7 +25,6 @@ from qkv.database.errors import (
     StoreClosedError,
     warn_no_rows,
 )
-from qkv.database.filter.column_chunk import has_any_value
 from qkv.database.interface import DatabaseInfo, RowSource
 from qkv.database.query.arguments import (
     PARSER_BY_KIND,
@@ -43,6 +42,7 @@ from qkv.database.query.inputs import Batch, as_cells
 from qkv.database.storage import CompactReport, Store, Version, folder
 from qkv.database.table import cells, encoding, quantization
 from qkv.database.table import columns as typed_columns
+from qkv.database.table.column_chunk import has_any_value
 from qkv.database.table.schema import (
     ColumnData,
     Schema,
@@ -508,7 +508,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         >>> D.attend(np.array([[0.0, 0.0]]))
         array([[15.]])
         """
-        from qkv.database.query.executor import MAX_SPARSE_QUERIES_PER_BATCH
+        from qkv.database.query.scan import MAX_SPARSE_QUERIES_PER_BATCH
 
         check_database_keywords("attend()", other, AttendOptions.__optional_keys__)
         view = self._nonempty_view()
@@ -1101,7 +1101,7 @@ class Database(ReadableDatabase[K, V]):
         self, view: TableView, schema: Schema, progress: ProgressCallback | None
     ) -> tuple[TableView, Schema]:
         """Change the schema to number values if no row has a value yet."""
-        if has_any_value(view):
+        if has_any_value(view.snapshot, view.schema):
             return view, view.schema
         self._store.rewrite_tensors(
             encoding.add_value_tensor(view, len(schema.value), progress),

@@ -1,4 +1,4 @@
-"""The few rows that queries look at, out of the store and back into it."""
+"""The rows that `nn.Memory` reads and writes: the nearest rows of each query."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 
 class MemoryRows(NamedTuple):
-    """u rows by their ids, with the vectors of their keys (u, d) and their values (u, d_v); which
-    of them each query looks at, (n, k), the best first; and where there is one, (n, k)."""
+    """u rows for n queries.
+
+    `ids` (u,), the vectors of the keys `key` (u, d) and the values `value` (u, d_v).
+    `row_positions` (n, k) are the rows of each query, best first, and `is_found` (n, k) is False
+    where a query has fewer than k rows.
+    """
 
     ids: np.ndarray
     key: np.ndarray
@@ -30,7 +34,7 @@ class MemoryRows(NamedTuple):
 
 
 def encode_memory_query(database: Database[Any, Any], query: Array) -> Array:
-    """Queries (n, d) as they are compared: keys of numbers are encoded, with gradients."""
+    """Return queries (n, d) as vectors; if keys are numbers, encode them, with gradients."""
     view = database._nonempty_view()
     if view.schema.key_kind != "number" and not view.has_number_keys:
         return query
@@ -38,20 +42,19 @@ def encode_memory_query(database: Database[Any, Any], query: Array) -> Array:
 
 
 def own_score(database: Database[Any, Any], query: Array) -> Score:
-    """The score of the database's encoder, with its arrays where the query is."""
+    """Return the encoder's score, with its arrays on the query's device."""
     return score_beside(database._nonempty_view(), None, query)
 
 
 def find_memory_rows(
     database: Database[Any, Any], query: Array, k: int, score: ScoreLike | None = None
 ) -> MemoryRows:
-    """The k rows that match each query (n, d) best, of those that have a value. Numbers are in the
-    keys' own units.
+    """Return the k best rows with a value for each query (n, d); numbers are in the keys' units.
 
     >>> from qkv import Database
     >>> D = Database(np.eye(3), np.array([[10.0], [20.0], [30.0]]))
-    >>> found = find_memory_rows(D, np.array([[0.0, 0.5, 1.0]]), 2)
-    >>> found.value[found.row_positions].tolist()
+    >>> rows = find_memory_rows(D, np.array([[0.0, 0.5, 1.0]]), 2)
+    >>> rows.value[rows.row_positions].tolist()
     [[[30.0], [20.0]]]
     """
     from qkv.attention import find_nearest_rows
@@ -59,8 +62,8 @@ def find_memory_rows(
     view = database._nonempty_view()
     if not view.schema.can_pool_values:
         raise CombinationError(
-            f"the values are of type {view.schema.value_kind}, and only numbers can be pooled: "
-            "keep numbers or vectors as values"
+            f"the values are {view.schema.value_kind}, and only numbers can be pooled: store "
+            "numbers or vectors as values"
         )
     query = encode_memory_query(database, query)
     view.check_query(EncodedQuery(query))
@@ -78,7 +81,7 @@ def find_memory_rows(
 
 
 def can_update_keys(database: Database[Any, Any]) -> bool:
-    """Whether the keys are their own vectors, so that a row may get another."""
+    """Return whether the keys are vectors that are not encoded, so that they can change."""
     view = database._nonempty_view()
     return view.schema.key_kind == "vector" and view.encoder.is_identity
 
@@ -86,8 +89,10 @@ def can_update_keys(database: Database[Any, Any]) -> bool:
 def update_memory_rows(
     database: Database[Any, Any], ids: np.ndarray, key: np.ndarray | None, value: np.ndarray
 ) -> int:
-    """Other values, and other keys where given, for some rows: a new version. How many there were;
-    those that went meanwhile do not come back."""
+    """Write new values, and new keys unless None, as a new version; return the number of rows.
+
+    Rows that were deleted in the meantime are skipped.
+    """
     with database._exclusive_lock():
         view = database._view
         here = np.isin(ids, view.ids)
@@ -107,14 +112,14 @@ def update_memory_rows(
 
 
 def forget_rows(database: Database[Any, Any], keys: Any) -> int:
-    """Take out every row of these keys; what the encoder learned of them goes too.
+    """Delete all rows with these keys, and refit the encoder without them; return their number.
 
-    Answers are then as if the rows had never been there, unless `Database.learn` was told of them
-    in its pairs: what it made of these stays, until `encode` with another encoder. How many went.
+    If `Database.learn` used pairs with these keys, its parameters still depend on them. Call
+    `encode` with another encoder to remove them.
     """
     with database._exclusive_lock():
-        gone = database.remove(keys)
+        count = database.remove(keys)
         view = database._view
         if len(view) and view.setting_number("fitted") and not view.encoder.is_identity:
             database.encode(what="forget")
-    return gone
+    return count

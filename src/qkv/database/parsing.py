@@ -1,4 +1,4 @@
-"""Text, or JSON, as what it stands for: a cell of a column, a score, a weighting."""
+"""Conversion of text and JSON to cells, scores, weightings and options, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parse_number(text: str) -> int | float | None:
-    """The number that a text is, if it is one.
+    """Parse a number; return None if the text is not one.
 
     >>> (
     ...     parse_number("3"),
@@ -35,14 +35,14 @@ def parse_number(text: str) -> int | float | None:
     except ValueError:
         pass
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
         return None
-    return found if found == found else None
+    return number if number == number else None  # not NaN
 
 
 def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
-    """The moment that a date or its ISO text is, of a day its midnight; None of what is neither.
+    """Return a date, or ISO text, as a datetime or time; a day becomes its midnight.
 
     >>> parse_moment("2024-03-01 12:00"), parse_moment("2024-03-01"), parse_moment("soon")
     (datetime.datetime(2024, 3, 1, 12, 0), datetime.datetime(2024, 3, 1, 0, 0), None)
@@ -50,7 +50,7 @@ def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
     if isinstance(cell, str):
         with contextlib.suppress(ValueError):
             return datetime.datetime.fromisoformat(cell)
-        with contextlib.suppress(ValueError):  # 2024 is no time, though ISO may write 20:24 so
+        with contextlib.suppress(ValueError):  # without a colon, 2024 would be 20:24
             return datetime.time.fromisoformat(cell) if ":" in cell else None
         return None
     if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
@@ -59,7 +59,7 @@ def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
 
 
 def equivalent_dates(moment: datetime.datetime | datetime.time | None) -> list[Any]:
-    """The dates that mean this moment: itself, and of a midnight its day; none of None.
+    """Return the dates equal to a moment: itself and, for a midnight, its day; [] for None.
 
     >>> equivalent_dates(datetime.datetime(2024, 3, 1))
     [datetime.datetime(2024, 3, 1, 0, 0), datetime.date(2024, 3, 1)]
@@ -70,17 +70,17 @@ def equivalent_dates(moment: datetime.datetime | datetime.time | None) -> list[A
 
 
 def guess_cell(text: str) -> Any:
-    """A cell of a column that has no type yet: a number if it prints back the same, else text.
+    """Guess the cell of an untyped column: a number if it prints back the same, else text.
 
     >>> guess_cell("7"), guess_cell("007"), guess_cell("3.5"), guess_cell("Mu")
     (7, '007', 3.5, 'Mu')
     """
-    found = parse_number(text)
-    return found if found is not None and str(found) == text else text
+    number = parse_number(text)
+    return number if number is not None and str(number) == text else text
 
 
 def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
-    """The text as the kind of cell that the example is; a guess where that is None.
+    """Parse text as a cell of the example's kind; guess if the example is None.
 
     >>> (
     ...     parse_cell_like("3.5", 2),
@@ -98,10 +98,10 @@ def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
         case "text":
             return text
         case "number":
-            found = parse_number(text)
-            if found is None:
+            number = parse_number(text)
+            if number is None:
                 raise ArgumentError(f"{what} must be a number, as the column is, not {text!r}")
-            return found
+            return number
         case "vector":
             import numpy as np
 
@@ -114,25 +114,27 @@ def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
                     """'first, second' or '["first", "second"]'"""
                 )
             return tuple(
-                part if not isinstance(part, str) else parse_cell_like(part, wish, what)
-                for part, wish in zip(parts, example, strict=True)
+                part if not isinstance(part, str) else parse_cell_like(part, sample, what)
+                for part, sample in zip(parts, example, strict=True)
             )
         case "date":
             dates = equivalent_dates(parse_moment(text))
             if not dates:
-                form = example.isoformat()
-                raise ArgumentError(f"{what} must be a date such as {form}, not {text!r}")
+                raise ArgumentError(
+                    f"{what} must be a date such as {example.isoformat()}, not {text!r}"
+                )
             return next((one for one in dates if type(one) is type(example)), dates[0])
         case "bytes":
             return _parse_bytes(text)
         case _:
-            found = _json(text)
-            return text if found is NO_JSON else found
+            value = _load_json(text)
+            return text if value is NOT_JSON else value
 
 
-def cell_from_json(given: Any, example: Any, what: str = "the query") -> Any:
-    """What JSON gave as the kind of cell that the example is: text by `parse_cell_like` where the
-    column is not of text, a list as a tuple or a vector.
+def cell_from_json(value: Any, example: Any, what: str = "the query") -> Any:
+    """Convert a JSON value to a cell of the example's kind.
+
+    Text is parsed by `parse_cell_like` unless the column is text. A list becomes a tuple or vector.
 
     >>> (
     ...     cell_from_json(["Li", "3"], ("Hu", 1)),
@@ -143,39 +145,39 @@ def cell_from_json(given: Any, example: Any, what: str = "the query") -> Any:
     """
     from qkv.database.table.cells import cell_kind
 
-    wish = "json" if example is None else cell_kind(example)
-    if isinstance(given, str):
-        return given if wish in ("text", "json") else parse_cell_like(given, example, what)
-    if not isinstance(given, list):
-        return given
-    if wish == "vector":
-        return parse_cell_like(json.dumps(given), example, what)
-    if wish == "tuple" and len(given) == len(example):
+    kind = "json" if example is None else cell_kind(example)
+    if isinstance(value, str):
+        return value if kind in ("text", "json") else parse_cell_like(value, example, what)
+    if not isinstance(value, list):
+        return value
+    if kind == "vector":
+        return parse_cell_like(json.dumps(value), example, what)
+    if kind == "tuple" and len(value) == len(example):
         return tuple(
-            cell_from_json(part, sample, what) for part, sample in zip(given, example, strict=True)
+            cell_from_json(part, sample, what) for part, sample in zip(value, example, strict=True)
         )
-    return given
+    return value
 
 
-NO_JSON = object()
+NOT_JSON = object()
 
 
-def _json(text: str) -> Any:
-    """The value that a text is in JSON; `NO_JSON` of other text, or nested too deeply."""
+def _load_json(text: str) -> Any:
+    """Parse JSON; return `NOT_JSON` for other text, or if it is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return NO_JSON
+        return NOT_JSON
 
 
 def _split_parts(text: str, what: str) -> list[Any]:
-    """The parts of a JSON list, or of a line of CSV."""
-    found = _json(text)
-    if isinstance(found, list):
-        return found
+    """Split a JSON list or a line of CSV into its parts."""
+    value = _load_json(text)
+    if isinstance(value, list):
+        return value
     try:
         return next(csv.reader([text], skipinitialspace=True), [])
-    except csv.Error:  # a line break outside of quotes, or a part of more than 131,072 characters
+    except csv.Error:  # a line break outside quotes, or a field of more than 131,072 characters
         raise ArgumentError(
             f"""{what} must be a line of CSV, or JSON such as '["first", "second"]', """
             f"not {text[:60]!r}"
@@ -192,7 +194,7 @@ def _parse_numbers(text: str, count: int, what: str) -> list[float]:
 
 
 def _parse_bytes(text: str) -> bytes:
-    """Those of the text, or of its base64 where it names them as a store does.
+    """Return the bytes of a text, or of base64 in the form {"$bytes": …}.
 
     >>> _parse_bytes("a"), _parse_bytes('{"$bytes": "AP8="}')
     (b'a', b'\\x00\\xff')
@@ -200,14 +202,14 @@ def _parse_bytes(text: str) -> bytes:
     from qkv.database.table.cells import encode_utf8, from_json_value
 
     try:
-        found = from_json_value(_json(text))
+        value = from_json_value(_load_json(text))
     except (TypeError, ValueError, RecursionError):
-        found = text
-    return found if isinstance(found, bytes) else encode_utf8(text)
+        value = text
+    return value if isinstance(value, bytes) else encode_utf8(text)
 
 
 def parse_score(text: str | None) -> Any:
-    """A score by name, with its number if one follows, or its parameters by their names.
+    """Build a score from its name, optionally with parameters after a colon.
 
     >>> parse_score("gaussian:0.5"), parse_score("cosine")
     (Gaussian(bandwidth=0.5), Cosine(temperature=1.0))
@@ -220,7 +222,7 @@ def parse_score(text: str | None) -> Any:
 
 
 def parse_weighting(text: str) -> Any:
-    """A weighting by name, with its number or word if one follows.
+    """Build a weighting from its name, optionally with parameters after a colon.
 
     >>> parse_weighting("topk:3"), parse_weighting("entmax:1.3"), parse_weighting("hard")
     (TopK(k=3), Entmax(alpha=1.3), Hard(straight_through=False))
@@ -229,59 +231,60 @@ def parse_weighting(text: str) -> Any:
     """
     from qkv import weightings
 
-    if text.startswith("entmax:"):  # entmax15 is Entmax with its default
+    if text.startswith("entmax:"):  # the registered name, Entmax with its default
         text = text.replace("entmax", "entmax15", 1)
     return _parse_component(text, weightings.NAMES)
 
 
 def _parse_component(text: str, names: ClassRegistry[Any]) -> Any:
-    name, colon, rest = text.partition(":")
+    name, colon, arguments = text.partition(":")
     takes, needs = names.list_parameters(name), names.required_parameters(name)
     if not colon and len(needs) == 1 and re.search("int|float", str(takes[0].annotation)):
         raise ArgumentError(f"{names.role} {name} needs a number: {name}:3")
     if not colon or len(needs) > 1:
         return names.build_default(name)
-    given: dict[str, Any] = {}
-    for place, part in enumerate(rest.split(",")):
-        word, equals, told = (x.strip() for x in part.rpartition("="))
-        named = [p for p in takes if p.name == word] if equals else takes[place : place + 1]
-        parameter = named[0] if named else None
-        found = None if parameter is None else _parse_parameter(told, _parameter_type(parameter))
-        if parameter is None or found is None:
-            wish = (
-                "takes no number"
-                if not takes
-                else f"takes {_describe_parameters(takes)}, not {rest!r}"
+    values: dict[str, Any] = {}
+    for position, part in enumerate(arguments.split(",")):
+        keyword, equals, word = (x.strip() for x in part.rpartition("="))
+        matches = (
+            [p for p in takes if p.name == keyword] if equals else takes[position : position + 1]
+        )
+        parameter = matches[0] if matches else None
+        value = None if parameter is None else _parse_parameter(word, _parameter_type(parameter))
+        if parameter is None or value is None:
+            expected = (
+                f"takes {_describe_parameters(takes)}, not {arguments!r}"
+                if takes
+                else "takes no number"
             )
-            raise ArgumentError(f"{names.role} {name} {wish}")
-        given[parameter.name] = found
-    return names.find_class(name)(**given)
+            raise ArgumentError(f"{names.role} {name} {expected}")
+        values[parameter.name] = value
+    return names.find_class(name)(**values)
 
 
 def _parameter_type(parameter: inspect.Parameter) -> str:
-    given = parameter.annotation
-    return given if isinstance(given, str) else getattr(given, "__name__", str(given))
+    kind = parameter.annotation
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
 
 
 def _parse_parameter(text: str, kind: str) -> Any:
-    """What a parameter is given, as its kind is; None where it cannot be."""
+    """Parse the value of a parameter; return None if it has the wrong type."""
     if kind == "bool":
         return {"true": True, "false": False}.get(text.lower())
     return text or None if kind == "str" else parse_number(text)
 
 
 def _describe_parameters(parameters: list[inspect.Parameter]) -> str:
-    """What may follow a name, in a few words."""
+    """Describe the parameters after a name, such as "a number, or scale=…, softcap=…"."""
     kinds = {"str": "a word", "bool": "true or false"}
-    told = [kinds.get(_parameter_type(p), "a number") for p in parameters]
-    if len(told) == 1:
-        return told[0]
-    return f"{told[0]}, or {', '.join(f'{p.name}=…' for p in parameters)}"
+    types = [kinds.get(_parameter_type(p), "a number") for p in parameters]
+    if len(types) == 1:
+        return types[0]
+    return f"{types[0]}, or {', '.join(f'{p.name}=…' for p in parameters)}"
 
 
-def format_component(thing: Any, names: ClassRegistry[Any]) -> str:
-    """The text that stands for a score or a weighting, from which `parse_score` or
-    `parse_weighting` makes it.
+def format_component(component: Any, names: ClassRegistry[Any]) -> str:
+    """Return a score or weighting as text, which `parse_score` or `parse_weighting` reads.
 
     >>> from qkv import scores, weightings
     >>> (
@@ -292,37 +295,41 @@ def format_component(thing: Any, names: ClassRegistry[Any]) -> str:
     >>> format_component(weightings.Hard(straight_through=True), weightings.NAMES)
     'hard:True'
     """
-    if isinstance(thing, str):
-        return thing
-    name = names.name_of(type(thing))
+    if isinstance(component, str):
+        return component
+    name = names.name_of(type(component))
     if name is None:
-        told = type(thing).__name__
-        raise ArgumentError(f"{names.role}: {told} has no name: give it as text, as in 'name:0.5'")
+        class_name = type(component).__name__
+        raise ArgumentError(
+            f"{names.role}: {class_name} has no registered name: pass a name, as in 'name:0.5'"
+        )
     parts = []
-    for place, parameter in enumerate(names.list_parameters(name)):
-        given = getattr(thing, parameter.name, None)
-        if isinstance(given, str | int | float) and given != parameter.default:
-            told = given if isinstance(given, str) else repr(given)
-            parts.append(f"{parameter.name}={told}" if place else told)
+    for position, parameter in enumerate(names.list_parameters(name)):
+        value = getattr(component, parameter.name, None)
+        if isinstance(value, str | int | float) and value != parameter.default:
+            word = value if isinstance(value, str) else repr(value)
+            parts.append(f"{parameter.name}={word}" if position else word)
     text = f"{name}:{','.join(parts)}" if parts else name
-    if repr(_parse_component(text, names)) != repr(thing):
-        raise ArgumentError(f"{names.role}: {thing!r} cannot be written as text, as in 'name:0.5'")
+    if repr(_parse_component(text, names)) != repr(component):
+        raise ArgumentError(
+            f"{names.role}: {component!r} cannot be written as text, as in 'name:0.5'"
+        )
     return text
 
 
-def parse_options(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of `ask` that are given, with score and weighting built of their text.
+def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `ask` that are not None, with score and weighting built from text.
 
     >>> parse_options({"top": 3, "score": "gaussian:0.5", "weighting": None})
     {'top': 3, 'score': Gaussian(bandwidth=0.5)}
     """
-    made = {"score": parse_score, "weighting": parse_weighting}
-    given = {name: option for name, option in how.items() if option is not None}
-    return given | {name: made[name](given[name]) for name in made if name in given}
+    parsers = {"score": parse_score, "weighting": parse_weighting}
+    present = {name: option for name, option in options.items() if option is not None}
+    return present | {name: parsers[name](present[name]) for name in parsers if name in present}
 
 
-def format_options(how: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options with score and weighting as text, from which `parse_options` makes them.
+def format_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `ask` with score and weighting as text, which `parse_options` reads.
 
     >>> from qkv import scores
     >>> format_options({"top": 3, "score": scores.Gaussian(0.5), "weighting": "hard"})
@@ -331,7 +338,7 @@ def format_options(how: Mapping[str, Any]) -> dict[str, Any]:
     from qkv import scores, weightings
 
     names: dict[str, ClassRegistry[Any]] = {"score": scores.NAMES, "weighting": weightings.NAMES}
-    given = {name: option for name, option in how.items() if option is not None}
-    return given | {
-        name: format_component(given[name], names[name]) for name in names if name in given
+    present = {name: option for name, option in options.items() if option is not None}
+    return present | {
+        name: format_component(present[name], names[name]) for name in names if name in present
     }

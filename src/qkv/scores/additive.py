@@ -20,6 +20,7 @@ from qkv.scores.base import (
 )
 from qkv.scores.tanh_factors import HiddenUnits, build_units
 from qkv.scores.tanh_features import evaluate_features
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 MAX_TANH_RANGE = 40.0
@@ -30,6 +31,7 @@ TANH_TOLERANCE = {"float16": 2.0**-14, "bfloat16": 2.0**-11, "float32": 1e-6}
 eight times as large, which shows in 16-bit gradients."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Additive(Score):
     """s = vᵀ tanh(W₁q + W₂k + b), with w_query (h, d_q), w_key (h, d_k), v (h,), bias (h,).

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from qkv.frameworks import divide_unless_one, get_framework, is_array, tree
 from qkv.scores.base import AffineForm, DotProductForm, Lowering, Score, broadcast_pairs
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
 
@@ -23,6 +24,7 @@ def squared_distance(query: Array, key: Array, width: float | Array) -> Array:
     return fw.xp.sum(difference * difference, axis=-1)
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Gaussian(Score):
     """s = −‖q − k‖² / 2σ²; its softmax is the Nadaraya–Watson estimator.
@@ -165,6 +167,7 @@ def affine_squared_distance(
     return AffineForm(query * (2 * factor), None, norm * norm * -factor, offset * -factor)
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Laplace(Score):
     """s = −‖q − k‖₁ / b

@@ -10,6 +10,7 @@ from typing import Any
 from qkv.errors import DtypeError, ShapeError, call_user_function
 from qkv.frameworks import get_framework, is_array
 from qkv.scores.base import Score, resolve_inner_score
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Block, Shape, Span
 
 SCORE_MOD_SIGNATURE = "(score, b, h, q_idx, kv_idx)"
@@ -17,6 +18,7 @@ USER_SCORE_LABEL = "score: the function"
 SCORE_MOD_HINT = "; pass FlexAttention's score_mod as scores.Modified(score, score_mod)"
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Modified(Score):
     """s = score_mod(score(q, k), b, h, q_idx, kv_idx), FlexAttention's `score_mod`.

@@ -16,9 +16,11 @@ from qkv.scores.base import (
     resolve_inner_score,
     sizes_differ,
 )
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Gated(Score):
     """s = σ(w_query·q + w_key·k + bias) · score(q, k), with w_query (d_q,), w_key (d_k,).

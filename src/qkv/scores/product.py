@@ -24,9 +24,11 @@ from qkv.scores.base import (
     require_array_field,
     sizes_differ,
 )
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Dot(Score):
     """s = qᵀk
@@ -52,6 +54,7 @@ class Dot(Score):
         return AffineForm(query)
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class ScaledDot(Score):
     """s = qᵀk · scale, then softcap · tanh(s / softcap) if set. The default scale is 1/√d.
@@ -116,6 +119,7 @@ class ScaledDot(Score):
         return (self, 0.0) if self.softcap is None else "a softcap makes the score nonlinear"
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Cosine(Score):
     """s = qᵀk / (‖q‖ ‖k‖ τ), with τ = temperature; 0 if a vector is zero.
@@ -192,6 +196,7 @@ def unit_vectors(x: Array) -> Array:
     return x / xp.sqrt(fw.fill_unless(square, some, 1.0))
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Multiplicative(Score):
     """s = qᵀWk, with w (d_q, d_k).

@@ -8,6 +8,7 @@ from typing import ClassVar
 from qkv.frameworks import get_framework, is_array
 from qkv.scores.base import AffineForm, Score, broadcast_pairs
 from qkv.scores.distance import affine_squared_distance, squared_distance
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
 
@@ -59,6 +60,7 @@ class RankingWindow(Score):
         return self.window.numbers_per_pair(width)
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Boxcar(Window):
     """s = 1 where r ≤ 1, else 0
@@ -79,6 +81,7 @@ class Boxcar(Window):
         )
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Triangular(Window):
     """s = max(0, 1 − r)
@@ -97,6 +100,7 @@ class Triangular(Window):
         return 1.0 - r + fw.astype(square == 0, fw.dtype_name(square))
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Epanechnikov(Window):
     """s = max(0, 1 − r²)
@@ -111,6 +115,7 @@ class Epanechnikov(Window):
         return fw.fill_unless(s, fw.xp.logical_not(s <= 0))
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Constant(Score):
     """s = 1
@@ -133,6 +138,7 @@ class Constant(Score):
         """Accept all shapes: the score does not depend on the vectors."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Exact(Score):
     """s = 1 if k = q, else 0: the comparison of a classical database.

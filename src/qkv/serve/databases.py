@@ -119,7 +119,7 @@ class ServedDatabase:
             rows, single = as_tuples(given, "a tuple of numbers")
             return Batch(rows), single
         elif shaped and profile.key_kind == "date":
-            raise DtypeError("query must be a date or its ISO text, as the keys are")
+            raise DtypeError("query must be a date or ISO text, like the keys")
         elif shaped or profile.key_kind == "vector":
             try:
                 array = as_floats(given)
@@ -127,7 +127,7 @@ class ServedDatabase:
                 raise
             except (TypeError, ValueError, OverflowError):
                 raise DtypeError(
-                    "query must be a vector of numbers, as the keys are, or a list of vectors"
+                    "query must be a vector of numbers, like the keys, or a list of vectors"
                 ) from None
             if array.ndim not in (1, 2):
                 raise DtypeError(

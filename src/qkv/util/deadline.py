@@ -1,4 +1,4 @@
-"""A limit on the time that a computation takes: loops over blocks of work check it."""
+"""A time limit for computations, which check it between blocks of work."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _DEADLINE: ContextVar[float | None] = ContextVar("qkv-deadline", default=None)
 
 
 class DeadlineError(QkvError, TimeoutError):
-    """A computation reached its deadline, and was stopped."""
+    """A computation was stopped at its deadline."""
 
 
 def current_deadline() -> float | None:
-    """When the work of this thread or task must end, by `time.monotonic`; None: never."""
+    """Return the deadline of this thread or task in `time.monotonic`; None means no limit."""
     return _DEADLINE.get()
 
 
 @contextlib.contextmanager
 def limit_time(deadline: float | None) -> Iterator[None]:
-    """Stop what runs inside at this `time.monotonic`; None stops nothing.
+    """Stop the work inside the `with` at this `time.monotonic`; None sets no limit.
 
     >>> with limit_time(time.monotonic() - 1):
     ...     check_deadline()
@@ -39,7 +39,7 @@ def limit_time(deadline: float | None) -> Iterator[None]:
 
 
 def check_deadline() -> None:
-    """Raise DeadlineError if the deadline has passed. Called between two blocks of work."""
+    """Raise `DeadlineError` if the deadline has passed."""
     deadline = _DEADLINE.get()
     if deadline is not None and time.monotonic() > deadline:
         raise DeadlineError("the work took longer than its time limit: ask for less at a time")

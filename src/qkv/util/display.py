@@ -1,4 +1,4 @@
-"""What can be looked at: an answer, a database, captured heads."""
+"""Base classes for objects with `show` and `to_html`: answers, databases, captured attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any, NamedTuple, overload
 
 
 class Displayable:
-    """Opens itself on the page, which stands floors above and is found when it is asked for."""
+    """An object that the page can show.
+
+    `qkv.page` is a higher layer, so the methods import it when they are called.
+    """
 
     def show(self) -> Any:
-        """A live view in a notebook, as `qkv.show` gives it."""
+        """Return a live view for a notebook, as `qkv.show` does."""
         return importlib.import_module("qkv.page").show(self)
 
     @overload
@@ -20,17 +23,16 @@ class Displayable:
     @overload
     def to_html(self, path: str | Path) -> None: ...
     def to_html(self, path: str | Path | None = None) -> str | None:
-        """The same as the text of one HTML file that needs no network, or, where `path` is given,
-        written there."""
-        found: str | None = importlib.import_module("qkv.page").to_html(self, path)
-        return found
+        """Return the view as one HTML file that needs no network; with `path`, write it there."""
+        html: str | None = importlib.import_module("qkv.page").to_html(self, path)
+        return html
 
 
 class HeadWeights(NamedTuple):
-    """α (layers, heads, rows, columns) as NumPy has it, and the layers' names.
+    """The weights α (layers, heads, rows, columns) as a NumPy array, and the names of the layers.
 
-    `lengths` are the queries and keys where rows and columns pool them, `labels` their words;
-    `is_complete` is False where not every weight was kept.
+    `lengths` are the numbers of queries and keys if rows and columns are pooled, `labels` their
+    words. `is_complete` is False if only some weights were stored.
     """
 
     weights: Any
@@ -41,8 +43,8 @@ class HeadWeights(NamedTuple):
 
 
 class HeadsDisplayable(Displayable):
-    """Shown as the heads that it has."""
+    """An object that the page shows as attention heads."""
 
     def head_weights(self, most: int) -> HeadWeights:
-        """Of each head whose largest weights alone were kept, at most so many rows and columns."""
+        """Return the weights of all heads, pooled to at most `most` rows and columns."""
         raise NotImplementedError

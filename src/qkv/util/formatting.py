@@ -1,4 +1,4 @@
-"""Cells and weights as they are read: as JSON, on one line, as a bar."""
+"""Format cells and weights: as JSON, on one line, as a bar."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 from qkv.errors import escape_control_characters
 
 BAR_WIDTH = 24
-"""Cells of the longest bar in the terminal."""
+"""The width of the longest bar, in characters."""
 
 
 def format_bar(weight: float, width: int = BAR_WIDTH) -> str:
-    """A weight between 0 and 1 as a bar of eighths of a cell.
+    """Return a bar for a weight between 0 and 1, in steps of an eighth of a character.
 
     >>> format_bar(0.5, 8)
     '████'
@@ -30,18 +30,18 @@ def format_bar(weight: float, width: int = BAR_WIDTH) -> str:
 
 
 def bar_lengths(weights: Iterable[float]) -> list[float]:
-    """How long each one's bar is: of a whole that is 1, or the largest where that is more.
+    """Return the relative length of each bar: the weight divided by 1 or the largest, if greater.
 
     >>> bar_lengths([0.5, 0.25]), bar_lengths([-4.0, 2.0, math.nan])
     ([0.5, 0.25], [1.0, 0.5, 0.0])
     """
     sizes = [abs(weight) for weight in weights]
-    whole = max([1.0, *filter(math.isfinite, sizes)])
-    return [0.0 if math.isnan(size) else min(size / whole, 1.0) for size in sizes]
+    largest = max([1.0, *filter(math.isfinite, sizes)])
+    return [0.0 if math.isnan(size) else min(size / largest, 1.0) for size in sizes]
 
 
 def format_weight(weight: float) -> str:
-    """A weight in three decimals, or in four digits where it is large.
+    """Format a weight with three decimals, or with four digits if it is large.
 
     >>> format_weight(0.25), format_weight(-8.8889e11)
     ('0.250', '-8.889e+11')
@@ -50,7 +50,7 @@ def format_weight(weight: float) -> str:
 
 
 def pad_to_width(text: str, width: int) -> str:
-    """The text with blanks up to so many columns of a terminal.
+    """Pad a text with spaces to a width in terminal columns.
 
     >>> pad_to_width("日本", 6)
     '日本  '
@@ -59,7 +59,7 @@ def pad_to_width(text: str, width: int) -> str:
 
 
 def display_width(text: str) -> int:
-    """How many columns of a terminal it fills: wide letters two, combining marks none.
+    """Return the width in terminal columns: wide characters count 2, combining marks 0.
 
     >>> display_width("日本"), display_width("e\u0301")
     (4, 1)
@@ -78,9 +78,9 @@ _JSON_TYPES = frozenset({str, int, bool, type(None)})
 
 
 def to_jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> Any:
-    """Anything a database holds as what JSON has: arrays as lists, the rest as text.
+    """Convert any cell of a database to JSON types: arrays become lists, unknown types text.
 
-    `numbers` is what becomes of an array of finite ones, for a writer that knows arrays.
+    `numbers` converts an array of finite numbers, for a writer that supports arrays.
     """
     if type(x) in _JSON_TYPES:
         return x
@@ -92,19 +92,19 @@ def to_jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist
         return str(item) if isinstance(item, np.generic) else to_jsonable(item)
     if isinstance(x, float) and not math.isfinite(x):
         return None if math.isnan(x) else str(x)
-    if isinstance(x, dict | Mapping):  # the first without a look at the second
+    if isinstance(x, dict | Mapping):  # dict first: the check of an ABC is slow
         return {str(name): to_jsonable(item, numbers) for name, item in x.items()}
     if isinstance(x, list | tuple):
         return [to_jsonable(item, numbers) for item in x]
     if isinstance(x, bytes | bytearray):
         return x.hex()
-    if isinstance(x, datetime.datetime):  # whose str is not ISO 8601
+    if isinstance(x, datetime.datetime):  # str(x) is not ISO 8601
         return x.isoformat()
     return x if x is None or isinstance(x, str | int | float | bool) else str(x)
 
 
 def format_number(x: float) -> str:
-    """A number in six digits, and in as many as it takes up to the unit.
+    """Format a number with six significant digits, or as an integer if it is larger.
 
     >>> format_number(3.14159265), format_number(3203071.25), format_number(1e20)
     ('3.14159', '3203071', '1e+20')
@@ -112,22 +112,24 @@ def format_number(x: float) -> str:
     return f"{x:.0f}" if 1e6 <= abs(x) < 1e15 else f"{x:.6g}"
 
 
-def format_one_line(x: Any, most: int = 40) -> str:
-    """x on one line of at most `most` characters."""
+def format_one_line(x: Any, max_characters: int = 40) -> str:
+    """Format a value on one line of at most `max_characters`."""
     if isinstance(x, float | np.floating):
         text = format_number(float(x))
     elif isinstance(x, np.ndarray):
         text = np.array2string(x, precision=4, threshold=6, edgeitems=3)
     elif isinstance(x, Mapping):
-        text = ", ".join(f"{name}: {format_one_line(item, most)}" for name, item in x.items())
+        text = ", ".join(
+            f"{name}: {format_one_line(item, max_characters)}" for name, item in x.items()
+        )
     elif isinstance(x, tuple):
-        text = ", ".join(format_one_line(item, most) for item in x)
+        text = ", ".join(format_one_line(item, max_characters) for item in x)
     elif isinstance(x, str | datetime.date | datetime.time):
         text = to_jsonable(x)
     else:
         text = json.dumps(to_jsonable(x), ensure_ascii=False)
     text = " ".join(escape_control_characters(text).split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 MAX_NUMBER = int(sys.float_info.max)

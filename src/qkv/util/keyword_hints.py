@@ -1,5 +1,4 @@
-"""Where that goes which others have an argument for, or have as one of another name: refusals of
-keywords, and of torch.jit.script, with the next step."""
+"""Errors for keywords that other libraries use, with our equivalent; and for torch.jit.script."""
 
 from __future__ import annotations
 
@@ -51,12 +50,15 @@ FOREIGN_KEYWORDS = {
     "width": "score=scores.Boxcar(width)",
     "window": "mask=masks.window(window)",
 }
-"""What others call an argument, or have as one, and where it goes here."""
+"""Keywords of other libraries, and our equivalents."""
 AT_CALL_TEXT, AT_BUILD_TEXT = "where it is called", "where it is built"
 
 
 def suggest_keywords(kind: ClassType) -> ClassType:
-    """A class that says of a keyword which it is not built with where that goes.
+    """Decorate a class so that an unknown keyword of `__init__` raises an error with a hint.
+
+    It replaces the `__init__` of the class itself, so write it above `@dataclass`, and above each
+    subclass that should have it.
 
     >>> @suggest_keywords
     ... class Layer:
@@ -72,95 +74,105 @@ weighting=weightings.Softmax(temperature)
     known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
     @functools.wraps(init)
-    def init_with_hints(self: Any, *given: Any, **named: Any) -> None:
-        for name in named:
+    def init_with_hints(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
             if name not in known:
-                reject_init_keywords(self, named, known)
-        init(self, *given, **named)
+                reject_init_keywords(self, kwargs, known)
+        init(self, *args, **kwargs)
 
     kind.__init__ = init_with_hints  # type: ignore[misc]
     return kind
 
 
-def reject_init_keywords(made: object, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse what is not built with: of a layer some goes into an argument that is known, some is
-    said where it is called."""
-    called = _call_parameters(made)
-    then = f" {AT_CALL_TEXT}"
-    steps = _keyword_hints(known, called, "", then) | {name: f"{name}={then}" for name in called}
-    validate_keywords(
-        type(made).__name__, given, known, elsewhere=steps | _causal_hints(called, then)
-    )
+def reject_init_keywords(instance: object, keywords: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for unknown keywords of `__init__`.
+
+    The hint names another argument of `__init__`, or one of the call of a layer.
+    """
+    call_parameters = _call_parameters(instance)
+    at_call = f" {AT_CALL_TEXT}"
+    hints = _keyword_hints(known, call_parameters, "", at_call)
+    hints |= {name: f"{name}={at_call}" for name in call_parameters}
+    hints |= _causal_hints(call_parameters, at_call)
+    validate_keywords(type(instance).__name__, keywords, known, elsewhere=hints)
 
 
-def reject_call_keywords(layer: object, given: Iterable[str]) -> None:
-    """Refuse what a layer is not called with: some goes into another argument of the call, some
-    belongs to where it was built."""
-    called, kind = _call_parameters(layer), type(layer)
-    built, then = init_keywords(kind), f" {AT_BUILD_TEXT}"
-    steps = _keyword_hints(built, called, then, "") | {name: f"{name}={then}" for name in built}
-    door = f"{kind.__name__}.{'call' if hasattr(kind, 'call') else 'forward'}()"
-    validate_keywords(door, given, called, elsewhere=steps | _causal_hints(called, ""))
+def reject_call_keywords(layer: object, keywords: Iterable[str]) -> None:
+    """Raise TypeError for unknown keywords of the call of a layer.
+
+    The hint names another argument of the call, or one of `__init__`.
+    """
+    call_parameters, kind = _call_parameters(layer), type(layer)
+    init_parameters, at_build = init_keywords(kind), f" {AT_BUILD_TEXT}"
+    hints = _keyword_hints(init_parameters, call_parameters, at_build, "")
+    hints |= {name: f"{name}={at_build}" for name in init_parameters}
+    hints |= _causal_hints(call_parameters, "")
+    method = f"{kind.__name__}.{'call' if hasattr(kind, 'call') else 'forward'}()"
+    validate_keywords(method, keywords, call_parameters, elsewhere=hints)
 
 
 def _call_parameters(layer: object) -> dict[str, str]:
-    """What a layer is called with, and as what."""
+    """Return the parameters of the call of a layer, with their annotations."""
     kind = type(layer)
     call = getattr(kind, "call", None) or getattr(kind, "forward", None)
     return {p.name: str(p.annotation) for p in _keyword_parameters(call)}
 
 
 def _keyword_hints(
-    built: Collection[str], called: dict[str, str], at_first: str, later: str
+    init_parameters: Collection[str],
+    call_parameters: dict[str, str],
+    init_suffix: str,
+    call_suffix: str,
 ) -> dict[str, str]:
-    """Where that goes which others have an argument for: into one that a layer is built with, or
-    into the rule that it is called with, which is no other's mask."""
-    rule = next((name for name, told in called.items() if "MaskLike" in told), None)
-    steps = {}
-    for name, step in FOREIGN_KEYWORDS.items():
-        argument, _, value = step.partition("=")
-        if argument in built:
-            steps[name] = step + at_first
-        elif argument == "mask" and rule:
-            steps[name] = f"{rule}={value}{later}"
-    return steps
+    """Return a hint for each keyword of other libraries.
+
+    It names a parameter of `__init__`, or the parameter of the call that accepts our masks.
+    """
+    mask = next((name for name, kind in call_parameters.items() if "MaskLike" in kind), None)
+    hints = {}
+    for name, hint in FOREIGN_KEYWORDS.items():
+        argument, _, value = hint.partition("=")
+        if argument in init_parameters:
+            hints[name] = hint + init_suffix
+        elif argument == "mask" and mask:
+            hints[name] = f"{mask}={value}{call_suffix}"
+    return hints
 
 
-def _causal_hints(called: Iterable[str], then: str) -> dict[str, str]:
-    """The same of a causal mask, where a layer has a flag for it."""
-    flags = [name for name in called if "causal" in name]
-    return {x: f"{name}=True{then}" for name in flags for x in ("causal", "is_causal")}
+def _causal_hints(call_parameters: Iterable[str], suffix: str) -> dict[str, str]:
+    """Return the hints for a causal mask if the call of the layer has a flag for it."""
+    flags = [name for name in call_parameters if "causal" in name]
+    return {x: f"{name}=True{suffix}" for name in flags for x in ("causal", "is_causal")}
 
 
 def init_keywords(kind: type) -> set[str]:
-    """What a class or a base of it is built with, by name; of `**options: Unpack[…]` the keys."""
+    """Return the keywords of `__init__` of a class and its bases, with those of `Unpack[…]`."""
     names: set[str] = set()
     for base in kind.__mro__:
         init: Any = vars(base).get("__init__")
         names.update(p.name for p in _keyword_parameters(init))
-        for told in getattr(init, "__annotations__", {}).values():
-            if str(told).startswith("Unpack["):
-                names.update(init.__globals__[told[7:-1]].__optional_keys__)
+        for annotation in getattr(init, "__annotations__", {}).values():
+            if str(annotation).startswith("Unpack["):
+                names.update(init.__globals__[annotation[7:-1]].__optional_keys__)
     return names
 
 
 def _keyword_parameters(method: Any) -> list[inspect.Parameter]:
-    """What a method can be given by name."""
-    given = inspect.signature(method).parameters.values() if inspect.isfunction(method) else []
-    return [p for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+    """Return the parameters of a method that can be passed by keyword, without `self`."""
+    parameters = inspect.signature(method).parameters.values() if inspect.isfunction(method) else []
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
 
 
-def reject_torchscript(door: Any) -> Any:
-    """What torch.jit.script asks a layer or a function first, inside of any model:
-    `__prepare_scriptable__`."""
+def reject_torchscript(target: Any) -> Any:
+    """Raise CombinationError; torch.jit.script calls it as `__prepare_scriptable__`."""
     raise CombinationError(
-        f"torch.jit.script cannot read {getattr(door, '__name__', type(door).__name__)}, whose "
-        "arguments may be names and rules: use torch.jit.trace, torch.export.export or "
+        f"torch.jit.script cannot compile {getattr(target, '__name__', type(target).__name__)}, "
+        "whose arguments may be names or objects: use torch.jit.trace, torch.export.export or "
         "torch.compile"
     )
 
 
-def forbid_torchscript(door: EntryPoint) -> EntryPoint:
-    """The same function, which torch.jit.script is told not to read."""
-    vars(door)["__prepare_scriptable__"] = functools.partial(reject_torchscript, door)
-    return door
+def forbid_torchscript(function: EntryPoint) -> EntryPoint:
+    """Return the function, marked so that torch.jit.script raises a clear error for it."""
+    vars(function)["__prepare_scriptable__"] = functools.partial(reject_torchscript, function)
+    return function

@@ -1,4 +1,4 @@
-"""What is chosen, read and refused, told to the logger "qkv" at DEBUG."""
+"""Log to the logger "qkv": choices and reads at DEBUG, problems at WARNING."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def warn_log(text: str, *values: Any) -> None:
-    """Log what went wrong beside a call that did what it was asked for."""
+    """Log a problem that did not prevent the call from succeeding."""
     import logging
 
     logging.getLogger("qkv").warning(text, *values)
 
 
 def debug_logger() -> Any:
-    """The logger, where somebody listens to it; else None. Nobody does before logging is loaded.
+    """Return the logger if DEBUG is enabled, otherwise None; do not import logging for it.
 
     >>> import logging
     >>> logging.getLogger("qkv").setLevel(logging.DEBUG)

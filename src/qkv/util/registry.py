@@ -1,11 +1,11 @@
-"""Classes by name, open to names of one's own: the tables of scores, weightings and encoders.
+"""Registries of classes by name: the scores, weightings and encoders, built in and registered.
 
     @scores.register("mine")
     @dataclass(frozen=True)
     class Mine(scores.Score): …
 
-A package that brings such classes names its module in the entry-point group `qkv.plugins`; it is
-imported when a name is met that is not known.
+A package that defines such classes names its module in the entry-point group `qkv.plugins`. qkv
+imports it when it meets an unknown name.
 """
 
 from __future__ import annotations
@@ -16,121 +16,124 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
 from qkv.errors import ArgumentError, DtypeError, unknown_name_error
-from qkv.util.keyword_hints import suggest_keywords
 
 PLUGIN_GROUP = "qkv.plugins"
 REGISTRY_VERSION = [0]
-"""How often a name was given: what was kept by name is of its own edition."""
+"""The number of registrations so far. Caches whose keys contain names also contain this number."""
 T = TypeVar("T")
 ClassType = TypeVar("ClassType", bound=type)
 
 
 class ClassRegistry(dict[str, type[T]], Generic[T]):
-    """The classes of one sort by name; `module_name` is the module they are found in."""
+    """A dict from names to the subclasses of one base class.
 
-    def __init__(self, room: str, base: type[T], **known: type[T]) -> None:
-        super().__init__({name: suggest_keywords(kind) for name, kind in known.items()})
-        self.module_name, self.base_class, self.role = room, base, base.__name__.lower()
+    `module_name` is the public module of the classes, for error messages. `role` is the argument
+    that accepts the names, such as "score".
+    """
+
+    def __init__(self, module_name: str, base_class: type[T], **classes: type[T]) -> None:
+        super().__init__(classes)
+        self.module_name, self.base_class = module_name, base_class
+        self.role = base_class.__name__.lower()
 
     @overload
     def register(self, name: str, kind: ClassType) -> ClassType: ...
     @overload
     def register(self, name: str) -> Callable[[ClassType], ClassType]: ...
     def register(self, name: str, kind: Any = None) -> Any:
-        """Give a class a name, by which every door then takes it; also as a decorator.
+        """Register a class under a name that every entry point then accepts; also as a decorator.
 
-        The class comes back as it was. A name that is taken is refused, unless by the same class
-        or an earlier version of it (a cell of a notebook that runs again).
+        Return the class unchanged. Raise `ArgumentError` if another class has the name. A newer
+        version of the same class replaces it, so that a notebook cell can run again.
         """
         if kind is None:
             return lambda kind: self.register(name, kind)
         what, base = self.role, self.base_class.__name__
         if not isinstance(name, str) or not name.isidentifier():
             raise ArgumentError(
-                f"{self.module_name}.register: the name must be a plain word such as 'mine', not "
+                f"{self.module_name}.register: the name must be an identifier such as 'mine', not "
                 f"{name!r}"
             )
         if not (isinstance(kind, type) and issubclass(kind, self.base_class)):
-            told = f"the class {kind.__name__}" if isinstance(kind, type) else repr(kind)
+            actual = f"the class {kind.__name__}" if isinstance(kind, type) else repr(kind)
             raise DtypeError(
                 f"{self.module_name}.register: {name!r} must name a subclass of "
-                f"{self.module_name}.{base}, not "
-                f"{told}: derive it from {base}, or pass it as {what}= without a name"
+                f"{self.module_name}.{base}, not {actual}: derive it from {base}, or pass it as "
+                f"{what}= without registering it"
             )
         if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
             raise DtypeError(
-                f"{self.module_name}.register: {kind.__name__} must be a frozen dataclass, so "
-                "that equal "
-                "ones are equal: write @dataclass(frozen=True) directly above it"
+                f"{self.module_name}.register: {kind.__name__} must be a frozen dataclass, because "
+                "caches compare instances: write @dataclass(frozen=True) directly above it"
             )
-        own = getattr(kind, "kind", name)  # what an encoder is called in its settings
-        if own != name:
+        own_name = getattr(kind, "kind", name)  # the name of an encoder in its settings
+        if own_name != name:
             raise ArgumentError(
-                f"{self.module_name}.register: {kind.__name__}.kind is {own!r}: register it as that"
+                f"{self.module_name}.register: {kind.__name__}.kind is {own_name!r}, not {name!r}: "
+                "use the same name"
             )
         taken = self.get(name, kind)
         if _qualified_name(taken) != _qualified_name(kind):
             raise ArgumentError(
-                f"{self.module_name}.register: {what} {name!r} is "
-                f"{'.'.join(_qualified_name(taken))}: choose "
-                "another name"
+                f"{self.module_name}.register: {what} {name!r} is already "
+                f"{'.'.join(_qualified_name(taken))}: choose another name"
             )
         self[name] = kind
         REGISTRY_VERSION[0] += 1
         return kind
 
     def find_class(self, name: Any, advice: str = "") -> type[T]:
-        """The class of a name; installed plug-ins are asked for one that is not known."""
+        """Return the class of a name; import the installed plug-ins if it is unknown."""
         if name not in self:
-            failed = load_plugins()
+            failures = load_plugins()
             if name not in self:
-                more = advice + "".join(failed)
+                more = advice + "".join(failures)
                 raise unknown_name_error(self.role, name, self, more, self._find_alias(str(name)))
         return self[name]
 
     def _find_alias(self, word: str) -> str | None:
-        """The name of what is called so elsewhere."""
+        """Return our name for a name that other libraries use."""
         word = re.sub(r"\W+", "_", word[:80].lower())
         return next((x for x, kind in self.items() if word in vars(kind).get("aliases", ())), None)
 
     def name_of(self, kind: type) -> str | None:
-        """The name that a class has here."""
+        """Return the name of a class, or None."""
         return next((name for name, known in self.items() if known is kind), None)
 
-    def resolve(self, given: Any) -> T | None:
-        """An object from its name or itself; None for what is neither."""
-        if isinstance(given, self.base_class):
-            return given
-        if isinstance(given, str):
-            return self.build_default(given)
-        if isinstance(given, type):
-            name = given.__name__
-            raise DtypeError(f"{self.role} is the class {name}: build it, {name}(…)")
+    def resolve(self, name_or_instance: Any) -> T | None:
+        """Return an instance for a name; return an instance unchanged, and None for other types."""
+        if isinstance(name_or_instance, self.base_class):
+            return name_or_instance
+        if isinstance(name_or_instance, str):
+            return self.build_default(name_or_instance)
+        if isinstance(name_or_instance, type):
+            name = name_or_instance.__name__
+            raise DtypeError(f"{self.role} is the class {name}: pass an instance, {name}(…)")
         return None
 
     def build_default(self, name: str) -> T:
-        """The object of a name, with its defaults."""
+        """Return an instance with default parameters."""
         kind = self.find_class(name)
         try:
             return kind()
         except TypeError:
-            needs = self.required_parameters(name)
-            if not needs:
+            required = self.required_parameters(name)
+            if not required:
                 raise
-            ours = f"{self.module_name}." if kind.__module__.startswith("qkv.") else ""
+            prefix = f"{self.module_name}." if kind.__module__.startswith("qkv.") else ""
             raise DtypeError(
-                f"{self.role} {name!r} has parameters: build it, "
-                f"{ours}{kind.__name__}({', '.join(needs)})"
+                f"{self.role} {name!r} has required parameters: pass "
+                f"{prefix}{kind.__name__}({', '.join(required)})"
             ) from None
 
     def required_parameters(self, name: str) -> list[str]:
-        """The parameters that the class of a name cannot be built without."""
+        """Return the names of the parameters without defaults."""
         return [p.name for p in self.list_parameters(name) if p.default is p.empty]
 
     def list_parameters(self, name: str) -> list[inspect.Parameter]:
-        """What the class of a name takes, one by one."""
-        given = inspect.signature(self.find_class(name)).parameters.values()
-        return [p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        """Return the parameters of the class, without `*args` and `**kwargs`."""
+        parameters = inspect.signature(self.find_class(name)).parameters.values()
+        return [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _qualified_name(kind: type) -> tuple[str, str]:
@@ -141,12 +144,12 @@ _failed_plugins: list[str] | None = None
 
 
 def load_plugins() -> list[str]:
-    """Import every installed plug-in, once; what failed, in sentences."""
+    """Import every installed plug-in once; return a sentence for each that failed."""
     global _failed_plugins
     if _failed_plugins is None:
         from importlib.metadata import entry_points
 
-        _failed_plugins = []  # before they run, for a plug-in may ask for names itself
+        _failed_plugins = []  # set first: a plug-in may look up names while it is imported
         for point in entry_points(group=PLUGIN_GROUP):
             try:
                 point.load()

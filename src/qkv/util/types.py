@@ -1,4 +1,4 @@
-"""Types that every layer shares: arrays, spans of rows, blocks of scores."""
+"""Types that all layers share: arrays, spans of rows, blocks of scores."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-"""No value was given, or none was found; None is a value."""
+"""Marks an argument that was not given; None is a valid value."""
 
 
 class Closable:
-    """What is closed at the end of a `with`."""
+    """An object that a `with` closes at its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,6 +41,7 @@ class Closable:
         self.close()
 
     def close(self) -> None:
+        """Release the resources of the object."""
         raise NotImplementedError
 
 
@@ -56,8 +57,11 @@ class _ReleasingContextManager(contextlib._GeneratorContextManager[T]):
 def interruptible_contextmanager(
     begin: Callable[P, Iterator[T]],
 ) -> Callable[P, contextlib.AbstractContextManager[T]]:
-    """`contextlib.contextmanager`, which lets go wherever Ctrl-C comes: between a `yield` and the
-    body, contextlib's generator stays as it is, with all its locks, while the traceback is kept."""
+    """Like `contextlib.contextmanager`, but release resources whenever Ctrl-C arrives.
+
+    If Ctrl-C arrives between the `yield` and the body, contextlib leaves the generator suspended,
+    with all its locks, as long as the traceback is alive.
+    """
 
     @functools.wraps(begin)
     def build_manager(*args: Any, **named: Any) -> Any:
@@ -71,7 +75,7 @@ Array: TypeAlias = Any
 
 
 class Shaped(Protocol):
-    """What an array of every framework has."""
+    """The attributes that arrays of all frameworks have."""
 
     @property
     def shape(self) -> Any: ...
@@ -80,7 +84,7 @@ class Shaped(Protocol):
 
 
 NestedLists: TypeAlias = list[Any] | tuple[Any, ...]
-"""Lists of lists of numbers, which become arrays like those beside them, or NumPy's."""
+"""Nested lists of numbers; they become arrays of the framework of the other arguments, or NumPy."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,8 +95,7 @@ if TYPE_CHECKING:
     V = Variable("V", default=Any)
 else:
     A, K, V = (TypeVar(name) for name in "AKV")
-# A: the array that comes in is the array that goes out, of whatever framework. K, V: a key and a
-# value of a database.
+# A: input and output arrays have the same framework. K, V: the key and the value of a database.
 
 Arrays: TypeAlias = tuple[Array, ...]
 
@@ -103,29 +106,29 @@ ArrayFunction: TypeAlias = Callable[..., Array]
 """A function of arrays."""
 
 PullBack: TypeAlias = Callable[[Array], Gradients]
-"""From the gradient of what a function gives to those of its arrays."""
+"""Maps the gradient of the output of a function to the gradients of its arrays."""
 
 PartialStateFunction: TypeAlias = Callable[[Any], Any]
 MergeFunction: TypeAlias = Callable[[Any, Any], Any]
-"""A part as a state, and two states as one."""
+"""Functions that build the state of a part, and merge two states."""
 
 LiveMask: TypeAlias = Array | None
-"""Which pairs count, as booleans; None: all."""
+"""Booleans, True for pairs that count; None means all."""
 
 DropoutMask: TypeAlias = Array | None
-"""The factor that a dropout puts on each weight; None: there is no dropout."""
+"""The dropout factor of each weight; None means no dropout."""
 
 Shape: TypeAlias = tuple[int, ...]
 
 ProgressCallback: TypeAlias = Callable[[int, int | None], None]
-"""Called with how much is done, and of how much where that is known."""
+"""Called with (done, total); total is None if it is unknown."""
 
 
 class Span(NamedTuple):
     """Rows `start … start + size` of one axis.
 
-    Where a framework needs spans of one size, the last overlaps its neighbour, and `first_new` is
-    the first row that was not counted there. `is_unmasked` says that no mask needs to be looked at.
+    If a framework needs spans of equal size, the last span overlaps the one before it; `first_new`
+    is its first row that is not in that one. With `is_unmasked`, no mask applies to the span.
     """
 
     start: Any
@@ -135,8 +138,7 @@ class Span(NamedTuple):
 
 
 class ShardPosition(NamedTuple):
-    """Where the queries and keys of a call lie among n × m that several processes hold: at the
-    query `row`, at the key `col`."""
+    """The offset (`row`, `col`) of a call's queries and keys among the n × m of all processes."""
 
     row: int
     col: int
@@ -145,10 +147,10 @@ class ShardPosition(NamedTuple):
 
 
 class lazy_property(Generic[T]):
-    """What is computed from the fields of an object, once, as by `functools.cached_property`.
+    """A property that is computed once, like `functools.cached_property` but without a lock.
 
-    Before Python 3.12 that takes a lock, which torch.compile cannot trace, and one for all objects:
-    whoever waits under it for another thread, as a client does for a server, may wait for himself.
+    Before Python 3.12, `cached_property` takes one lock for all instances. torch.compile cannot
+    trace it, and a client that waits for a server in the same process can deadlock.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -163,12 +165,12 @@ class lazy_property(Generic[T]):
 
 @dataclass(eq=False)
 class Block:
-    """Where a block of scores lies inside the n × m of a call.
+    """The position of a block of scores inside the n × m scores of a call.
 
     `q` (r, 1) and `k` (1, c) are the positions of its queries and keys, `b` and `h` those of
-    its batch and head, shaped to broadcast against (…, r, c), which has `lead_axes` leading axes.
-    `place(name)` makes them when they are asked for. Where several processes hold the keys, `rows`
-    and all positions are those of the whole, and `cols` are of the keys that are here.
+    its batch and head. They broadcast against (…, r, c), which has `lead_axes` leading axes.
+    `make_positions(name)` computes them on first use. If several processes hold the keys, `rows`
+    and all positions are global, and `cols` are local.
     """
 
     rows: Span

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.frameworks import get_framework
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.base import State, Weighting, pool_by_weights
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Average(Weighting):
     """α = 1 / m over the m live rows

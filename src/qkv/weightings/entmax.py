@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Never
 
 from qkv.errors import as_float, validate_positive
 from qkv.frameworks import get_framework, is_array, tree
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask, Shape
 from qkv.weightings.base import (
     INFINITY,
@@ -40,6 +41,7 @@ MAX_LOG_SUM = 80.0
 """Above the logarithm of any number of keys; float32 can represent its exponential."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Entmax(Weighting):
     """α = argmax_p pᵀs + H(p) over the simplex, with the Tsallis entropy H of order `alpha` > 0.
@@ -444,6 +446,7 @@ class Tsallis(Entmax):
 Tsallis.__name__ = Entmax.__name__  # messages name the class that the user created
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Sparsemax(Entmax):
     """α = the Euclidean projection of the scores onto the simplex; the same as Entmax(2)

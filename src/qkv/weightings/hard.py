@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from qkv.errors import DtypeError
 from qkv.frameworks import get_framework
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.base import (
     INFINITY,
@@ -21,6 +22,7 @@ from qkv.weightings.softmax import Softmax
 SOFTMAX = Softmax()
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Hard(Weighting):
     """α = 1 at the largest score of the row, 0 elsewhere. The first of equal scores wins.

@@ -8,6 +8,7 @@ from typing import ClassVar
 from qkv.errors import ArgumentError, FrameworkError, unknown_name_error
 from qkv.frameworks import get_framework
 from qkv.scores import Score, has_user_code
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask
 from qkv.weightings.average import Average
 from qkv.weightings.base import INFINITY, Elementwise, State, Weighting, pool_by_weights
@@ -39,6 +40,7 @@ EMPTY_ROW_WEIGHTINGS: dict[str, Weighting | None] = {
 """The weighting of a row whose scores are all 0. Each gives 0 for a row without live keys."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Normalized(Weighting):
     """αᵢ = sᵢ / Σⱼ sⱼ, for nonnegative scores
@@ -196,6 +198,7 @@ class Normalized(Weighting):
         return self.zero_outside((along - centre) / divisor_or_infinity(found[0]), None, scores)
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Raw(Elementwise):
     """αᵢ = sᵢ: the output is the sum of score times value
@@ -218,6 +221,7 @@ class Raw(Elementwise):
         return along
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Sigmoid(Elementwise):
     """αᵢ = 1 / (1 + exp(−sᵢ)): weights are independent and need not sum to one

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from qkv.errors import ArgumentError, ShapeError, validate_positive
 from qkv.frameworks import divide_unless_one, get_framework
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, DropoutMask, LiveMask, Shape
 from qkv.weightings.base import (
     INFINITY,
@@ -54,6 +55,7 @@ class ExponentialWeighting(Weighting):
         return log_of_total(found[0], found[1])
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Softmax(ExponentialWeighting):
     """αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T), with T = temperature
@@ -149,6 +151,7 @@ class Softmax(ExponentialWeighting):
         )
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class TopK(ExponentialWeighting):
     """Softmax over the k largest scores of each row, 0 elsewhere. The first of equal scores wins.

@@ -121,8 +121,8 @@ def test_names_resolve() -> None:
     ("bad", "error", "says"),
     [
         ("charcters", ArgumentError, "did you mean 'characters'"),
-        ("vectors", DtypeError, "build it"),
-        (Characters, DtypeError, "build it"),
+        ("vectors", DtypeError, "required parameters: pass"),
+        (Characters, DtypeError, "pass an instance"),
         ("qkv_no_module:f", ArgumentError, "cannot be imported"),
         ("math:nothing", ArgumentError, "cannot be imported"),
         (3, DtypeError, "must be a name"),

@@ -63,9 +63,9 @@ def test_a_name_in_a_file_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("result", "error", "says"),
     [
-        (lambda keys: [1, 2], ShapeError, r"must give \(1, width\)"),
-        (lambda keys: np.ones((2, 2)), ShapeError, r"must give \(1, width\), not \(2, 2\)"),
-        (lambda keys: np.ones((1, 5)), ShapeError, "gave 5 numbers a key, not 2"),
+        (lambda keys: [1, 2], ShapeError, r"must return \(1, width\)"),
+        (lambda keys: np.ones((2, 2)), ShapeError, r"must return \(1, width\), not \(2, 2\)"),
+        (lambda keys: np.ones((1, 5)), ShapeError, "returned 5 numbers per key, not 2"),
         (lambda keys: [["a", "b"]], DtypeError, "real numbers"),
         (lambda keys: [[1.0, float("nan")]], ArgumentError, "NaN or infinity for the key 'Li'"),
     ],

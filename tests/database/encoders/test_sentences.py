@@ -44,5 +44,5 @@ def test_what_is_missing_is_named(missing: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentences, "find_spec", lambda name: object())
-    with pytest.raises(ArgumentError, match="no folder 'nowhere/model'"):
+    with pytest.raises(ArgumentError, match="no model folder 'nowhere/model'"):
         Sentences("nowhere/model").encode(["a"])

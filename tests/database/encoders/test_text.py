@@ -175,7 +175,7 @@ def decided(D: qkv.Database, query: str) -> None:
     answer = D.ask(query)
     own = [i for i, key in enumerate(D) if key == query]
     assert answer.exact and answer.to_dict()["exact"] and answer.weights[own].sum() > 0.999
-    line = "The query is a key itself, which decides"
+    line = "The query equals a key, which decides the answer"
     assert f"\n  {line}\n" in str(answer) and f" {line}. " in answer.explain()
 
 

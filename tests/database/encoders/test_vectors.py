@@ -106,9 +106,9 @@ def lines(*changed: tuple[int, bytes]) -> bytes:
         (lines((2, b"cat 1 2 3 4"), (3, b"dog 1 2 3 4 5 6")), "line 2"),
         (lines((6, b"")), "line 6"),
         (text()[:-30], "line 7"),
-        (text().replace(b"6 5", b"7 5"), "promises 7 words, but 6 follow"),
-        (binary()[:-3], "cut off after word 5 of 6"),
-        (b"9 5\n" + binary()[4:], "cut off after word 6 of 9"),
+        (text().replace(b"6 5", b"7 5"), "announces 7 words, but 6 follow"),
+        (binary()[:-3], "truncated after word 5 of 6"),
+        (b"9 5\n" + binary()[4:], "truncated after word 6 of 9"),
         (binary().replace(NUMBERS[2].tobytes(), b"\xff" * 20), r"word 3 \(\"don't\"\)"),
         (b"6 0\n", "vectors of 0 numbers"),
     ],
@@ -132,7 +132,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     settings = json.loads(json.dumps(Vectors(path).fit([]).settings()))
     path.unlink()
     for opened in (lambda: load(settings, {}), lambda: Vectors(path).encode(["a"])):
-        with pytest.raises(VectorFileNotFoundError, match=r"vectors is missing") as error:
+        with pytest.raises(VectorFileNotFoundError, match=r"vectors does not exist") as error:
             opened()
         assert isinstance(error.value, FileNotFoundError)
 

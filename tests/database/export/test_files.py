@@ -191,7 +191,7 @@ def test_csv_is_read_again_or_a_warning_was_given(tmp_path_factory, column):
 )
 def test_parquet_refuses_a_column_of_several_types(tmp_path, column):
     D = Database.from_columns({"key": ["x", "y"], "odd": column}, key="key", value="odd")
-    with pytest.raises(DtypeError, match="column 'odd' holds cells of several types"):
+    with pytest.raises(DtypeError, match="column 'odd' has cells of several types"):
         D.to_parquet(tmp_path / "a.parquet")
     assert list(tmp_path.iterdir()) == []
     assert list(D.to_frame()["odd"]) == column

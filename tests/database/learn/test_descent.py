@@ -55,7 +55,7 @@ def test_keeps_the_best_epoch_and_stops() -> None:
         Characters(64), ENGLISH, wrong, held_out=held, epochs=50, patience=2, rate=0.1
     )
     assert report.best < report.epochs < 50
-    assert report.stopped == "no better for 2 epochs"
+    assert report.stopped == "no improvement for 2 epochs"
     assert report.after[1] == 1.0
     assert top(encoder, ["cat"], ENGLISH) == [0]
 
@@ -63,7 +63,7 @@ def test_keeps_the_best_epoch_and_stops() -> None:
 def test_budget() -> None:
     _, report = learn.learn(Letters(), ENGLISH, PAIRS, budget_s=1e-9, held_out=0)
     assert report.epochs == 1
-    assert report.stopped == "the 1e-09 s were over"
+    assert report.stopped == "stopped after 1e-09 s"
 
 
 def test_ctrl_c_keeps_the_best_so_far() -> None:
@@ -74,7 +74,7 @@ def test_ctrl_c_keeps_the_best_so_far() -> None:
     encoder, report = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0, progress=stop)
     assert report.epochs == 2
     assert report.best == 2 and report.interrupted
-    assert "interrupted in epoch 3: the best so far was kept" in str(report)
+    assert "interrupted in epoch 3: returned the best so far" in str(report)
     straight, _ = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0)
     assert np.isfinite(encoder.encode_query(MADE_UP)).all()
     assert np.abs(encoder.encode_query(MADE_UP) - straight.encode_query(MADE_UP)).max() > 1e-3

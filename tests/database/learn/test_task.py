@@ -159,14 +159,14 @@ class TestReport:
         lines = str(report).splitlines()
         assert lines[0].split() == ["recall", "at", "1", "at", "10", "at", "100"]
         assert lines[2].split() == ["after", *(f"{x:.3f}" for x in report.after.values())]
-        assert lines[3] == "8 pairs to learn from, 2 held out, among 10 keys"
+        assert lines[3] == "8 training pairs, 2 held out, among 10 keys"
         assert report.after[10] == 1.0 and not report.interrupted
 
     def test_says_that_it_was_asked_on_what_it_learned(self) -> None:
         _, report = learn.learn(Letters(), ENGLISH, PAIRS, epochs=1)
         lines = str(report).splitlines()
-        assert report.held_out == 0 and "the very pairs that it learned from" in lines[0]
-        assert lines[4] == "10 pairs to learn from, none held out, among 10 keys"
+        assert report.held_out == 0 and "measured on the training pairs" in lines[0]
+        assert lines[4] == "10 training pairs, none held out, among 10 keys"
 
 
 class TestRefusals:
@@ -176,7 +176,7 @@ class TestRefusals:
             ([], "pairs is empty"),
             (["ab"], r"pairs\[0\] must be"),
             ([("a", "cat"), ("a",)], r"pairs\[1\] must be"),
-            ([("a", "cat"), ("b", "unicorn")], r"pairs\[1\] names the right key 'unicorn'"),
+            ([("a", "cat"), ("b", "unicorn")], r"pairs\[1\] has the right key 'unicorn'"),
             ([("a", "cat", 0)], "weight 0; it must be above 0"),
             ([("a", "cat", float("nan"))], "weight nan"),
             ([(None, "cat")], r"pairs\[0\] has no query"),

@@ -79,7 +79,7 @@ def test_it_is_kept_in_the_store(tmp_path: Path) -> None:
         promise = D.calibrate(PAIRS, score=NEAR)
         assert D.versions()[-1].what == "calibrate" and D.version == before + 1
         wish = D.ask(QUERIES[-1], score=NEAR).prediction_set
-        with pytest.raises(CombinationError, match=r"not calibrated: D\.calibrate"):
+        with pytest.raises(CombinationError, match=r"no prediction set: call calibrate"):
             D.at(before).ask(QUERIES[-1]).prediction_set  # noqa: B018
     with qkv.open(tmp_path / "near.qkv") as D:
         assert Calibration.read_from_view(D._view) == promise
@@ -91,7 +91,7 @@ def test_it_is_kept_in_the_store(tmp_path: Path) -> None:
 def test_it_is_for_one_score_and_weighting(calibrated: qkv.Database) -> None:
     answer = calibrated.ask(KEYS[0])
     assert answer.coverage is None and "set" not in answer.to_dict()
-    with pytest.raises(CombinationError, match="asked with score=None"):
+    with pytest.raises(CombinationError, match="the query has score=None"):
         answer.abstains  # noqa: B018
     with pytest.raises(CombinationError, match="multiplicative"):
         calibrated.ask(KEYS[0], score=scores.Multiplicative(np.eye(4))).prediction_set  # noqa: B018
@@ -106,13 +106,13 @@ def test_rows_that_change_much_end_it() -> None:
     D.add(KEYS[0] + 9, 1.0)
     D.add(KEYS[0] + 8, 1.0)
     with pytest.raises(
-        CombinationError, match="16 rows came or went since it was calibrated on 150"
+        CombinationError, match="16 rows were added or removed since the calibration on 150"
     ):
         D.ask(KEYS[9], score=NEAR).prediction_set  # noqa: B018
     D.calibrate(PAIRS, score=NEAR)
     assert D.ask(KEYS[9], score=NEAR).prediction_set
     D.encode()
-    with pytest.raises(CombinationError, match="encoded anew"):
+    with pytest.raises(CombinationError, match="encoded again"):
         D.ask(KEYS[9], score=NEAR).prediction_set  # noqa: B018
 
 
@@ -159,15 +159,15 @@ def test_what_it_refuses() -> None:
     D = made()
     with pytest.raises(ArgumentError, match="coverage must lie between 0 and 1, not 90"):
         D.calibrate(PAIRS, 90)
-    with pytest.raises(ArgumentError, match=r"coverage of 0\.99 needs 132 pairs at least, not 40"):
+    with pytest.raises(ArgumentError, match=r"coverage of 0\.99 needs at least 132 pairs, not 40"):
         D.calibrate(PAIRS[:40], 0.99)
     with pytest.raises(ArgumentError, match="pairs is empty"):
         D.calibrate([])
     with pytest.raises(DtypeError, match=r"pairs\[0\] must be \(query, right key\)"):
         D.calibrate([KEYS[0]])
-    with pytest.raises(ArgumentError, match=r"pairs\[1\] names the right key"):
+    with pytest.raises(ArgumentError, match=r"pairs\[1\] has the right key"):
         D.calibrate([PAIRS[0], (KEYS[0], KEYS[0] + 1)])
-    with pytest.raises(CombinationError, match="do not sum to one"):
+    with pytest.raises(CombinationError, match="do not sum to 1"):
         D.calibrate(PAIRS, weighting=weightings.Raw())
     with pytest.raises(CombinationError, match="is past and read-only"):
         D.at(D.version).calibrate(PAIRS)

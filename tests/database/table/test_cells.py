@@ -133,7 +133,7 @@ def test_an_array_of_no_axes_is_its_number(cell):
 
 
 def test_what_cannot_be_kept_is_said():
-    with pytest.raises(DtypeError, match="a set cannot be kept"):
+    with pytest.raises(DtypeError, match="a set cannot be stored"):
         cells.dump_row({"c": {1, 2}})
     with pytest.raises(DtypeError, match="names of a stored mapping must be text"):
         cells.dump_row({"c": {1: 2}})
@@ -149,11 +149,11 @@ def test_what_cannot_be_kept_is_said():
     ids=["400", "-400", "5000", "decimal 1000000", "decimal -400"],
 )
 def test_a_number_beyond_floats_is_refused_at_once(number):
-    with pytest.raises(ArgumentError, match="more than a float can hold") as caught:
+    with pytest.raises(ArgumentError, match="larger than any float") as caught:
         cells.key_digest(number)
     assert len(str(caught.value)) < 200
     for cell in (number, (number,), [number], {"a": number}):
-        with pytest.raises(ArgumentError, match="more than a float can hold"):
+        with pytest.raises(ArgumentError, match="larger than any float"):
             cells.dump_row({"a": cell})
 
 

@@ -170,7 +170,7 @@ def test_the_first_values_that_are_there_decide_what_values_are(tmp_path, hole, 
             assert answer.value == pytest.approx(expected.value, rel=1e-6)
             assert answer.missing == rows and some[keys[-2]] == 7.0
         assert len(past) == rows and past.ask(keys[0]).missing == rows
-        with pytest.raises(DtypeError, match="of type number"):
+        with pytest.raises(DtypeError, match="type of values: number"):
             D.add(keys[:1] + 1, ["text"])
 
 

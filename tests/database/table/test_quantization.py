@@ -26,6 +26,14 @@ def test_each_number_is_right_to_a_254th_of_the_largest_of_its_row():
     assert np.abs(code).max() == 127 and not code[3].any()
 
 
+def test_the_smallest_numbers_keep_their_codes_until_float32_has_no_inverse():
+    code, scale = quantization.quantize_int8(
+        np.array([[127 * 2e-37, -2e-37], [127 * 5e-38, 0]], np.float32)
+    )
+    assert code.tolist() == [[127, -1], [0, 0]]
+    np.testing.assert_allclose(scale, [2e-37, 5e-38], rtol=1e-6)
+
+
 def test_a_vector_that_is_not_finite_stays_so():
     code, scale = quantization.quantize_int8(np.array([[1.0, np.nan], [1.0, np.inf]], np.float32))
     assert not np.isfinite(scale).any() and not code.any()
@@ -83,7 +91,7 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
 @pytest.mark.parametrize("wish", ["text", "exact"])
 def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
     encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []
-    how = encoding.VectorPrecision(is_int8=True)
+    how = quantization.VectorPrecision(is_int8=True)
     want = encoding.encode_tensors(encoder, keys, how, 0)
     monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 7)
     made = encoding.encode_keys(encoder, keys, how, 0, lambda *at: told.append(at))

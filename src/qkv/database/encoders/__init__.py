@@ -1,4 +1,4 @@
-"""Keys as vectors: pick an encoder by name, build one, or let the keys' types decide."""
+"""Encoders turn keys into vectors: choose one by name, build one, or let the keys decide."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ register = ENCODERS.register
 EncoderName = Literal[
     "arrays", "characters", "exact", "lexical", "numbers", "sentences", "text", "words"
 ]
-"""The names that are enough for a database, to a type checker; `resolve` takes any other."""
+"""The names of encoders with default fields, for type checkers; `resolve` also takes others."""
 EncoderLike = EncoderName | Encoder | Callable[..., Any] | Sequence[Encoder] | Mapping[str, Encoder]
 
 __all__ = [
@@ -75,20 +75,22 @@ __all__ = [
 ]
 
 
-def load(settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None = None) -> Encoder:
-    """The encoder that a database was written with; `given` is what its reader has passed.
+def load(
+    settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None = None
+) -> Encoder:
+    """Build the encoder of a stored database; `user_encoder` is the `encoder=` of the caller.
 
     >>> load(Characters(128).settings(), {})
     Characters(width=128, n=(2, 3), sounds=0.5, idf=False)
     """
     advice = " Register it by encoders.register, or open the database with encoder=."
     try:
-        if given is not None and given.kind == settings["kind"]:
-            return given.restore(settings, arrays, given)
-        return ENCODERS.find_class(settings["kind"], advice).restore(settings, arrays, given)
+        if user_encoder is not None and user_encoder.kind == settings["kind"]:
+            return user_encoder.restore(settings, arrays, user_encoder)
+        return ENCODERS.find_class(settings["kind"], advice).restore(settings, arrays, user_encoder)
     except QkvError:
         raise
-    except Exception as error:  # whatever a stranger may have written there
+    except Exception as error:  # the settings may be damaged or untrusted
         raise ArgumentError(
             f"the settings of the encoder make none ({type(error).__name__}: {error}): encode the "
             "keys again, D.encode(encoder)"
@@ -96,16 +98,16 @@ def load(settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
 
 
 def resolve(encoder: Any) -> Encoder:
-    """An encoder from its name, itself, a function (or `module:function`), or a list as heads.
+    """Return the encoder for a name, an encoder, a function, "module:function" or a list of heads.
 
     >>> resolve("exact")
     Exact(width=256)
     """
     if isinstance(encoder, str) and ":" in encoder:
         return Custom(_import_function(encoder))
-    found = ENCODERS.resolve(encoder)
-    if found is not None:
-        return found
+    resolved = ENCODERS.resolve(encoder)
+    if resolved is not None:
+        return resolved
     if isinstance(encoder, list | tuple | Mapping):
         return Heads(encoder)
     if callable(encoder):
@@ -114,8 +116,9 @@ def resolve(encoder: Any) -> Encoder:
 
 
 def resolve_name(name: Any) -> Encoder:
-    """The encoder of a name in the table, where strangers may write it: a `module:function` would
-    import and call what they want.
+    """Return the encoder of a registered name from an untrusted client.
+
+    "module:function" is not accepted, because it would import and call any function.
 
     >>> resolve_name("exact")
     Exact(width=256)
@@ -128,20 +131,25 @@ def resolve_name(name: Any) -> Encoder:
 def _import_function(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(f"encoder {path!r} cannot be imported: {error}") from None
-    return found
+    return target
 
 
 def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
-    """The encoder for keys of these types, not yet fitted.
+    """Return the default encoder for keys of these types, not yet fitted.
 
-    Text: letters, meaning and words, side by side, or without wordllama the letters, for slips of
-    the hand. Numbers and dates: `Numbers`. Vectors: themselves. Tuples: each column by its type.
-    JSON: the letters of its text. Bytes: only themselves.
+    | keys | encoder |
+    |---|---|
+    | text | `Text`; without wordllama `Characters` |
+    | numbers, dates | `Numbers` |
+    | vectors | `Arrays` |
+    | tuples | `Columns`, one encoder per column |
+    | JSON | `Characters` |
+    | bytes | `Exact` |
 
     >>> default([1.5, 2])
     Numbers(bandwidth=None, units=None, mean=None, unit=None, spread=None)
@@ -150,7 +158,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
         columns = len(keys.shape)  # type: ignore[attr-defined]
         return Numbers() if columns == 1 else Arrays()
     if not len(keys):
-        raise ArgumentError("there are no keys to choose an encoder by")
+        raise ArgumentError("no keys: an encoder cannot be chosen by their type")
     kind = cells.common_kind(keys)
     if kind == "text":
         return Text() if is_installed() else Characters()
@@ -170,7 +178,7 @@ def _default_for_columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) 
     if len(widths) > 1:
         return Exact()
     columns = list(zip(*keys, strict=True))
-    # What is missing in a column is refused later, with its row, by the encoder of the others.
+    # The encoder of a column rejects missing values later, with their row.
     heads = [default([x for x in column if x is not None] or column) for column in columns]
     if all(isinstance(head, Numbers) for head in heads):
         return Numbers()

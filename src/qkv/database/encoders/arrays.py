@@ -1,4 +1,4 @@
-"""Keys that are vectors already."""
+"""The encoder for keys that are vectors already."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from qkv.database.encoders.base import Encoder, EncoderArrays, EncoderSettings, 
 from qkv.errors import ArgumentError, DtypeError, ShapeError, format_plural
 from qkv.frameworks import is_array, to_numpy
 from qkv.scores import ScaledDot, Score
+from qkv.util.keyword_hints import suggest_keywords
 
 KEYS_PER_BLOCK = 512
-"""Keys that are looked through at a time: what is found of them stays in the cache."""
+"""Keys that are checked at a time; the result stays in the processor's cache."""
 
 ROUNDING_FACTOR = 1 + 1e-5
-"""What is more than this is no rounding."""
+"""A larger ratio is not a rounding error."""
 LONG_KEY_HINT = (
     "a long key outweighs what the query's very own would have: score='cosine' goes by direction, "
     "score='gaussian' by distance"
@@ -27,6 +28,7 @@ SIMILAR_KEYS_HINT = (
 )
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Arrays(Encoder):
     """x = the key itself, compared by qᵀk/√d.
@@ -45,7 +47,7 @@ class Arrays(Encoder):
     @property
     def width(self) -> int:
         if self.size is None:
-            raise ArgumentError("Arrays must be fitted to keys before it knows their width")
+            raise ArgumentError("Arrays has no width before it is fitted: call fit(keys)")
         return self.size
 
     def fit(self, keys: Sequence[Any]) -> Arrays:
@@ -62,7 +64,7 @@ class Arrays(Encoder):
         return ScaledDot()
 
     def score_hint(self, query: Any, key: Any, flat: bool) -> str:
-        # Of more than ‖q‖²: had the query been a key itself, this one would still come first.
+        # q·k > ‖q‖²: this key would rank above a key equal to the query.
         if np.dot(query, key) > np.dot(query, query) * ROUNDING_FACTOR:
             return LONG_KEY_HINT
         return SIMILAR_KEYS_HINT if flat else ""
@@ -79,7 +81,7 @@ class Arrays(Encoder):
 
 
 def to_float32_matrix(keys: Sequence[Any]) -> np.ndarray:
-    """Vectors as one array (m, width) float32, refused with the row that does not fit."""
+    """Return vectors as one array (m, width) float32; an error names the row that is wrong."""
     check_batch(keys)
     if is_array(keys):
         whole = to_numpy(keys)

@@ -1,4 +1,4 @@
-"""What an encoder is: keys of one type as vectors, and how such vectors are compared."""
+"""The base class of encoders, which turn keys into vectors, and helpers for subclasses."""
 
 from __future__ import annotations
 
@@ -20,121 +20,122 @@ from qkv.util.types import Array
 
 EncoderSettings = Mapping[str, Any]
 EncoderArrays = Mapping[str, np.ndarray]
-"""What a store has of an encoder: its settings as JSON, and what it has learned as arrays."""
+"""The stored form of an encoder: settings as JSON, and learned arrays."""
 
 
 class Encoder(ABC):
-    """k ↦ vector: keys (m of them) → (m, width) float32, queries (n) → (n, width).
+    """Turn m keys into vectors (m, width) float32, and n queries into vectors (n, width).
 
-    Subclasses are frozen dataclasses. `fit` returns a copy that knows the keys; `settings` (JSON)
-    and `arrays` together are enough for `build` to make the same encoder in another process. By
-    default they are its fields.
+    Subclasses are frozen dataclasses. `fit` returns a copy that has learned from the keys. `build`
+    makes the same encoder in another process from `settings` (JSON) and `arrays`. By default these
+    are the fields.
     """
 
     kind: ClassVar[str]
-    """Its name in settings, in `ENCODERS` and in `resolve`."""
+    """The name in settings, in `ENCODERS` and in `resolve`."""
 
     uses_cosine: ClassVar[bool] = False
-    """Whether, as one of several heads, it goes by the direction of its vectors alone."""
+    """Whether it compares only the directions of its vectors when it is one of several heads."""
 
     int8_safe: bool = False
-    """Whether its vectors, kept in 8 bits, lose no answer by it: those that are made of text here,
-    as directions."""
+    """Whether vectors in 8 bits give the same answers, as directions of text do."""
 
     is_identity: ClassVar[bool] = False
-    """Whether the keys are vectors, and these are they."""
+    """Whether the keys are vectors already and stay unchanged."""
 
     reads_only_text: ClassVar[bool] = False
-    """Whether a query that is no text means nothing to it."""
+    """Whether a query must be text."""
 
     accepts_any_query: ClassVar[bool] = False
-    """Whether only it knows what it may be asked: a query need not be text where the keys are."""
+    """Whether a query may have another type than the keys."""
 
     encodes_in_parallel: bool = False
-    """Whether several threads may encode with it at once, and gain by that."""
+    """Whether several threads may encode at the same time, and are faster."""
 
     @property
     def min_fit_keys(self) -> int:
-        """Keys from which `fit` learns anything; with fewer it waits for so many."""
+        """The number of keys that `fit` needs to learn anything."""
         return 0
 
     def fit(self, keys: Sequence[Any]) -> Encoder:
-        """A copy that has learned what it needs from the keys (most need nothing)."""
+        """Return a copy that has learned from the keys; most encoders need nothing."""
         return self
 
     @abstractmethod
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        """(m, width) float32."""
+        """Return the vectors of keys, (m, width) float32."""
 
     def encode_query(self, queries: Sequence[Any]) -> np.ndarray:
-        """(n, width) float32."""
+        """Return the vectors of queries, (n, width) float32."""
         return self.encode(queries)
 
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        """Vectors (m of them) in 2³² dimensions with few numbers each, which lie beside those of
-        `encode` or `encode_query`: see `qkv.frameworks.ragged`. None where there are none."""
+        """Return sparse vectors in 2³² dimensions that supplement the dense ones; None for none.
+
+        See `qkv.frameworks.ragged` for the format.
+        """
         return None
 
     def encode_pair(
         self, queries: Sequence[Any], keys: Sequence[Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Whole vectors of queries (n, w) and keys (m, w), to be compared with each other."""
-        query, key, beside = (
-            self.encode_full_query(queries),
-            self.encode(keys),
-            self.encode_sparse(keys),
-        )
-        if query.sparse_positions is None or beside is None:
+        """Return dense vectors of queries (n, w) and keys (m, w) that include the sparse parts."""
+        query, key = self.encode_full_query(queries), self.encode(keys)
+        sparse = self.encode_sparse(keys)
+        if query.sparse_positions is None or sparse is None:
             return query.code, key
-        return query.code, np.asarray(DenseAndSparse(key, beside, query.sparse_positions))
+        return query.code, np.asarray(DenseAndSparse(key, sparse, query.sparse_positions))
 
     def encode_full_query(self, queries: Sequence[Any]) -> EncodedQuery:
-        """Whole vectors of queries, and which places of sparse ones they ask."""
-        query, beside = self.encode_query(queries), self.encode_sparse(queries, query=True)
-        if beside is None:
+        """Return the vectors of queries with their sparse parts, and the positions of those."""
+        query, sparse = self.encode_query(queries), self.encode_sparse(queries, query=True)
+        if sparse is None:
             return EncodedQuery(query)
-        # Without the counts NumPy would load its masked arrays, which takes longer than an ask.
-        at, _ = np.unique(entry_positions(beside), return_counts=True)
-        return EncodedQuery(np.asarray(DenseAndSparse(query, beside, at)), at)
+        # Without the counts, NumPy would import its masked arrays, which takes longer than a query.
+        positions, _ = np.unique(entry_positions(sparse), return_counts=True)
+        return EncodedQuery(np.asarray(DenseAndSparse(query, sparse, positions)), positions)
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Numbers in each vector."""
+        """The number of elements of a dense vector."""
 
     def score_hint(self, query: Any, key: Any, flat: bool) -> str:
-        """What to ask by instead, where its own score may not have done what was meant: it gave the
-        most weight to this key, or all rows alike."""
+        """Suggest another score if the default one may not do what the user expects.
+
+        `key` has the largest weight. With `flat`, all rows have about the same weight.
+        """
         return ""
 
     def default_score(self, rows: int) -> Score:
-        """How its vectors are compared unless the caller says otherwise, in so many rows."""
+        """Return the score that compares the vectors of this many rows by default."""
         return ScaledDot(sharpness_for_rows(rows))
 
     def encode_head(self, keys: Sequence[Any], query: bool = False) -> np.ndarray:
-        """Vectors (m, head_width) whose plain dot product is this encoder's similarity.
+        """Return vectors (m, head_width) whose dot product is the similarity of this head.
 
-        That is the cosine where `uses_cosine` says so, else its score, without the scale of a
-        product: what many heads share takes its place. It is 0 for the query None, which asks
-        nothing.
+        The similarity is the cosine with `uses_cosine`, otherwise the score without its scale,
+        which the heads share. The query None is ignored: its vector is 0.
         """
-        asked = [i for i, key in enumerate(keys) if key is not None] if query else range(len(keys))
-        if len(asked) == len(keys) > 0:
+        present = (
+            [i for i, key in enumerate(keys) if key is not None] if query else range(len(keys))
+        )
+        if len(present) == len(keys) > 0:
             return self._encode_head(keys, query)
         out = np.zeros((len(keys), self.head_width), np.float32)
-        if len(asked):
-            out[np.asarray(asked)] = self._encode_head([keys[i] for i in asked], query)
+        if len(present):
+            out[np.asarray(present)] = self._encode_head([keys[i] for i in present], query)
         return out
 
     def encode_head_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        """The sparse vectors beside those of `encode_head`."""
-        given = np.array([key is not None for key in keys], bool)
-        some = keys if given.all() else [key for key in keys if key is not None]
-        found = self.encode_sparse(some, query)
-        if found is None:
+        """Return the sparse vectors that supplement those of `encode_head`; None keys are empty."""
+        is_present = np.array([key is not None for key in keys], bool)
+        present = keys if is_present.all() else [key for key in keys if key is not None]
+        vectors = self.encode_sparse(present, query)
+        if vectors is None:
             return None
-        ends = np.concatenate([[0], np.cumsum(given)])  # who asks nothing has an empty row
-        return Ragged(found.flat, found.starts[ends])
+        ends = np.concatenate([[0], np.cumsum(is_present)])
+        return Ragged(vectors.flat, vectors.starts[ends])
 
     def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         x = self.encode_query(keys) if query else self.encode(keys)
@@ -146,6 +147,7 @@ class Encoder(ABC):
 
     @property
     def head_width(self) -> int:
+        """The number of elements of a vector of `encode_head`."""
         if self.uses_cosine:
             return self.width
         return int(
@@ -153,19 +155,19 @@ class Encoder(ABC):
         )
 
     def head_scale(self, rows: int) -> float:
-        """What a head's product is stretched by where it is the only one, in so many rows."""
+        """Return the scale of the dot product if this is the only head, for this many rows."""
         form = self._product_form(np.zeros((1, self.width)), rows)
         return 1.0 if _has_shift(form) else form.scale
 
     def _product_form(self, x: np.ndarray, rows: int) -> DotProductForm:
-        """The score as a product of something of a query and something of a key."""
+        """Return the score as a dot product of functions of the query and the key."""
         score, x = self.default_score(rows), np.asarray(x, np.float64)
-        # Where a form is fitted to the vectors at hand, those of another call would not fit it;
-        # for 16 bits none is that need not be.
-        found = score.find_lowering(x, x, None, "float16")
-        if isinstance(found, str) or found[0].needs_range:
+        # A form that is fitted to the range of these vectors would not fit those of another call.
+        # For float16, only scores that always need the range have one.
+        lowering = score.find_lowering(x, x, None, "float16")
+        if isinstance(lowering, str) or lowering[0].needs_range:
             raise self._no_product_error(score)
-        form = found[0].dot_product_form(x, x)
+        form = lowering[0].dot_product_form(x, x)
         if form.gate_query is not None:
             raise self._no_product_error(score)
         return form
@@ -173,61 +175,64 @@ class Encoder(ABC):
     def _no_product_error(self, score: Score) -> CombinationError:
         return CombinationError(
             f"{type(self).__name__} cannot be one of several heads: its score "
-            f"{type(score).__name__} is no dot product of a query's and a key's vector. Use it "
-            "alone, or let its score be one, such as ScaledDot, Cosine or Gaussian"
+            f"{type(score).__name__} is not a dot product of a query vector and a key vector. Use "
+            "the encoder without other heads, or give it a default_score such as ScaledDot, Cosine "
+            "or Gaussian"
         )
 
     def standardize_query(self, query: Array) -> Array | None:
-        """Keys of numbers, (n, columns), of any framework as vectors (n, width), with gradients;
-        None where arithmetic alone does not make them. They have 32 or 64 bits."""
+        """Encode numeric queries (n, columns) of any framework, with gradients, as (n, width).
+
+        The result is float32 or float64. Return None if the encoder is not differentiable.
+        """
         return None
 
     def can_read_query(self, query: Any) -> bool:
-        """Whether a query of this type means something to it."""
+        """Return whether the encoder can encode this query."""
         return not self.reads_only_text or isinstance(query, str)
 
     def settings(self) -> dict[str, Any]:
-        """What JSON can keep of it, "kind" among it: the fields that make it equal to another."""
+        """Return "kind" and the fields that take part in comparisons, as JSON types."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}  # type: ignore[arg-type]
-        told = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
-        return {"kind": self.kind} | told
+        values = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
+        return {"kind": self.kind} | values
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What it has learned: the fields that are arrays."""
+        """Return the learned arrays: the fields that are NumPy arrays."""
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     @classmethod
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Encoder:
-        """The encoder of these settings and arrays."""
+        """Build the encoder from its settings and arrays."""
         return cls(**{name: x for name, x in settings.items() if name != "kind"}, **arrays)
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Encoder:
-        """The encoder of what a store tells, which may be a stranger's.
+        """Build the encoder from a store, which may be untrusted.
 
-        Functions, folders and files that it names are taken from the encoder that the caller has
-        `given`, where that is of this kind.
+        Functions, folders and files that the settings name come from `user_encoder`, the argument
+        `encoder=` of the caller, if it has this kind.
         """
         return cls.build(settings, arrays)
 
 
 def _has_shift(form: DotProductForm) -> bool:
-    """Whether more than a product is in it, as the squares of a Gaussian are."""
+    """Return whether the form adds terms to the dot product, as a Gaussian does."""
     return form.bias is not None or form.offset is not None
 
 
 SHARPNESS_COEFFICIENTS = (8.0, 1.6)
-"""a and b, chosen so that among 6 names, 300 titles and 100,000 words alike one slip of the hand
-leaves most of the weight on the right key, and a vague query leaves it spread."""
+"""a and b. With these values, a query with one typo puts most of the weight on the right key, and
+a vague query spreads it: among 6 names, 300 titles and 100,000 words."""
 
 
 def sharpness_for_rows(rows: int) -> float:
-    """τ(m) = a + b ln m: the factor between a cosine and a score.
+    """Return τ(m) = a + b ln m, the factor between a cosine and a score.
 
-    Among m rows a key must outweigh m − 1 others, so its lead over them, a cosine, must be
-    stretched in proportion to ln m for its weight to stay the same.
+    A key must outweigh m − 1 other rows. To keep its weight constant, the difference of the
+    cosines must be scaled in proportion to ln m.
 
     >>> sharpness_for_rows(300) > sharpness_for_rows(6)
     True
@@ -237,7 +242,7 @@ def sharpness_for_rows(rows: int) -> float:
 
 
 def normalize_rows(vectors: np.ndarray) -> np.ndarray:
-    """x / ‖x‖ for each row, and 0 for 0.
+    """Return x / ‖x‖ for each row, and 0 for 0.
 
     >>> normalize_rows(np.array([[0.0, 4.0], [0.0, 0.0]])).tolist()
     [[0.0, 1.0], [0.0, 0.0]]
@@ -250,19 +255,21 @@ def normalize_rows(vectors: np.ndarray) -> np.ndarray:
 
 
 def select_by_prefix(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays whose names begin so, by the rest of their names."""
+    """Return the arrays with this prefix, named without it."""
     return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
 
 
 def check_batch(keys: Sequence[Any]) -> Sequence[Any]:
-    """The keys, refused if they are one text: a sequence of letters is never what was meant."""
+    """Return the keys; raise `DtypeError` for a single text instead of a list."""
     if isinstance(keys, str | bytes):
-        raise DtypeError(f"encode takes a list of keys, not one {type(keys).__name__}: wrap it")
+        raise DtypeError(
+            f"encode takes a list of keys, not one {type(keys).__name__}: put it in a list"
+        )
     return keys
 
 
 def to_texts(keys: Sequence[Any]) -> list[str]:
-    """Each key as text: text as it is, anything else as compact JSON.
+    """Return each key as text: text unchanged, anything else as compact JSON.
 
     >>> to_texts(["Li", {"b": 1, "a": [2]}, 3])
     ['Li', '{"a":[2],"b":1}', '3']
@@ -277,7 +284,7 @@ def to_texts(keys: Sequence[Any]) -> list[str]:
 
 
 def to_compact_json(key: Any) -> str:
-    """A key that is no text as JSON text, names in order."""
+    """Return a key as compact JSON with sorted names."""
     return json.dumps(
         cells.to_json_value(key), ensure_ascii=False, sort_keys=True, separators=(",", ":")
     )

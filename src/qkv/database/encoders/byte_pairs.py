@@ -1,4 +1,4 @@
-"""The tokens of some words, in less time than the tokenizer takes to be loaded."""
+"""A byte-pair tokenizer for a few words, which is faster than loading the real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from qkv.database.table.cells import encode_utf8
 
 MAX_LETTERS, MAX_WORD_LETTERS = 1 << 14, 256
-"""Letters that are worth it, together and in one word."""
+"""Limits on all letters and on those of one word; beyond them the real tokenizer is faster."""
 
 _SPECIAL_CHARACTERS = " ▁<"
 _NO_NUMBER = sys.maxsize
@@ -19,9 +19,9 @@ _VOCABULARY_START, _VOCABULARY_END = b'"vocab":', b'"merges":'
 
 
 class BytePairTokenizer:
-    """Byte pairs, by the numbers of the `vocabulary` alone: of neighbours whose union is a piece,
-    those with the lowest number are joined first. Where merges are listed by the number of what
-    they make, as in wordllama's file, that is what they say.
+    """Byte-pair encoding with only a vocabulary: merge the neighbours with the lowest number first.
+
+    This is correct if the merges are sorted by the number of their result, as in wordllama's file.
 
     >>> pieces = BytePairTokenizer(
     ...     {"▁": 9, "a": 5, "b": 6, "ab": 3, "▁a": 4, "<0xC3>": 1, "<0xA9>": 2}
@@ -35,7 +35,7 @@ class BytePairTokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> BytePairTokenizer:
-        """Of a tokenizer's file, whose merges are not read."""
+        """Read the vocabulary of a tokenizer file; skip its merges."""
         text = path.read_bytes()
         begin = text.index(_VOCABULARY_START) + len(_VOCABULARY_START)
         return cls(
@@ -44,8 +44,10 @@ class BytePairTokenizer:
 
     @staticmethod
     def can_tokenize(words: Sequence[str]) -> bool:
-        """Whether these words are few, and words: several spaces, or what is in angles, may be
-        pieces of their own."""
+        """Return whether the words are few, and have no spaces or angle brackets.
+
+        Several spaces, or text in angle brackets, may be special tokens.
+        """
         if sum(map(len, words)) > MAX_LETTERS or max(map(len, words), default=0) > MAX_WORD_LETTERS:
             return False
         together = "".join(words)
@@ -71,7 +73,7 @@ class BytePairTokenizer:
         return [number[part] for part in parts]
 
     def _first_pair(self, union: list[int], parts: list[str]) -> int:
-        """Where to join first: one piece may be made of several pairs."""
+        """Return the pair to merge first if several pairs give the same piece."""
         number = self._number_by_piece
         return min(
             (joined, number[parts[at]], number[parts[at + 1]], at)

@@ -1,4 +1,4 @@
-"""Text by its letters: the approximate match of keys that are spelled almost alike."""
+"""Encode text by its letters, so that texts with similar spelling match."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from qkv.database.encoders.base import Encoder, normalize_rows, to_texts
 from qkv.errors import ArgumentError
 from qkv.util.caches import memoize
 from qkv.util.deadline import check_deadline
+from qkv.util.keyword_hints import suggest_keywords
 
 TEXT_SEPARATOR = "\x1e"
 SPACE_CODE = 32
 
 TEXTS_PER_BLOCK = 1024
-"""Texts at a time: their counts stay in cache."""
+"""Texts per block; their counts stay in the processor's cache."""
 
 MAX_CHARACTERS = 1 << 18
-"""Characters of such texts: each takes about 200 bytes while it is encoded."""
+"""Characters per block; each takes about 200 bytes while it is encoded."""
 
 IDF_TABLE_SIZE = 1 << 16
-"""Entries of the table of how common n-grams are; those that share one share their weight."""
+"""Entries of the idf table; n-grams that share one share their weight."""
 
 _DROPPED_CHARACTERS = dict.fromkeys([*map(ord, "'’‘ʼ`´"), *range(0x300, 0x370)])
-"""Apostrophes and accents: people leave them out."""
+"""Apostrophes and accents, which users often omit."""
 
 _KEPT_PUNCTUATION = set("#&@%*" + TEXT_SEPARATOR)
 
 _IS_VOWEL = np.isin(np.arange(128), [ord(vowel) for vowel in "aeiouy"])
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Characters(Encoder):
     """x_b = Σ_g ±w(g) over the n-grams g of the text's words with hash(g) = b; then x / ‖x‖.
 
-    A word is padded by one space on each side, so that its ends count; n-grams are `n[0]` to
-    `n[1]` letters long. A last letter, the space and the next word's first are one too: the order
-    of words counts a little. Case, accents and punctuation do not. Each word counts once more,
-    `sounds` times as much, with all vowels alike and a repeated letter once, so that Lee is near
-    Li. The hash is fixed: a text has the same vector in every process and on every machine. With
-    `idf`, `fit` weights an n-gram by how few of the m keys have it, ln((1 + m) / (1 + df)) + 1.
+    A word has one space of padding on each side, so that its ends count. N-grams have `n[0]` to
+    `n[1]` letters. The last letter of a word, the space and the first letter of the next are an
+    n-gram too, so that the order of words counts a little. Case, accents and punctuation are
+    ignored. Each word counts again with the weight `sounds`, with all vowels equal and repeated
+    letters once, so that Lee is near Li. The hash is fixed: a text has the same vector on every
+    machine. With `idf`, `fit` weights an n-gram by ln((1 + m) / (1 + df)) + 1, where df of the m
+    keys have it.
 
     >>> encoder = Characters()
     >>> right, slip, other = encoder.encode(["The Alchemist", "the alchmist", "Dracula"])
@@ -88,11 +91,11 @@ class Characters(Encoder):
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         keys = to_texts(keys)
         if self.idf and self.table is None:
-            raise ArgumentError("Characters(idf=True) must be fitted to keys before it encodes")
+            raise ArgumentError("Characters(idf=True) is not fitted: call fit(keys) first")
         out = np.empty((len(keys), self.width), np.float32)
         for start, block in split_blocks(keys):
             row, code, weight = self._weigh_ngrams(block)
-            # The high bits choose the place, and the lowest the sign.
+            # The high bits choose the position, the lowest bit the sign.
             place = (code.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
             weight = np.where(code & np.uint32(1), weight, -weight)
             if self.table is not None:
@@ -103,7 +106,7 @@ class Characters(Encoder):
         return normalize_rows(out)
 
     def _weigh_ngrams(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The row, hash and weight (g,) of every n-gram of the texts."""
+        """Return the row, hash and weight (g,) of every n-gram of the texts."""
         letters, row = to_letters(block)
         found = [(*pair, 1.0) for pair in hash_ngrams(letters, row, self.n, seed=2166136261)]
         if self.sounds:
@@ -117,8 +120,7 @@ class Characters(Encoder):
 
 
 def split_blocks(keys: list[str], most: int = TEXTS_PER_BLOCK) -> Iterator[tuple[int, list[str]]]:
-    """Texts, at most so many and MAX_CHARACTERS at a time, unless one alone has more, and where the
-    first of them lies.
+    """Yield blocks of texts and the index of their first, within `most` and MAX_CHARACTERS.
 
     >>> list(split_blocks(["a", "b", "c"], 2))
     [(0, ['a', 'b']), (2, ['c'])]
@@ -176,14 +178,14 @@ def _replace_punctuation(text: str) -> str:
 
 @memoize("encoders.ascii_table")
 def _ascii_table() -> tuple[bytes, bytes]:
-    """What becomes of each letter, as `bytes.translate` reads it, and which are dropped."""
+    """Return the table for `bytes.translate`, and the bytes to delete."""
     made = [_replace_punctuation(chr(i).casefold()) for i in range(128)]
     table = bytes(ord(x) if x else 0 for x in made) + bytes(range(128, 256))
     return table, bytes(i for i, x in enumerate(made) if not x)
 
 
 def to_letters(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The letters of all texts (t,) uint32, words between spaces, and each one's row (t,)."""
+    """Return the letters of all texts (t,) uint32, one space between words, and their rows."""
     joined = TEXT_SEPARATOR.join(block)
     if joined.count(TEXT_SEPARATOR) != len(block) - 1:
         joined = TEXT_SEPARATOR.join(text.replace(TEXT_SEPARATOR, " ") for text in block)
@@ -203,7 +205,7 @@ def to_letters(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_sounds(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same with all vowels alike, and a letter that is repeated once."""
+    """Return the letters with all vowels equal, and repeated letters once."""
     letters = np.where(_IS_VOWEL[np.minimum(letters, 127)], np.uint32(ord("a")), letters)
     new = np.ones(len(letters), bool)
     new[1:] = (letters[1:] != letters[:-1]) | (row[1:] != row[:-1])
@@ -213,10 +215,10 @@ def to_sounds(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndar
 def hash_ngrams(
     letters: np.ndarray, row: np.ndarray, n: tuple[int, int], seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each length: the row (r,) and the 32-bit hash (r,) of every n-gram of the words."""
+    """Yield for each length the row (r,) and the 32-bit hash (r,) of every n-gram of the words."""
     inside = letters != SPACE_CODE
     code = np.full(len(letters), seed, np.uint32)
-    # An n-gram may begin or end with a word's border, but not reach across it,
+    # An n-gram may begin or end at the border of a word, but not span it,
     whole = np.ones(len(letters), bool)
     for length in range(1, n[1] + 1):
         count = len(letters) - length + 1
@@ -230,7 +232,7 @@ def hash_ngrams(
         else:
             whole = whole[:count] & inside[length - 2 : length - 2 + count]
             good = whole
-        if length == 3:  # except by one letter on each side, so that the order of words counts
+        if length == 3:  # except with one letter on each side, so that the order of words counts
             good = whole | (inside[:-2] & inside[2:] & (row[:-2] == row[2:]))
         if length >= n[0]:
             yield row[:count][good], mix_hash(code[good])

@@ -1,4 +1,4 @@
-"""Keys by a function of your own."""
+"""Encode keys with a user-defined function."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import is_array, to_numpy
 from qkv.scores import Cosine, Score
 from qkv.util.formatting import quote_cell
+from qkv.util.keyword_hints import suggest_keywords
 
 _FUNCTION_BY_NAME: dict[str, Callable[..., Any]] = {}
-"""The functions that this process made encoders of, by name."""
+"""The functions of all `Custom` encoders in this process, by name."""
 
 
+@suggest_keywords
 @dataclass(frozen=True, init=False)
 class Custom(Encoder):
     """x = function(keys): a list of m keys → m vectors of one width, as an array or as lists.
 
-    They are compared by the cosine, sharpened with the rows, so that a key is nearest to itself.
-    A vector of one number has no direction: use `Numbers` for such keys.
+    The score is the cosine, scaled by the number of rows, so that a key is nearest to itself. A
+    vector of one number has no direction: use `Numbers` for such keys.
 
-    A database keeps the function's name (`module:function`, or the `name` given here), never the
-    function. It is opened again by a program that has made its `Custom` first, or with `encoder=`:
-    a name in a file is not imported, for that would run code.
+    A database stores the name of the function (`module:function`, or `name`), not the function. To
+    open it again, create the same `Custom` first, or pass `encoder=`. qkv does not import a name
+    from a file, because that would run code.
 
     >>> counts = Custom(lambda keys: [[k.count("a"), k.count("b")] for k in keys], width=2)
     >>> counts.encode(["abba", "baa"]).tolist()
@@ -80,7 +82,7 @@ class Custom(Encoder):
         out = self._call_function(keys)
         if out.shape[1] != self.width:
             raise ShapeError(
-                f"{self._function_text} gave {out.shape[1]} numbers a key, not {self.width}"
+                f"{self._function_text} returned {out.shape[1]} numbers per key, not {self.width}"
             )
         return out
 
@@ -89,17 +91,17 @@ class Custom(Encoder):
         out = np.asarray(to_numpy(result) if is_array(result) else result)
         if out.ndim != 2 or len(out) != len(keys):
             raise ShapeError(
-                f"{self._function_text} must give ({len(keys)}, width), not {out.shape}"
+                f"{self._function_text} must return ({len(keys)}, width), not {out.shape}"
             )
         if out.dtype.kind not in "iufb":
-            raise DtypeError(f"{self._function_text} must give real numbers, not {out.dtype}")
+            raise DtypeError(f"{self._function_text} must return real numbers, not {out.dtype}")
         with np.errstate(over="ignore"):
             out = np.ascontiguousarray(out, np.float32)
         bad = ~np.isfinite(out).all(axis=1)
         if bad.any():
             key = keys[int(bad.argmax())]
             raise ArgumentError(
-                f"{self._function_text} gave NaN or infinity for the key {quote_cell(key)}"
+                f"{self._function_text} returned NaN or infinity for the key {quote_cell(key)}"
             )
         return out
 
@@ -128,16 +130,18 @@ class Custom(Encoder):
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Custom:
         name = settings["name"]
-        if isinstance(given, cls) and (given.name == name or name not in _FUNCTION_BY_NAME):
-            return cls(given.function, settings["width"], name)
+        if isinstance(user_encoder, cls) and (
+            user_encoder.name == name or name not in _FUNCTION_BY_NAME
+        ):
+            return cls(user_encoder.function, settings["width"], name)
         return cls.build(settings, arrays)
 
 
 def import_path(function: Any) -> str | None:
-    """`module:name` where a function can be found again, or None.
+    """Return "module:name" if the function can be imported by it, otherwise None.
 
     >>> from math import sqrt
     >>> import_path(sqrt), import_path(lambda keys: keys)

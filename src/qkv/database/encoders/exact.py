@@ -1,4 +1,4 @@
-"""A key that is only itself: codes that agree with no other."""
+"""An encoder under which only equal keys match."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from qkv.database.encoders.base import Encoder, check_batch
 from qkv.database.table import cells
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
+from qkv.util.keyword_hints import suggest_keywords
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Exact(Encoder):
-    """x = ±1/√width, the signs being the bits of the key's digest.
+    """x = ±1/√width; the signs are the bits of a digest of the key.
 
-    Equal keys have the dot product 1, any others about 0 (± 1/√width), and different vectors, so
-    `scores.Exact()` is exactly right as well. The default score puts nearly all the weight on an
-    equal key, and spreads it where there is none.
+    Equal keys have the dot product 1, others about 0 (± 1/√width). Different keys have different
+    vectors, so `scores.Exact()` works too. The default score puts nearly all the weight on an equal
+    key, and spreads it if there is none.
 
     >>> a, b, c = Exact().encode(["Li", "Li", b"Li"])
     >>> float(a @ b), bool(abs(a @ c) < 0.3)
@@ -49,5 +51,5 @@ class Exact(Encoder):
         return (bits * np.float32(2) - 1) / np.float32(math.sqrt(self.width))
 
     def default_score(self, rows: int) -> Score:
-        # e^τ against m − 1 rows of about e^0: a lead of e⁶ leaves them less than 1 % together.
+        # e^τ against m − 1 rows of about e^0: a factor of e⁶ leaves those less than 1 % in total.
         return ScaledDot(math.log(max(rows, 1)) + 6)

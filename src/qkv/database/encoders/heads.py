@@ -1,4 +1,4 @@
-"""Several encoders side by side: one dot product that is the weighted sum of their similarities."""
+"""Combine several encoders: one dot product is the weighted sum of their similarities."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from qkv.database.encoders.characters import mix_hash
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks.ragged import Ragged, build_sparse, entry_positions, entry_values
 from qkv.util.formatting import quote_cell
+from qkv.util.keyword_hints import suggest_keywords
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Heads(Encoder):
-    """s(q, k) = Σ_h w_h s_h(q, k), with Σ w_h = 1: each head looks at the whole key.
+    """s(q, k) = Σ_h w_h s_h(q, k), with Σ w_h = 1: each head encodes the complete key.
 
-    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`, or what the score of an encoder of your own
-    gives. Each head's vector is stretched by √w_h and they are laid end to end, so that one dot
-    product is that sum. `heads` is a list of encoders (or their names), or a mapping from names of
-    your own; weights are equal unless given.
+    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`, or the default score of your own encoder. The
+    vectors of the heads are multiplied by √w_h and concatenated, so that one dot product is the
+    sum. `heads` is a list of encoders or their names, or a mapping from names that you choose. By
+    default, all weights are equal.
 
     >>> from qkv.database.encoders import Characters, Exact
     >>> both = Heads([Characters(), Exact()], weights=[3, 1])
@@ -63,7 +65,7 @@ class Heads(Encoder):
         if len(weights) != len(heads):
             raise ShapeError(f"{what}: {len(weights)} weights for {len(heads)} heads")
         if not all(0 <= w < math.inf for w in weights) or not sum(weights):
-            raise ArgumentError(f"{what}: weights must be 0 or more, and some above, not {weights}")
+            raise ArgumentError(f"{what}: weights must be 0 or more, and not all 0, not {weights}")
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "weights", tuple(w / sum(weights) for w in weights))
         object.__setattr__(self, "names", tuple(names) or tuple(map(str, range(len(heads)))))
@@ -117,18 +119,18 @@ class Heads(Encoder):
         return merge_sparse_heads(found, {i: every[:, i] for i in found}) if found else None
 
     def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        """What each head's vectors are multiplied by, (h,) or (m, h)."""
+        """Return the factors of the vectors of the heads, (h,) or (m, h)."""
         return np.asarray(np.sqrt(self.head_shares(keys)), np.float32)
 
     def head_shares(self, keys: Sequence[Any]) -> np.ndarray:
-        """Each head's part in the vector of a key, (h,) for all alike or (m, h); sums are 1."""
+        """Return the shares of the heads, (h,) for all keys or (m, h); they sum to 1."""
         return np.asarray(self.weights)
 
     def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         return self.encode_query(keys) if query else self.encode(keys)
 
     def _split_keys(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
-        """What each head is to look at."""
+        """Return the keys that each head encodes."""
         return [keys] * len(self.heads)
 
     def can_read_query(self, query: Any) -> bool:
@@ -155,11 +157,11 @@ class Heads(Encoder):
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Heads:
         from qkv.database.encoders import load
 
-        own = given.heads if isinstance(given, Heads) else ()
+        own = user_encoder.heads if isinstance(user_encoder, Heads) else ()
         heads = [
             load(one, select_by_prefix(f"{i}.", arrays), own[i] if i < len(own) else None)
             for i, one in enumerate(settings["heads"])
@@ -168,8 +170,10 @@ class Heads(Encoder):
 
 
 def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:
-    """The sparse vectors of several heads, by number, as one for each row: each head has places of
-    its own, and its numbers are stretched by (m,)."""
+    """Merge the sparse vectors of several heads into one per row.
+
+    A salt per head keeps their positions apart; `stretch` (m,) multiplies their values.
+    """
     rows, found = [], []
     for i, vectors in heads.items():
         row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
@@ -183,13 +187,14 @@ def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.nda
     return build_sparse(row[order], place[order], number[order], len(vectors))
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Columns(Heads):
-    """s(q, k) = Σ_c w_c s_c(q_c, k_c): each head looks at its own column of a key that is a tuple.
+    """s(q, k) = Σ_c w_c s_c(q_c, k_c): each head encodes one column of a key that is a tuple.
 
-    A query is such a tuple too, where None asks nothing of a column and leaves the weight to the
-    others; or a mapping from names of columns; or one value, which is asked of every column that
-    can read it and need match one only.
+    A query is a tuple, a mapping from column names, or one value. None in a tuple ignores a column
+    and leaves its weight to the others. One value is compared with every column that can encode it,
+    and needs to match only one.
 
     >>> from qkv.database.encoders import Characters, Numbers
     >>> books = [("Dracula", 1897), ("Emma", 1815)]
@@ -219,9 +224,9 @@ class Columns(Heads):
         return np.asarray(stretch / whole[:, None], np.float32)
 
     def asked_weight(self, query: Any) -> float:
-        """The weight of the columns that are asked: as sharp as if there were only these.
+        """Return the weight of the columns in a query; dividing by it restores the sharpness.
 
-        One value need match one column only, the heaviest that reads it.
+        One value needs to match only one column: the one with the largest weight that encodes it.
         """
         parts = zip(self.weights, self._split_query(query), strict=True)
         asked = [weight for weight, part in parts if part is not None]
@@ -229,14 +234,14 @@ class Columns(Heads):
         return (sum(asked) if several else max(asked, default=0.0)) or 1.0
 
     def _split_query(self, query: Any) -> Any:
-        """A query as a tuple of columns."""
+        """Return a query as a tuple of columns."""
         if isinstance(query, tuple | list) and len(query) == len(self.heads):
             return query
         if isinstance(query, Mapping):
-            strange = sorted(set(query) - set(self.names))
-            if strange:
+            unknown = sorted(set(query) - set(self.names))
+            if unknown:
                 raise ArgumentError(
-                    f"no column {strange[0]!r}: columns are {', '.join(self.names)}"
+                    f"no column {unknown[0]!r}: columns are {', '.join(self.names)}"
                 )
             return tuple(query.get(name) for name in self.names)
         if isinstance(query, tuple):

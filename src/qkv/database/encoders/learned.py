@@ -1,4 +1,4 @@
-"""What `learn` found: another encoder's heads, each with a projection and a pooling of its own."""
+"""The encoder that `learn` trains: a projection and a pooling for each head of a base encoder."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from qkv.errors import ArgumentError
 from qkv.frameworks.ragged import Ragged, entry_positions, entry_values, sparse_products
 from qkv.frameworks.ragged import build_sparse as sparse_of
 from qkv.scores import ScaledDot, Score
+from qkv.util.keyword_hints import suggest_keywords
 
 TEXTS_PER_BLOCK = 4096
 MAX_TOKEN_POSITIONS = 32
-"""Tokens of a text whose place counts; those after share the last place."""
+"""Positions with their own parameter; later tokens share the last one."""
 
 SIDES = ("query", "key")
 
 
 class TokenBag(NamedTuple):
-    """The tokens of m texts in one row: ids (t,), offsets (m + 1,), and each one's place (t,)."""
+    """The tokens of m texts: ids (t,), offsets of the texts (m + 1,), positions in them (t,)."""
 
     ids: np.ndarray
     offsets: np.ndarray
     positions: np.ndarray
 
     def take_texts(self, texts: np.ndarray) -> TokenBag:
-        """The bag of some of the texts."""
+        """Return the bag of these texts."""
         lengths = self.offsets[texts + 1] - self.offsets[texts]
         offsets = np.zeros(len(texts) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         at = np.arange(offsets[-1]) + np.repeat(self.offsets[texts] - offsets[:-1], lengths)
         return TokenBag(self.ids[at], offsets, self.positions[at])
 
-    def drop_tokens(self, kept: np.ndarray) -> TokenBag:
-        """The bag without the tokens where kept (t,) is False."""
-        count = np.concatenate([[0], np.cumsum(kept)])
-        return TokenBag(self.ids[kept], count[self.offsets], self.positions[kept])
+    def drop_tokens(self, is_kept: np.ndarray) -> TokenBag:
+        """Return the bag of the tokens for which `is_kept` (t,) is True."""
+        count = np.concatenate([[0], np.cumsum(is_kept)])
+        return TokenBag(self.ids[is_kept], count[self.offsets], self.positions[is_kept])
 
 
 class HeadInput(NamedTuple):
-    """What a head has of m texts: tokens, sparse vectors or vectors, and how long (m,) these shall
-    be."""
+    """The input of a head for m texts: tokens, sparse or dense vectors, and their lengths (m,)."""
 
     x: TokenBag | Ragged | np.ndarray
     length: np.ndarray | None = None
@@ -67,7 +67,7 @@ class HeadInput(NamedTuple):
 
 
 class ProjectedVectors(NamedTuple):
-    """Vectors (m, width), and the sparse ones beside them."""
+    """Dense vectors (m, width), and the sparse ones that supplement them."""
 
     dense: np.ndarray
     sparse: Ragged | None
@@ -78,7 +78,7 @@ class ProjectedVectors(NamedTuple):
         )
 
     def compute_scores(self, key: ProjectedVectors) -> np.ndarray:
-        """The products with keys, (n, m)."""
+        """Return the dot products with the keys, (n, m)."""
         s: np.ndarray = self.dense @ key.dense.T
         if self.sparse is not None and key.sparse is not None:
             s += sparse_products(self.sparse, key.sparse)
@@ -86,7 +86,8 @@ class ProjectedVectors(NamedTuple):
 
 
 def build_token_bag(ids: np.ndarray, offsets: np.ndarray) -> TokenBag:
-    """
+    """Build a bag with the position of each token.
+
     >>> build_token_bag(np.array([5, 7, 5]), np.array([0, 2, 2, 3])).positions.tolist()
     [0, 1, 0]
     """
@@ -95,7 +96,7 @@ def build_token_bag(ids: np.ndarray, offsets: np.ndarray) -> TokenBag:
 
 
 def softmax_by_text(logits: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """softmax over each text's tokens: logits (t,) → weights (t,).
+    """Return the softmax over the tokens of each text: logits (t,) → weights (t,).
 
     >>> softmax_by_text(np.array([1.0, 1.0, 7.0]), np.array([0, 2, 2, 3])).tolist()
     [0.5, 0.5, 1.0]
@@ -112,7 +113,7 @@ def softmax_by_text(logits: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def pool_tokens(
     table: np.ndarray, weights: np.ndarray, ids: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """Σ_t weights[t] table[ids[t]] over each text: (m, width); 0 for a text of no tokens."""
+    """Return Σ_t weights[t] table[ids[t]] over each text, (m, width); 0 for an empty text."""
     out = np.zeros((len(offsets) - 1, table.shape[1]), table.dtype)
     some = np.flatnonzero(np.diff(offsets))
     if len(some):
@@ -120,16 +121,17 @@ def pool_tokens(
     return out
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Learned(Encoder):
     """s(q, k) = τ Σ_h w_h cos(W_Qʰ x_h(q), W_Kʰ x_h(k)), with Σ w_h = 1.
 
-    x_h is the vector that head h of `base` gives. Where it has tokens, their pooling is an
-    attention of its own, x = Σ_t softmax_t(a[token t] + b[place t]) E[token t]. Queries and keys
-    each have their W (w), a (logits), b (places) and, where they were learned, E (vectors).
-    `parameters` holds them as "head.side.name", and ln τw_h as "scales". A head of sparse vectors
-    has no W but a weight for each word of the keys, Σ_w e^(g_w) φ_w ψ_w, with g as "head.words".
-    `learn` makes one; W = 1 and a = b = g = 0, where it begins, give what `base` gives.
+    x_h is the vector of head h of `base`. A head with tokens pools them with an attention:
+    x = Σ_t softmax_t(a[token t] + b[position t]) E[token t]. Queries and keys have separate W (w),
+    a (logits), b (places) and, if learned, E (vectors). `parameters` has them as "head.side.name",
+    and ln τw_h as "scales". A head of sparse vectors has no W but a weight for each word of the
+    keys, Σ_w e^(g_w) φ_w ψ_w, with g as "head.words". `learn` trains one. It starts with W = 1 and
+    a = b = g = 0, which gives the vectors of `base`.
 
     >>> from qkv.database.encoders import Characters
     >>> encoder = Learned.from_base(Characters(64), rows=3)
@@ -145,13 +147,13 @@ class Learned(Encoder):
 
     @classmethod
     def from_base(cls, base: Encoder, rows: int, vectors: bool = False) -> Learned:
-        """Where learning begins: what `base` does. A `base` that has learned goes on from there."""
+        """Return the start of training: the same vectors as `base`, also if `base` is learned."""
         if isinstance(base, Learned):
             parameters, cosines = dict(base.parameters), base.cosines
             base = base.base
         else:
             heads = leaf_heads(base)
-            # Where a head is no cosine, its vectors must keep their lengths.
+            # The vectors of a head without cosine must keep their lengths.
             cosines = tuple(head.uses_cosine or has_tokens(head) for head, _ in heads)
             shared = isinstance(base, Heads) or all(cosines)
             start = sharpness_for_rows(rows) if shared else base.head_scale(rows)
@@ -182,13 +184,13 @@ class Learned(Encoder):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """w_h: how much each head counts."""
+        """The weights w_h of the heads."""
         scales = np.exp(self.parameters["scales"].astype(np.float64))
         return tuple((scales / scales.sum()).tolist())
 
     @property
     def sharpness(self) -> float:
-        """τ, for as many rows as it was learned with."""
+        """The scale τ for the number of rows in training."""
         return float(np.exp(self.parameters["scales"].astype(np.float64)).sum())
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
@@ -219,11 +221,11 @@ class Learned(Encoder):
         return out
 
     def project_inputs(self, found: Sequence[HeadInput], side: str) -> ProjectedVectors:
-        """The vectors of what `extract_features` found, and the sparse ones beside them."""
+        """Return the dense and sparse vectors of the features of `extract_features`."""
         return ProjectedVectors(self.project_dense(found, side), self.project_sparse(found, side))
 
     def project_sparse(self, found: Sequence[HeadInput], side: str) -> Ragged | None:
-        """The sparse vectors, with what was learned of each word on the side of the query."""
+        """Return the sparse vectors; those of queries include the learned weights of words."""
         own, stretch = {}, {}
         for i, ((x, length), (head, _), weight) in enumerate(
             zip(found, leaf_heads(self.base), self.weights, strict=True)
@@ -242,7 +244,7 @@ class Learned(Encoder):
         return sparse_of(row, place, entry_values(vectors) * factor, len(vectors))
 
     def project_dense(self, found: Sequence[HeadInput], side: str) -> np.ndarray:
-        """The vectors (m, width) of what `extract_features` found, heads end to end."""
+        """Return the dense vectors (m, width) of the features, all heads concatenated."""
         parts = []
         for i, ((x, length), (head, _), weight) in enumerate(
             zip(found, leaf_heads(self.base), self.weights, strict=True)
@@ -281,7 +283,7 @@ class Learned(Encoder):
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The parameters; of a table of vectors only the rows that were moved."""
+        """Return the parameters; for a table of vectors, only the rows that training changed."""
         found = {f"base.{name}": array for name, array in self.base.arrays().items()}
         heads = leaf_heads(self.base)
         for name, array in self.parameters.items():
@@ -298,12 +300,12 @@ class Learned(Encoder):
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Learned:
         from qkv.database.encoders import load
 
-        given = given.base if isinstance(given, cls) else given
-        base = load(settings["base"], select_by_prefix("base.", arrays), given)
+        user_encoder = user_encoder.base if isinstance(user_encoder, cls) else user_encoder
+        base = load(settings["base"], select_by_prefix("base.", arrays), user_encoder)
         parameters = select_by_prefix("learned.", arrays)
         for name, rows in select_by_prefix("moved.", arrays).items():
             table = token_table(leaf_heads(base)[int(name.partition(".")[0])][0]).copy()
@@ -313,14 +315,14 @@ class Learned(Encoder):
         for name, array in expected.items():
             if name not in parameters or parameters[name].shape != array.shape:
                 raise ArgumentError(
-                    f"Learned: its array {name!r} does not fit the encoder {base!r} it was "
-                    "learned on: learn again"
+                    f"Learned: the array {name!r} does not fit the base encoder {base!r}: run "
+                    "learn again"
                 )
         return cls(base, settings["rows"], tuple(settings["cosines"]), parameters)
 
 
 def leaf_heads(encoder: Encoder) -> list[tuple[Encoder, float]]:
-    """The heads of an encoder, those of its heads among them, each with its weight.
+    """Return the heads of an encoder, with those of nested heads, and their weights.
 
     >>> from qkv.database.encoders import Characters, Exact
     >>> inner = Heads([Characters(64), Exact(64)])
@@ -342,8 +344,10 @@ def extract_features(
     side: str,
     wanted: Callable[[Encoder], bool] = lambda head: True,
 ) -> list[HeadInput]:
-    """What each head has before anything learned: its tokens, or its vectors (m, head_width); of
-    heads that are not wanted, nothing."""
+    """Return the input of each head: its tokens, or its vectors (m, head_width).
+
+    Heads for which `wanted` is False get empty vectors.
+    """
     if not isinstance(encoder, Heads):
         if not wanted(encoder):
             return [HeadInput(np.zeros((len(keys), 0), np.float32))]
@@ -364,7 +368,7 @@ def extract_features(
 
 
 def _vector_lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray | None:
-    """How long (m, h) the heads' vectors are beside √weight, or None where they are just that."""
+    """Return the factors (m, h) of the vectors relative to √weight; None if all are 1."""
     if (type(heads).head_shares, type(heads)._head_factors) == (
         Heads.head_shares,
         Heads._head_factors,
@@ -380,21 +384,21 @@ def _vector_lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray 
 
 
 def is_sparse(encoder: Encoder) -> bool:
-    """Whether its vectors are sparse, with a number for each word that it knows."""
+    """Return whether the vectors are sparse, with a number per word."""
     return isinstance(encoder, Lexical)
 
 
 def word_places(head: Encoder) -> np.ndarray:
-    """The places of the words that such a head was fitted to, ascending."""
+    """Return the positions of the words that a sparse head was fitted to, ascending."""
     codes: np.ndarray | None = head.codes  # type: ignore[attr-defined]
     return np.zeros(0, np.uint32) if codes is None else codes
 
 
 def has_tokens(encoder: Encoder) -> bool:
-    """Whether its vectors are pooled from a table of tokens, as those of `Words` are."""
+    """Return whether the encoder pools vectors of tokens, as `Words` does."""
     return callable(getattr(encoder, "tokens", None)) and hasattr(encoder, "table")
 
 
 def token_table(head: Encoder) -> np.ndarray:
-    """The vectors (vocabulary, width) of a head's tokens."""
+    """Return the token vectors (vocabulary, width) of a head."""
     return head.table  # type: ignore[attr-defined, no-any-return]

@@ -1,4 +1,4 @@
-"""Text by the words that it shares with another: BM25, which is a dot product too."""
+"""Encode text by its words: BM25 as a dot product of sparse vectors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from qkv.database.encoders.characters import SPACE_CODE, mix_hash, split_blocks,
 from qkv.errors import ArgumentError
 from qkv.frameworks import threads
 from qkv.frameworks.ragged import Ragged, build_sparse, concat_ragged
+from qkv.util.keyword_hints import suggest_keywords
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Lexical(Encoder):
     """s(q, k) = Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
 
-    That is BM25, as a share of what the words w of the query tell and what a key usually does: two
-    common words that are found are less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½))
-    is large for words that few of the m keys have, f counts w in the key, |k| its words. φ(q) holds
-    the idf and ψ(k) the rest, one number for each word: they are sparse vectors, in which a word's
-    place is its 32-bit hash. A word that no key had when it was fitted has df = 0, and finds what
-    came later; before `fit` there is none, and all is 0.
+    This is BM25, normalized by the idf of the query and of a usual key, so that two common words
+    count less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½)) is large for words that few
+    of the m keys have; f counts w in the key, |k| is its number of words. The query's sparse vector
+    has the idf, the key's has the other factor; the position of a word is its 32-bit hash. A word
+    that no key had in `fit` has df = 0 and matches later keys. Before `fit`, all vectors are 0.
 
-    With `doubt`, the words that keys had count r^`doubt` times as much, where r is their share of
-    Σ_w idf(w): where the others are misspelled, letters tell more (`Text`).
+    With `doubt`, known words count r^`doubt` times as much, where r is their share of Σ_w idf(w):
+    if other words are misspelled, letters say more (`Text`).
 
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
     >>> query, key = encoder.encode_pair(["the dog"], ["the dog ran", "the cat sat"])
@@ -82,7 +83,7 @@ class Lexical(Encoder):
 
     @property
     def width(self) -> int:
-        """None: its vectors are sparse ones alone."""
+        """0: the vectors are only sparse."""
         return 0
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
@@ -98,7 +99,7 @@ class Lexical(Encoder):
     def _weigh_words(
         self, block: list[str], query: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The row, hash and number (w,) of the words of some keys or queries."""
+        """Return the row, hash and value (w,) of each word of keys or queries."""
         row, code, f = count_words(block)
         if self.codes is None:
             return row[:0], code[:0], np.empty(0)
@@ -111,7 +112,7 @@ class Lexical(Encoder):
         return row, code, weight
 
     def known_share(self, queries: Sequence[Any]) -> np.ndarray:
-        """r, the share of what the words of each query tell that is in words of some key, (n,)."""
+        """Return r, the share of each query's idf in words that some key has, (n,)."""
         found = [
             self._word_statistics(*count_words(block), len(block))[3]
             for _, block in split_blocks(to_texts(queries))
@@ -121,14 +122,14 @@ class Lexical(Encoder):
     def _word_statistics(
         self, row: np.ndarray, code: np.ndarray, f: np.ndarray, rows: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of words: which some key has, and their idf; of rows: what they tell, and r."""
+        """Return per word whether a key has it and its idf; per row the sum of idf, and r."""
         count = self._key_counts(code)
         known, idf = count > 0, np.log1p((self.rows - count + 0.5) / (count + 0.5))
         told, found = (np.bincount(row, f * idf * x, rows) for x in (1, known))
         return known, idf, told, found / np.maximum(told, 1e-30)
 
     def _key_counts(self, code: np.ndarray) -> np.ndarray:
-        """In how many keys each word is, by its hash, (w,)."""
+        """Return the number of keys that have each word, by hash, (w,)."""
         if self.codes is None or self.counts is None or not len(self.codes):
             return np.zeros(len(code), np.int32)
         at = np.minimum(np.searchsorted(self.codes, code), len(self.codes) - 1)
@@ -136,7 +137,7 @@ class Lexical(Encoder):
 
 
 def count_words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The words of some texts, each once for each text: its row, 32-bit hash and count (w,).
+    """Return the row, 32-bit hash and count (w,) of each distinct word of each text.
 
     >>> row, _, count = count_words(["to be or not to be", "", "Be!"])
     >>> row.tolist(), sorted(count[row == 0].tolist())

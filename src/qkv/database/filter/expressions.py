@@ -1,4 +1,4 @@
-"""Which rows may answer: a condition on columns, as a mapping, an expression, or a function."""
+"""The `where` conditions: a mapping or an expression, compiled to a function of a chunk."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _TOKENS = re.compile(
     r"""|`(?P<name>(?:[^`]|``)*)`(?!`)|`|(?P<word>[^\W\d]\w*)|(?P<sign><>|(?<![=<>!:])=(?!=))""",
     re.DOTALL,
 )
-"""A string, to the end of the text if it never closes, with a quote written twice as in SQL; a name
-in backticks, with a backtick written twice; a backtick without its partner; a word; SQL's = and
-<>."""
+"""A string (to the end if it is not closed; a doubled quote is a quote, as in SQL); a name in
+backticks (a doubled backtick is a backtick); a single backtick; a word; SQL's = and <>."""
 _SQL_SIGNS = {"=": "==", "<>": "!="}
 _SQL_WORDS = {
     **{word: word for word in ("and", "or", "not", "in", "is")},
     **{"null": "None", "none": "None", "true": "True", "false": "False"},
 }
-"""Words that SQL users write in any case, as Python has them."""
+"""Words of SQL, which ignores case, and their Python form."""
 _LONGEST_NAME = 1_000
-"""Characters of a column's name that may be written without backticks in another Unicode form."""
+"""The longest column name, in characters, that is compared in a normalized Unicode form."""
 _HELP = (
     (re.compile(r"\bbetween\b", re.I), "for between, write 1900 <= year <= 1950"),
     (re.compile(r"\bi?like\b", re.I), "for like, write 'part of a text' in column"),
@@ -40,32 +39,29 @@ _HELP = (
     (re.compile(r"=<|=>"), "write <= and >="),
     (re.compile(r"!(?!=)"), "write not for !"),
 )
-"""What people write who know another language, and what to write instead."""
+"""Syntax of other languages, and the advice for each."""
 _MAX_QUOTED_CHARACTERS = 60
-"""Characters of a caller's text that an error quotes."""
+"""The number of characters of an expression that an error quotes."""
 
 
 def compile_condition(where: Any, names: Sequence[str]) -> Condition:
-    """`where` as a function of rows.
+    """Compile `where` to a function that evaluates it on a chunk of rows.
 
-    A mapping names columns and what they must equal, or a list of what they may equal. Text is an
-    expression of Python's comparisons over the columns' names: == != < <= > >= in, is, and or not.
-    SQL's =, <>, AND, OR, NOT, IN, IS NULL and quotes written twice mean the same here. A name that
-    is no Python name stands in backticks. A missing cell equals None alone, and is neither less nor
-    more than anything. Text is not compared with numbers: that is an error.
+    A mapping gives for each column the cell that it must equal, or a list of such cells. A text is
+    an expression of column names, constants and Python's == != < <= > >= in, is, and, or, not.
+    SQL's =, <>, AND, OR, NOT, IN, IS NULL and doubled quotes work too. A name that is not a Python
+    identifier is written in backticks. A missing cell equals only None, and no order comparison
+    with it is true. Comparing text with numbers is an error.
     """
     if isinstance(where, str):
         return comparisons.suppress_nan_warnings(_Expression(where, names).compile_expression())
     if isinstance(where, Mapping):
         parts = []
-        for name, wish in where.items():
+        for name, expected in where.items():
             _check_column(name, names)
-            many = isinstance(wish, list | set | frozenset)
-            parts.append(
-                comparisons.membership_condition(
-                    ColumnName(name), [Constant(x) for x in (wish if many else [wish])]
-                )
-            )
+            is_list = isinstance(expected, list | set | frozenset)
+            members = [Constant(x) for x in (expected if is_list else [expected])]
+            parts.append(comparisons.membership_condition(ColumnName(name), members))
         return comparisons.suppress_nan_warnings(comparisons.combine_conditions(parts, all_of=True))
     raise DtypeError(
         'where must be a mapping of columns, an expression such as "year > 1950", or a function '
@@ -74,7 +70,7 @@ def compile_condition(where: Any, names: Sequence[str]) -> Condition:
 
 
 def columns_in(where: Any, names: Sequence[str]) -> list[str]:
-    """The columns that a condition looks at, in its order; none for a function.
+    """Return the columns that a condition reads, in its order; [] for a function.
 
     >>> columns_in("year > 1950 and `first name` = 'Li'", ["first name", "year"])
     ['year', 'first name']
@@ -85,48 +81,50 @@ def columns_in(where: Any, names: Sequence[str]) -> list[str]:
 
 
 def as_text(where: Any) -> str:
-    """A condition as an error or a hint quotes it."""
+    """Return a condition as an error or a hint quotes it."""
     if callable(where):
         return f"where={getattr(where, '__name__', type(where).__name__)}"
     return f"where={_quote_text(where) if isinstance(where, str) else quote_cell(where)}"
 
 
 class PartialTableCondition(NamedTuple):
-    """A condition on rows that are part of a table: how many cells of each kind its columns have
-    in all, which decides what may be compared."""
+    """A condition for a shard, with the counts of cell kinds of the whole table.
+
+    The counts decide which comparisons are errors, so every shard decides alike.
+    """
 
     where: Any
     cell_kind_counts: Mapping[str, np.ndarray]
 
 
 class _Expression:
-    """An expression of Python's grammar, of which comparisons and and, or, not are understood."""
+    """An expression in Python's grammar, of comparisons combined by and, or, not."""
 
     def __init__(self, text: str, names: Sequence[str]):
         self.text, self.names = text, names
         self.quoted_columns: dict[str, str] = {}
         self.lines: list[bytes] = []
-        """Lines of what Python parses: it counts columns in bytes."""
+        """The parsed lines as bytes, since `ast` counts offsets in bytes."""
 
     def compile_expression(self) -> Condition:
         try:
-            return self._build_condition(self._parsed())
+            return self._build_condition(self._parse())
         except (ValueError, RecursionError, MemoryError) as error:
             if isinstance(error, ArgumentError):
                 raise
             raise self._syntax_error(None) from None
 
     def columns(self) -> list[str]:
-        """The columns that are named, in their order."""
-        nodes = (node for node in ast.walk(self._parsed()) if isinstance(node, ast.Name))
+        """Return the columns of the expression, in order."""
+        nodes = (node for node in ast.walk(self._parse()) if isinstance(node, ast.Name))
         ordered = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
         return list(dict.fromkeys(map(self._resolve_column, ordered)))
 
-    def _parsed(self) -> ast.expr:
+    def _parse(self) -> ast.expr:
         source, self.quoted_columns = self._replace_quoted_names()
         try:
-            # In brackets, so that it may go over several lines; on lines of its own, so that one
-            # which closes them itself is told from the others by where it begins.
+            # Brackets allow several lines. If the text closes the bracket itself, the result
+            # begins on line 1 and is rejected below.
             bracketed = f"(\n{source.strip()}\n)"
             body = ast.parse(bracketed, mode="eval").body
             self.lines = [line.encode() for line in re.split(r"\r\n|\r|\n", bracketed)]
@@ -135,7 +133,7 @@ class _Expression:
             same = line == 2 and source == self.text
             raise self._syntax_error(at if same else None) from None
         if isinstance(body, ast.Tuple):
-            raise self._syntax_error(None, "write and, or or, between conditions, not a comma")
+            raise self._syntax_error(None, "combine conditions with and / or, not with a comma")
         if body.lineno == 1:
             raise self._syntax_error(None)
         return body
@@ -144,49 +142,48 @@ class _Expression:
         where = f" at character {at}" if at else ""
         write = "write comparisons of columns, such as \"year > 1950 and genre == 'fiction'\""
         return ArgumentError(
-            f"where: cannot read {_quote_text(self.text)}{where}: "
+            f"where: cannot parse {_quote_text(self.text)}{where}: "
             f"{instead or self._help() or write}"
             f"{self._backtick_advice()}"
         )
 
     def _help(self) -> str:
-        """What to write for the words and signs of other languages, outside of quotes."""
+        """Return advice for syntax of other languages, outside of quotes."""
         bare = _TOKENS.sub(lambda x: x[0] if x["word"] or x["sign"] else " ", self.text)
         return "; ".join(help for sign, help in _HELP if sign.search(bare))
 
     def _backtick_advice(self) -> str:
-        """What to write for a column whose name is not read as one."""
+        """Return advice for a column whose name needs backticks."""
         quoted = set(self.quoted_columns.values())
         odd = (x for x in self.names if x in self.text and not x.isidentifier() and x not in quoted)
         longest = max(odd, key=len, default=None)
-        return "" if longest is None else f"; column {longest!r} stands in backticks: `{longest}`"
+        return "" if longest is None else f"; write column {longest!r} in backticks: `{longest}`"
 
     def _replace_quoted_names(self) -> tuple[str, dict[str, str]]:
-        """The text as Python writes it, with `column names` in backticks made into names that no
-        column has."""
+        """Return the text in Python syntax, with placeholder names for names in backticks."""
         quoted: dict[str, str] = {}
 
-        def replace_name(found: re.Match[str]) -> str:
-            if found[0] == "`":
+        def replace_token(token: re.Match[str]) -> str:
+            if token[0] == "`":
                 raise ArgumentError(f"where: a backtick in {_quote_text(self.text)} is not closed")
-            if found["sign"]:
-                return _SQL_SIGNS[found["sign"]]
-            if found["word"]:
-                # A column of this very name is meant first; None, True and False are Python's.
-                known = found["word"] in self.names or found["word"] in ("None", "True", "False")
-                return found[0] if known else _SQL_WORDS.get(found["word"].lower(), found[0])
-            if found["name"] is None:
-                twice = (found["quote"] or "") * 2
-                if twice and twice in found["text"]:
-                    end = found[0][1 + len(found["text"]) :]
-                    return found["quote"] + _unescaped(found["text"], found["quote"]) + end
-                return found[0]
-            tried = (f"_column_{len(quoted)}_{i}" for i in range(len(self.names) + 1))
-            place = next(free for free in tried if free not in self.names)
-            quoted[place] = found["name"].replace("``", "`")
-            return f" {place} "
+            if token["sign"]:
+                return _SQL_SIGNS[token["sign"]]
+            if token["word"]:
+                # A column of this name has priority over a word of SQL.
+                is_known = token["word"] in self.names or token["word"] in ("None", "True", "False")
+                return token[0] if is_known else _SQL_WORDS.get(token["word"].lower(), token[0])
+            if token["name"] is None:
+                doubled = (token["quote"] or "") * 2
+                if doubled and doubled in token["text"]:
+                    end = token[0][1 + len(token["text"]) :]
+                    return token["quote"] + _escape_quotes(token["text"], token["quote"]) + end
+                return token[0]
+            candidates = (f"_column_{len(quoted)}_{i}" for i in range(len(self.names) + 1))
+            placeholder = next(name for name in candidates if name not in self.names)
+            quoted[placeholder] = token["name"].replace("``", "`")
+            return f" {placeholder} "
 
-        return _TOKENS.sub(replace_name, self.text), quoted
+        return _TOKENS.sub(replace_token, self.text), quoted
 
     def _build_condition(self, node: ast.expr) -> Condition:
         match node:
@@ -210,19 +207,19 @@ class _Expression:
         raise self._unsupported_error(node)
 
     def _build_comparison(self, op: ast.cmpop, left: ast.expr, right: ast.expr) -> Condition:
-        self._refuse_quoted_columns(left, right)
+        self._check_quoted_columns(left, right)
         if type(op) in _MEMBERSHIP_OPERATORS:
-            wished = _MEMBERSHIP_OPERATORS[type(op)]
+            is_positive = _MEMBERSHIP_OPERATORS[type(op)]
             if isinstance(right, ast.List | ast.Tuple | ast.Set):
-                found = comparisons.membership_condition(
+                condition = comparisons.membership_condition(
                     self._build_operand(left), list(map(self._build_operand, right.elts))
                 )
             else:
-                found = comparisons.substring_condition(
+                condition = comparisons.substring_condition(
                     self._build_operand(right), self._build_operand(left)
                 )
         elif type(op) in _EQUALITY_OPERATORS:
-            wished, found = (
+            is_positive, condition = (
                 _EQUALITY_OPERATORS[type(op)],
                 comparisons.membership_condition(
                     self._build_operand(left), [self._build_operand(right)]
@@ -232,11 +229,13 @@ class _Expression:
             return comparisons.order_condition(
                 op, self._build_operand(left), self._build_operand(right)
             )
-        return found if wished else lambda table: ~found(table)
+        return condition if is_positive else lambda table: ~condition(table)
 
-    def _refuse_quoted_columns(self, *sides: ast.expr) -> None:
-        """Refuse a comparison of two constants of which one is a column's name in quotes, as SQL
-        and JSON write names: it would find nothing without a word."""
+    def _check_quoted_columns(self, *sides: ast.expr) -> None:
+        """Raise an error for two constants of which one is a column's name in quotes.
+
+        SQL and JSON quote names like this. The comparison would match no rows.
+        """
         if all(isinstance(side, ast.Constant) for side in sides):
             for side in sides:
                 if isinstance(name := getattr(side, "value", None), str) and name in self.names:
@@ -259,41 +258,43 @@ class _Expression:
         raise self._unsupported_error(node)
 
     def _resolve_column(self, node: ast.Name) -> str:
-        """The column that is written there, or the only one that looks the same: to Python µ is μ,
-        and é is one letter, where a table may have both."""
+        """Return the column of this name, or the only one that is equal after normalization.
+
+        Python normalizes identifiers: µ becomes μ. A column may be named with either.
+        """
         column = self.quoted_columns.get(node.id)
         if column is None:
-            # As it was written: ast.get_source_segment would split all lines for each name.
+            # The name before normalization; ast.get_source_segment is slow on many lines.
             column = self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
             if column not in self.names:
-                # Longer names are no Python names, and would take long to normalize.
+                # Normalizing very long names takes too long.
                 names = [x for x in self.names if len(x) <= _LONGEST_NAME]
                 alike = [x for x in names if unicodedata.normalize("NFKC", x) == node.id]
                 column = alike[0] if len(alike) == 1 else column
         _check_column(
-            column, self.names, "" if node.id in self.quoted_columns else " Text stands in quotes."
+            column, self.names, "" if node.id in self.quoted_columns else " Write text in quotes."
         )
         return column
 
     def _unsupported_error(self, node: ast.expr) -> ArgumentError:
-        told = ast.unparse(node)
-        for place, column in self.quoted_columns.items():
-            told = told.replace(place, f"`{column}`")
-        only = "only columns, constants, comparisons, in, and, or, not"
+        part = ast.unparse(node)
+        for placeholder, column in self.quoted_columns.items():
+            part = part.replace(placeholder, f"`{column}`")
+        supported = "use only columns, constants, comparisons, in, and, or, not"
         return ArgumentError(
-            f"where: {_quote_text(told)} in {_quote_text(self.text)} is not understood: "
-            f"{self._help() or only}{self._backtick_advice()}"
+            f"where: {_quote_text(part)} in {_quote_text(self.text)} is not supported: "
+            f"{self._help() or supported}{self._backtick_advice()}"
         )
 
 
 def _check_column(name: str, names: Sequence[str], more: str = "") -> None:
     if name not in names:
-        told = unknown_name_error("column", name, names)
-        raise told if "did you mean" in str(told) else ArgumentError(f"{told}{more}")
+        error = unknown_name_error("column", name, names)
+        raise error if "did you mean" in str(error) else ArgumentError(f"{error}{more}")
 
 
-def _unescaped(text: str, quote: str) -> str:
-    """The inside of a string with each quote that is written twice as Python escapes it."""
+def _escape_quotes(text: str, quote: str) -> str:
+    """Replace doubled quotes inside a string by escaped ones."""
     return re.sub(rf"\\.|{quote}{quote}", lambda x: x[0] if x[0][0] == "\\" else f"\\{quote}", text)
 
 

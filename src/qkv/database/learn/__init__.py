@@ -1,4 +1,4 @@
-"""Learn from examples which keys a query means: gradient descent on the attention weights."""
+"""Training of an encoder on (query, right key) pairs, by gradient descent on −ln α."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ from typing import Any
 
 from qkv.database.encoders.base import Encoder
 from qkv.database.encoders.learned import Learned
-from qkv.database.learn.checkpoint import CheckpointError
-from qkv.database.learn.descent import GradientDescent, TrainingOptions
+from qkv.database.learn.descent import CheckpointError, GradientDescent, TrainingOptions
 from qkv.database.learn.task import build_task
 from qkv.util.types import ProgressCallback
 
 __all__ = ["CheckpointError", "Report", "learn"]
 
 
-TRAINING_PAIRS_NOTE = (
-    "asked again on the very pairs that it learned from, which says little of others:"
-)
+TRAINING_PAIRS_NOTE = "measured on the training pairs, which says little about other queries:"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Recall at 1, 10 and 100 among all keys, before and after, on pairs that were held out.
+    """Recall at 1, 10 and 100 among all keys, before and after training.
 
-    Where none were (`held_out` is 0), it is asked again on the pairs that it learned from. `loss`
-    has one entry an epoch, the mean −ln α over its candidates. `best` is the epoch that was kept, 0
-    for none; `stopped` says why there were not more. `weights` and `sharpness` are the heads' and
-    the temperature's inverse, calibrated on what was held out.
+    It is measured on the held-out pairs, or on the training pairs if `held_out` is 0. `loss` has
+    one entry per epoch: the mean −ln α over its candidates. `best` is the selected epoch, 0 for
+    none. `stopped` says why training ended. `weights` are those of the heads. `sharpness` is the
+    inverse temperature, calibrated on the held-out pairs.
     """
 
     before: Mapping[int, float]
@@ -51,12 +48,12 @@ class Report:
         lines = [] if self.held_out else [TRAINING_PAIRS_NOTE]
         lines.append("recall    " + "".join(f"{f'at {k}':>9}" for k in self.before))
         for name in ("before", "after"):
-            found = getattr(self, name).values()
-            lines.append(f"{name:<10}" + "".join(f"{x:>9.3f}" for x in found))
-        asked = f"{self.held_out:,} held out" if self.held_out else "none held out"
-        lines.append(f"{self.pairs:,} pairs to learn from, {asked}, among {self.keys:,} keys")
+            recalls = getattr(self, name).values()
+            lines.append(f"{name:<10}" + "".join(f"{x:>9.3f}" for x in recalls))
+        held_out = f"{self.held_out:,} held out" if self.held_out else "none held out"
+        lines.append(f"{self.pairs:,} training pairs, {held_out}, among {self.keys:,} keys")
         lines.append(
-            f"{self.epochs} epochs in {self.seconds:.1f} s, kept epoch {self.best}; {self.stopped}"
+            f"{self.epochs} epochs in {self.seconds:.1f} s, best epoch {self.best}; {self.stopped}"
         )
         return "\n".join(lines)
 
@@ -79,19 +76,21 @@ def learn(
     resume: str | Path | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[Learned, Report]:
-    """min over W_Q, W_K, pooling, w_h, τ of −Σ_pairs weight · ln α(query, right key).
+    """Minimize −Σ_pairs weight · ln α(query, right key) over W_Q, W_K, pooling, w_h and τ.
 
-    `pairs` are (query, right key), or with a weight as third, such as clicks; one query may have
-    several right keys. `keys` are all keys of the database, every right one among them. The
-    candidates that α weighs are all keys if they are few, else the right keys of the batch and for
-    each query `hard` keys that it takes for right. `vectors` learns the tokens' vectors too, which
-    wants many pairs; `dropout` is the share of tokens that a step does not see. A share of the
-    queries is `held_out` (a tenth of 100 or more, none of fewer), or pairs of your own are: the
-    epoch that does best on them is kept, and after `patience` epochs without a better one, or
-    `budget_s` seconds, or Ctrl-C, it ends. A Ctrl-C before there is anything better is raised.
+    `pairs` are (query, right key) or (query, right key, weight), for example with clicks as weight.
+    A query may have several right keys. `keys` are all keys of the database.
 
-    `resume` names a file to keep the state in after each epoch; if it is there, learning goes on
-    from it. The result depends on the seed and not on where it was interrupted.
+    - α is computed over all keys if they are few. Otherwise the candidates are the right keys of
+      the batch and `hard` wrong keys with high scores for each query.
+    - `vectors` trains the token vectors too, which needs many pairs. `dropout` is the share of
+      tokens that a step ignores.
+    - `held_out` is a share of the queries (by default a tenth if there are at least 100), or a list
+      of pairs. The epoch that is best on them is returned.
+    - Training ends after `epochs`, after `patience` epochs without improvement, after `budget_s`
+      seconds, or on Ctrl-C. A Ctrl-C before the first improvement raises `KeyboardInterrupt`.
+    - `resume` names a file for the state after each epoch. If the file exists, training continues
+      from it. The result depends on the seed, not on interruptions.
 
     >>> from qkv.database.encoders import Characters
     >>> keys = ["dog", "cat", "cow"]
@@ -100,10 +99,11 @@ def learn(
     >>> (encoder.encode_query(["meow"]) @ encoder.encode(keys).T).argmax(), report.after[1]
     (np.int64(1), 1.0)
     """
-    how = TrainingOptions(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
-    began = time.perf_counter()
+    options = TrainingOptions(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
+    start_time = time.perf_counter()
     task = build_task(encoder, keys, pairs, held_out, seed)
-    run = GradientDescent(task, how, Learned.from_base(encoder, len(task.keys), vectors), began)
+    initial = Learned.from_base(encoder, len(task.keys), vectors)
+    run = GradientDescent(task, options, initial, start_time)
     before = task.compute_recall(task.ranks_before())
     stopped = run.run_epochs(Path(resume) if resume is not None else None, progress)
     learned = run.calibrate_best()

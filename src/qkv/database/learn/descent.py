@@ -1,8 +1,10 @@
-"""Steps down the gradient: batches and their candidates, Adam, and the epoch that did best."""
+"""Gradient descent: batches and their candidates, Adam, the best epoch, and checkpoints."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -25,7 +27,6 @@ from qkv.database.encoders.learned import (
     word_places,
 )
 from qkv.database.encoders.text import mean_log_loss, minimize_log_scale
-from qkv.database.learn import checkpoint
 from qkv.database.learn.gradients import (
     SharedWords,
     TrainingBatch,
@@ -33,31 +34,35 @@ from qkv.database.learn.gradients import (
     find_shared_words,
 )
 from qkv.database.learn.task import SCORES_PER_BLOCK, IndexedPairs, Task, split_blocks, take_inputs
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, QkvError
 from qkv.frameworks.ragged import Ragged
 from qkv.util.progress import progress_bar
 from qkv.util.types import ProgressCallback
 
 MAX_FULL_CANDIDATES = 4096
-"""Keys up to which every one is a candidate for every query: α is then the very weight."""
+"""The largest number of keys that are all candidates, so that α is exact."""
 
 MIN_STEPS_PER_EPOCH = 20
-"""Steps of an epoch, at least: a few pairs are passed over several times."""
+"""The minimum of steps per epoch; few pairs are used several times in an epoch."""
 
 MIN_LOSS = 1e-6
-"""−ln α of the right keys below which they are told apart."""
+"""The loss −ln α below which the right keys count as separated."""
 
 WARMUP_STEPS = 100
 MINING_SAMPLE_KEYS = 16384
-"""Keys, drawn anew each time, among which hard negatives are sought."""
+"""The number of sampled keys among which hard negatives are searched."""
 
 FIRST_MINING_EPOCH, EPOCHS_PER_MINING = 2, 3
 HARD_NEGATIVES_PER_PAIR = 8
 
 
+class CheckpointError(QkvError, ValueError):
+    """The file to resume from is damaged, or belongs to other keys, pairs or settings."""
+
+
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What was asked of learning, checked."""
+    """The checked options of `learn`."""
 
     epochs: int
     vectors: bool
@@ -86,7 +91,7 @@ class TrainingOptions:
 
 @dataclass
 class GradientDescent:
-    """One descent on a task: the parameters now and at their best, and Adam's two means of each."""
+    """A training run: the current and the best parameters, and the moments of Adam."""
 
     task: Task
     options: TrainingOptions
@@ -100,7 +105,7 @@ class GradientDescent:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        task, how = self.task, self.options
+        task, options = self.task, self.options
         self.parameters = {name: array.copy() for name, array in self.initial.parameters.items()}
         self.best_parameters: Mapping[str, np.ndarray] = self.initial.parameters
         self.first_moments = {name: np.zeros_like(array) for name, array in self.parameters.items()}
@@ -117,7 +122,7 @@ class GradientDescent:
         self.tables = {i: token_table(head) for i, head in enumerate(heads) if has_tokens(head)}
         self.words = {i: word_places(head) for i, head in enumerate(heads) if is_sparse(head)}
         count = len(task.train_pairs.query)
-        self.batch_size = min(how.batch, count)
+        self.batch_size = min(options.batch, count)
         self.passes_per_epoch = -(-MIN_STEPS_PER_EPOCH // max(1, count // self.batch_size))
         self.steps_per_epoch = self.passes_per_epoch * max(1, count // self.batch_size)
 
@@ -132,45 +137,45 @@ class GradientDescent:
         return replace(self.initial, parameters=parameters)
 
     def elapsed_seconds(self) -> float:
-        """Since it began, those before it was resumed among them."""
+        """Return the seconds since the start, including those before a resume."""
         return time.perf_counter() - self.start_time
 
     def run_epochs(self, path: Path | None, progress: ProgressCallback | None) -> str:
-        """Step down until it is time to stop; says why it stopped."""
-        how, total = self.options, self.options.epochs * self.steps_per_epoch
-        # A wrong τ would cost the first epochs.
+        """Train until a stop criterion is met; return which one."""
+        options, total = self.options, self.options.epochs * self.steps_per_epoch
+        # With a wrong τ, the first epochs would be wasted.
         learned = self.build_encoder(self.parameters)
         key = self.task.project_all(learned, "key")
-        factor, _ = fit_sharpness(self.task, learned, key, self.task.train_pairs, how.seed)
+        factor, _ = fit_sharpness(self.task, learned, key, self.task.train_pairs, options.seed)
         self.parameters["scales"] += np.float32(math.log(factor))
         self.best_parameters = {name: array.copy() for name, array in self.parameters.items()}
         if self.task.holds_out:
             self.best_metrics = self.evaluate_held_out()
         if path is not None and path.exists():
-            checkpoint.load_checkpoint(self, path)
+            self.load_checkpoint(path)
         with nullcontext(progress) if progress else progress_bar("learning", total) as report:
             try:
-                while self.epoch < how.epochs:
-                    if self.epoch - self.best_epoch >= how.patience:
-                        return f"no better for {how.patience} epochs"
+                while self.epoch < options.epochs:
+                    if self.epoch - self.best_epoch >= options.patience:
+                        return f"no improvement for {options.patience} epochs"
                     in_time = self.run_epoch(report)
                     if path is not None:
-                        checkpoint.save_checkpoint(self, path)
+                        self.save_checkpoint(path)
                     if not in_time:
-                        return f"the {how.budget_s:g} s were over"
+                        return f"stopped after {options.budget_s:g} s"
             except KeyboardInterrupt:
-                if not self.best_epoch:  # nothing was learned that could be kept
+                if not self.best_epoch:  # there is no better encoder to return
                     raise
                 self.interrupted = True
-                return f"interrupted in epoch {self.epoch + 1}: the best so far was kept"
+                return f"interrupted in epoch {self.epoch + 1}: returned the best so far"
         return "all epochs done"
 
     def run_epoch(self, report: ProgressCallback) -> bool:
-        how, task = self.options, self.task
-        rng = np.random.default_rng([how.seed, 2, self.epoch])
+        options, task = self.options, self.task
+        rng = np.random.default_rng([options.seed, 2, self.epoch])
         since = self.epoch - FIRST_MINING_EPOCH
         if (
-            how.hard
+            options.hard
             and self.all_candidates is None
             and since >= 0
             and since % EPOCHS_PER_MINING == 0
@@ -182,16 +187,16 @@ class GradientDescent:
         for _ in range(self.passes_per_epoch):
             order = rng.permutation(count)
             for begin in range(0, count - self.batch_size + 1, self.batch_size):
-                in_time = how.budget_s is None or self.elapsed_seconds() < how.budget_s
+                in_time = options.budget_s is None or self.elapsed_seconds() < options.budget_s
                 if in_time:
                     losses.append(self.run_step(order[begin : begin + self.batch_size], rng))
-                    report(self.step, how.epochs * self.steps_per_epoch)
+                    report(self.step, options.epochs * self.steps_per_epoch)
         self.epoch += 1
         self.losses.append(float(np.mean(losses)) if losses else math.nan)
         mark = self.evaluate_held_out() if task.holds_out else (-self.losses[-1], 0.0)
         if mark > self.best_metrics:
             best = {name: array.copy() for name, array in self.parameters.items()}
-            # Together: after Ctrl-C in between, the mark would be of other weights.
+            # In one statement, so that Ctrl-C cannot leave them inconsistent.
             self.best_parameters, self.best_metrics, self.best_epoch = best, mark, self.epoch
         return in_time
 
@@ -209,7 +214,7 @@ class GradientDescent:
         return loss
 
     def update_adam(self, name: str, slope: np.ndarray, rows: Any, rate: float) -> None:
-        """x ← x − rate · m̂/√v̂, for the rows that the batch saw; the others rest."""
+        """Apply x ← x − rate · m̂/√v̂ to the rows that the batch used."""
         keep, keep2 = 0.9, 0.99
         m, v = self.first_moments[name][rows], self.second_moments[name][rows]
         m += (1 - keep) * (slope - m)
@@ -221,7 +226,7 @@ class GradientDescent:
     def build_batch(
         self, some: np.ndarray, rng: np.random.Generator
     ) -> tuple[TrainingBatch, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The batch of these pairs, the parameters it needs, and which rows of theirs these are."""
+        """Return the batch of these pairs, its parameters, and their rows in the full arrays."""
         pairs = self.task.train_pairs.take_pairs(some)
         candidates = self.all_candidates
         if candidates is None:
@@ -274,9 +279,9 @@ class GradientDescent:
         )
 
     def mine_hard_negatives(self, rng: np.random.Generator) -> None:
-        """For each pair the wrong keys of a sample that its query likes best."""
+        """Find, for each pair, the wrong keys of a sample with the highest scores."""
         task, learned = self.task, self.build_encoder(self.parameters)
-        # The best of each of so many parts of the sample is found faster than the best of all.
+        # The best of each part of the sample is faster to find than the best of all.
         parts = min(HARD_NEGATIVES_PER_PAIR, len(task.keys))
         count = min(MINING_SAMPLE_KEYS, len(task.keys)) // parts * parts
         sample = np.sort(rng.choice(len(task.keys), count, replace=False))
@@ -295,7 +300,7 @@ class GradientDescent:
             self.hard_negatives[some] = sample[begins + best]
 
     def evaluate_held_out(self) -> tuple[float, float]:
-        """How well the held-out part does: the mean of 1/rank, then of ln α at its best τ."""
+        """Return the mean of 1/rank and of ln α at the best τ, on the held-out pairs."""
         learned, task = self.build_encoder(self.parameters), self.task
         key = task.project_all(learned, "key")
         reciprocal = np.average(
@@ -306,7 +311,7 @@ class GradientDescent:
         )[1]
 
     def calibrate_best(self) -> Learned:
-        """The best parameters, with the τ that suits what was held out."""
+        """Return the best encoder, with τ calibrated on the held-out pairs."""
         learned = self.build_encoder(self.best_parameters)
         if not self.task.holds_out:
             return learned
@@ -316,16 +321,75 @@ class GradientDescent:
         return self.build_encoder({**learned.parameters, "scales": scales})
 
     def compute_fingerprint(self) -> str:
-        how = replace(self.options, budget_s=None)
-        return f"{self.task.fingerprint} {how}"
+        """Return a text that identifies the task and the options."""
+        return f"{self.task.fingerprint} {replace(self.options, budget_s=None)}"
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write the state after an epoch to a safetensors file, atomically."""
+        from safetensors.numpy import save
+
+        state = {
+            "fingerprint": self.compute_fingerprint(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "seconds": self.elapsed_seconds(),
+            "losses": self.losses,
+            "best_epoch": self.best_epoch,
+            "best_mark": list(self.best_metrics),
+        }
+        groups = {
+            "now": self.parameters,
+            "first": self.first_moments,
+            "second": self.second_moments,
+        }
+        if self.best_epoch != self.epoch:
+            groups["best"] = dict(self.best_parameters)
+        tensors = {f"{g}/{n}": array for g, group in groups.items() for n, array in group.items()}
+        if self.hard_negatives is not None:
+            tensors["hard"] = self.hard_negatives
+        temporary = path.with_name(path.name + ".part")
+        with open(temporary, "wb") as file:
+            file.write(save(tensors, {"state": json.dumps(state)}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Restore the state that `save_checkpoint` wrote for the same task and options."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="np") as file:
+                state = json.loads((file.metadata() or {}).get("state", "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be resumed from ({error}): remove it") from error
+        if not isinstance(state, dict) or state.get("fingerprint") != self.compute_fingerprint():
+            raise CheckpointError(
+                f"{path} belongs to other keys, pairs or settings: remove it, or name another file"
+            )
+        for prefix, group in (
+            ("now", self.parameters),
+            ("first", self.first_moments),
+            ("second", self.second_moments),
+        ):
+            for name in group:
+                group[name] = tensors[f"{prefix}/{name}"]
+        for name in ("epoch", "step", "losses", "best_epoch"):
+            setattr(self, name, state[name])
+        self.best_metrics = (state["best_mark"][0], state["best_mark"][1])
+        self.start_time = time.perf_counter() - state["seconds"]
+        best = "now" if self.best_epoch == self.epoch else "best"
+        self.best_parameters = {name: tensors[f"{best}/{name}"].copy() for name in self.parameters}
+        self.hard_negatives = tensors.get("hard")
 
 
 def fit_sharpness(
     task: Task, learned: Learned, key: ProjectedVectors, pairs: IndexedPairs, seed: int
 ) -> tuple[float, float]:
-    """The factor on τ that makes −ln α(query, right key) least over all keys, and that −ln α.
+    """Return the factor of the sharpness that minimizes −ln α(query, right key), and the minimum.
 
-    `key` are the vectors of all keys. Where there are many pairs, some of them tell enough.
+    `key` are the vectors of all keys. Only a sample of many pairs is used.
     """
     count = min(len(pairs.query), max(16, SCORES_PER_BLOCK // 4 // len(task.keys)))
     some = np.random.default_rng([seed, 3]).permutation(len(pairs.query))[:count]
@@ -335,6 +399,6 @@ def fit_sharpness(
     s -= s[np.arange(len(s)), pairs.key][:, None]
     s[pairs.find_excluded_cells(task.other_right_keys, task.key_numbers)] = -np.inf
     loss = partial(mean_log_loss, s, pairs.weight / pairs.weight.sum())
-    # Keys that are told apart gain nothing, and would be sharper without end.
+    # If the keys are separated already, the best factor would be infinite.
     factor = minimize_log_scale(loss, -3.0, 3.0) if loss(1.0) > MIN_LOSS else 1.0
     return factor, loss(factor)

@@ -1,4 +1,4 @@
-"""−log α(query, right key) of a batch and its gradients."""
+"""The loss −ln α(query, right key) of a batch, and its gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Parameters = Mapping[str, np.ndarray]
 
 
 class SharedWords(NamedTuple):
-    """The words of a batch's queries: φ (a, n), and ψ of so many keys as entries (e,) that have a
-    row, one of the a words, and a number."""
+    """The a words of a batch's n queries, φ (a, n), and their entries in the keys, ψ.
+
+    Entry e of ψ has the key `row`, the word `word` and the value `number`, each (e,).
+    """
 
     query: np.ndarray
     row: np.ndarray
@@ -26,12 +28,12 @@ class SharedWords(NamedTuple):
     key_count: int
 
     def compute_scores(self, weight: np.ndarray) -> np.ndarray:
-        """Σ_w weight_w φ_w ψ_w, with weights (a,): (n, keys)."""
+        """Return Σ_w weight_w φ_w ψ_w, (n, keys), for weights (a,)."""
         query = (self.query * weight[:, None]).astype(weight.dtype, copy=False)
         return ragged.sum_entries_by_row(query, self.row, self.word, self.number, self.key_count)
 
     def weight_gradient(self, gradient: np.ndarray) -> np.ndarray:
-        """Those of scores (n, keys) as those of weights (a,)."""
+        """Return the gradient of the weights (a,) from that of the scores (n, keys)."""
         out, along = np.zeros(len(self.query), gradient.dtype), np.ascontiguousarray(gradient.T)
         for some in ragged.entry_blocks(len(self.row), self.query.shape[1]):
             word, row = self.word[some], self.row[some]
@@ -43,7 +45,7 @@ class SharedWords(NamedTuple):
 def find_shared_words(
     query: HeadInput, key: HeadInput, known: np.ndarray
 ) -> tuple[SharedWords, np.ndarray]:
-    """The words of the queries in the keys, of those that are known (w,), and their places (a,)."""
+    """Return the shared words of queries and keys among `known` (w,), and their codes (a,)."""
     assert isinstance(query.x, Ragged) and isinstance(key.x, Ragged)
     asked = np.intersect1d(ragged.entry_positions(query.x), known)
     row, word, at = ragged.find_entries(key.x, asked)
@@ -56,12 +58,12 @@ def find_shared_words(
 
 
 class TrainingBatch(NamedTuple):
-    """n queries, c candidate keys, and which of them is right for each query.
+    """n queries, c candidate keys, and the right key of each query.
 
-    `query` and `key` hold for each head the texts' tokens, or their vectors (n or c, width), or
-    sparse ones, of which `words` has what both sides share. `right_columns` (n,) is a column of the
-    scores, `pair_shares` (n,) what each query counts, together 1, and `excluded_cells` the rows and
-    columns of keys that are right too and so must not count as wrong.
+    `query` and `key` have one input per head: tokens, vectors (n or c, width) or sparse vectors,
+    of which `words` has the shared words. `right_columns` (n,) are columns of the scores.
+    `pair_shares` (n,) are the weights of the pairs and sum to 1. `excluded_cells` are the rows and
+    columns of other right keys, which must not count as wrong.
     """
 
     query: Sequence[HeadInput]
@@ -84,11 +86,12 @@ class TrainingBatch(NamedTuple):
 def compute_gradients(
     parameters: Parameters, batch: TrainingBatch
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """loss = −Σ_i share_i ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
+    """Return the loss and the gradient of every parameter.
 
-    `parameters` has, for each head and side, w (width, width) and for tokens logits and vectors of
-    those that the batch's ids count, and places, or for sparse vectors words (a,), and scales
-    (heads,), both as logarithms. A gradient is given for every one of them.
+    loss = −Σᵢ shareᵢ ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
+
+    For each head and side, `parameters` has w (width, width). For tokens it also has logits,
+    vectors and places, for sparse vectors words (a,). `scales` (heads,) and words are logarithms.
     """
     scales = np.exp(parameters["scales"])
     forward = {
@@ -121,7 +124,7 @@ def compute_gradients(
 
 
 class _HeadSide:
-    """One head's vectors u of the queries or of the keys, and the way back."""
+    """The vectors u of one head for the queries or the keys, and their backward pass."""
 
     def __init__(self, p: Parameters, side: str, i: int, input: HeadInput, batch: TrainingBatch):
         self.prefix = own = f"{i}.{side}."
@@ -169,7 +172,7 @@ class _HeadSide:
 
 
 def _sum_rows_by_id(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
-    """out[id] = Σ of the rows with that id: (size, width)."""
+    """Return out[id] = Σ of the rows with that id, (size, width)."""
     out = np.zeros((size, rows.shape[1]), rows.dtype)
     if len(ids):
         order = np.argsort(ids, kind="stable")

@@ -1,4 +1,4 @@
-"""What is to be learned: distinct keys and queries as numbers, and the pairs of them."""
+"""The training task: distinct keys and queries, and the pairs as indices into them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from qkv.frameworks.ragged import DenseAndSparse
 
 RECALL_DEPTHS = (1, 10, 100)
 MAX_HELD_OUT_PAIRS = 2000
-"""Held-out pairs that are asked after each epoch, at most."""
+"""The largest number of held-out pairs that are evaluated after each epoch."""
 
 MIN_HELD_OUT_QUERIES = 100
-"""Queries from which a tenth is held out, unless the caller says what is."""
+"""The smallest number of queries of which a tenth is held out by default."""
 
 SCORES_PER_BLOCK = 1 << 24
-"""Scores held at once."""
+"""Scores in memory at a time."""
 
 
 class IndexedPairs(NamedTuple):
-    """Pairs as numbers of a query and a key, each (p,), and what each counts (p,)."""
+    """Pairs as indices of a query and a key, each (p,), with weights (p,)."""
 
     query: np.ndarray
     key: np.ndarray
@@ -40,7 +40,7 @@ class IndexedPairs(NamedTuple):
         return IndexedPairs(self.query[some], self.key[some], self.weight[some])
 
     def find_other_right_keys(self) -> dict[int, np.ndarray]:
-        """For each query with several right keys: which."""
+        """Return the right keys of each query that has several."""
         order = np.argsort(self.query, kind="stable")
         query, key = self.query[order], self.key[order]
         starts = np.flatnonzero(np.diff(query, prepend=-1))
@@ -51,9 +51,9 @@ class IndexedPairs(NamedTuple):
     def find_excluded_cells(
         self, others: Mapping[int, np.ndarray], candidates: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The rows and columns where a candidate is right too for the query of a row's pair.
+        """Return the rows and columns where a candidate is another right key of the row's query.
 
-        `others` are the right keys of each query that has several, `candidates` ascend.
+        `others` are the right keys of each query that has several. `candidates` are sorted.
         """
         rows, columns = [], []
         if others:
@@ -68,7 +68,7 @@ class IndexedPairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learned: distinct keys and queries, and the pairs of them."""
+    """Distinct keys and queries, and the training and held-out pairs."""
 
     encoder: Encoder
     keys: Sequence[Any]
@@ -83,28 +83,28 @@ class Task:
 
     @cached_property
     def key_numbers(self) -> np.ndarray:
-        """Of all keys, (m,)."""
+        """The indices of all keys, (m,)."""
         return np.arange(len(self.keys))
 
     def ranks_before(self) -> np.ndarray:
-        """How many keys each held-out query prefers to its right one, asked of the encoder."""
+        """Return, for each held-out pair, how many keys the original encoder ranks higher."""
         encoder, score = self.encoder, self.encoder.default_score(len(self.keys))
-        key, beside = encoder.encode(self.keys), encoder.encode_sparse(self.keys)
+        key, sparse = encoder.encode(self.keys), encoder.encode_sparse(self.keys)
 
         def score_block(some: slice) -> np.ndarray:
             queries = _select_keys(self.queries, self.held_pairs.query[some])
             query, asked = encoder.encode_full_query(queries)
-            if beside is None or asked is None:
+            if sparse is None or asked is None:
                 return np.asarray(score(query, key))
             cuts = (
-                DenseAndSparse(key[at], beside[at], asked) for at in split_blocks(len(key), 1 << 14)
+                DenseAndSparse(key[at], sparse[at], asked) for at in split_blocks(len(key), 1 << 14)
             )
             return np.concatenate([np.asarray(score(query, np.asarray(x))) for x in cuts], axis=1)
 
         return self._compute_ranks(score_block)
 
     def ranks_after(self, learned: Learned, key: ProjectedVectors) -> np.ndarray:
-        """The same, asked of what was learned, whose vectors of all keys are `key`."""
+        """Return the same for the learned encoder; `key` are its vectors of all keys."""
 
         def score_block(some: slice) -> np.ndarray:
             features = take_inputs(self.query_features, self.held_pairs.query[some])
@@ -113,7 +113,7 @@ class Task:
         return self._compute_ranks(score_block)
 
     def project_all(self, learned: Learned, side: str) -> ProjectedVectors:
-        """Of all keys, or of all queries."""
+        """Return the projected vectors of all keys, or of all queries."""
         found = self.key_features if side == "key" else self.query_features
         count = len(self.keys) if side == "key" else len(self.queries)
         out = np.empty((count, learned.width), np.float32)
@@ -124,13 +124,13 @@ class Task:
         return ProjectedVectors(out, learned.project_sparse(found, side))
 
     def _compute_ranks(self, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
-        """Of the pairs that are held out, given the scores of some of their queries."""
+        """Return the rank of the right key of each held-out pair, given scores by block."""
         found = np.empty(len(self.held_pairs.query), np.int64)
         for some in split_blocks(len(found), max(1, SCORES_PER_BLOCK // len(self.keys))):
             s, pairs = scores(some), self.held_pairs.take_pairs(some)
             own = s[np.arange(len(s)), pairs.key][:, None]
             s[pairs.find_excluded_cells(self.other_right_keys, self.key_numbers)] = -np.inf
-            # A wrong key that scores as much as the right one counts as preferred.
+            # A wrong key with the same score counts as ranked higher.
             found[some] = (s >= own).sum(axis=1) - 1
         return found
 
@@ -143,18 +143,18 @@ class Task:
 def build_task(
     encoder: Encoder, keys: Sequence[Any], pairs: Sequence[Any], held_out: Any, seed: int
 ) -> Task:
-    """The task that these pairs set, with a part of them held out; refused where it is none."""
+    """Build the task from keys and pairs, with a part of the pairs held out."""
     found: dict[bytes, int] = {}
     first = [i for i, code in enumerate(cells.key_digests(keys)) if found.setdefault(code, i) == i]
     if len(first) < 2:
-        raise ArgumentError("learn: there must be two different keys at least, to tell apart")
+        raise ArgumentError("learn: there must be at least two different keys")
     number = {code: at for at, code in enumerate(found)}
     distinct = _select_keys(keys, np.array(first))
     queries: list[Any] = []
     seen: dict[bytes, int] = {}
     every = _index_pairs(pairs, "pairs", number, queries, seen)
     rng = np.random.default_rng([seed, 1])
-    if held_out is None:  # a few clicks are all to be learned from
+    if held_out is None:  # train on all of a few pairs
         held_out = 0.1 if len(queries) >= MIN_HELD_OUT_QUERIES else 0
     if isinstance(held_out, int | float):
         if not 0 <= held_out < 1:
@@ -201,9 +201,9 @@ def _index_pairs(
     queries: list[Any],
     seen: dict[bytes, int],
 ) -> IndexedPairs:
-    """Pairs with their queries and keys as numbers; queries that are new are appended."""
+    """Return pairs as indices; append new queries to `queries`."""
     if not len(pairs):
-        raise ArgumentError(f"learn: {name} is empty; it takes (query, right key) pairs")
+        raise ArgumentError(f"learn: {name} is empty: pass (query, right key) pairs")
     rows: list[tuple[int, int, float]] = []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
@@ -218,7 +218,7 @@ def _index_pairs(
         at = number.get(cells.key_digest(key))
         if at is None:
             raise ArgumentError(
-                f"learn: {name}[{i}] names the right key {key!r}, which no row has: add it first"
+                f"learn: {name}[{i}] has the right key {key!r}, which no row has: add it first"
             )
         if query is None:
             raise ArgumentError(f"learn: {name}[{i}] has no query")
@@ -237,7 +237,7 @@ def _extract_features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[
 
 
 def take_inputs(found: Sequence[HeadInput], some: np.ndarray) -> list[HeadInput]:
-    """What each head has of some of the texts."""
+    """Return the inputs of each head for these texts."""
     return [input.take_texts(some) for input in found]
 
 
@@ -248,6 +248,6 @@ def _select_keys(keys: Sequence[Any], at: np.ndarray) -> Sequence[Any]:
 
 
 def split_blocks(count: int, size: int) -> Iterator[slice]:
-    """So many rows in spans of this size."""
+    """Yield slices of at most `size` that cover `count` rows."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

@@ -1,4 +1,4 @@
-"""What is asked, as the keys are, and how nearly the answer must be right."""
+"""The arguments of `ask` and `attend`: queries, scores and tolerances."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AttendOptions(TypedDict, total=False):
-    """The arguments of `attend` beside the query."""
+    """The keyword arguments of `Database.attend`."""
 
     score: ScoreLike | None
     weighting: WeightingLike
@@ -35,7 +35,7 @@ class AttendOptions(TypedDict, total=False):
 
 
 class AskOptions(AttendOptions, total=False):
-    """Those of `ask`."""
+    """The keyword arguments of `Database.ask`."""
 
     top: int
 
@@ -46,23 +46,24 @@ ARGUMENT_HINTS = {
     if step.split("=")[0] in AttendOptions.__optional_keys__
 }
 ARGUMENT_HINTS["mask"] = "where=, a condition on the rows"
-TOP_K_HINT = "top=k to name k rows, weighting=weightings.TopK(k) to use no more"
-"""Where that goes which `attend` of arrays, or another library, has an argument for."""
+"""What to pass for an argument of `qkv.attend` or of another library."""
+
+TOP_K_HINT = "top=k to list k rows, or weighting=weightings.TopK(k) to use only k rows"
 
 
 def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
-    """The queries as a list of cells or an array of vectors, and whether there is only one."""
+    """Return queries as a list of cells or an array of vectors, and whether it is only one."""
     kind, names = view.schema.key_kind, view.schema.key
     batch, query = isinstance(query, Batch), as_cells(query, kind)
     shaped = is_array(query)
     if shaped and kind == "number":
         return to_numpy(_as_column(query))[:, 0].tolist(), len(query.shape) == 0
     if shaped and view.has_number_keys:
-        return as_tuples(query, _columns(view))
+        return as_tuples(query, _key_text(view))
     if shaped and kind == "date":
-        raise DtypeError(_no_date(query, "query"))
+        raise DtypeError(_date_message(query, "query"))
     if shaped or kind == "vector":
-        return _vectors(query, kind)
+        return _parse_vectors(query, kind)
     many = batch or (isinstance(query, list) and not _is_one_key(view, query))
     queries = list(query) if many else [query]
     if kind == "tuple":
@@ -84,49 +85,54 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
         if isinstance(one, str):
             cells.encode_utf8(one)
             if not one.strip() and not view.find_ids(one) and not view.encoder.accepts_any_query:
-                told = "and every row would match it alike"
-                raise ArgumentError(f"query {i} is empty, {told}: say what to look for")
+                raise ArgumentError(
+                    f"query {i} is empty and would match every row equally: pass some text"
+                )
         elif isinstance(one, dict) and not one and (len(names) > 1 or not view.find_ids(one)):
-            told = f"query {i} is empty, and every row would match it alike: say what to look for"
-            raise ArgumentError(f"{told} in {' or '.join(map(repr, names))}")
+            raise ArgumentError(
+                f"query {i} is empty and would match every row equally: pass a value for "
+                f"{' or '.join(map(repr, names))}"
+            )
         elif kind == "text" and not view.encoder.accepts_any_query:
-            told = f"not {quote_cell(one)} ({type(one).__name__})"
-            raise DtypeError(f"query {i} must be text, as the keys are, {told}")
+            raise DtypeError(
+                f"query {i} must be text, like the keys, not {quote_cell(one)} "
+                f"({type(one).__name__})"
+            )
         elif kind == "number" and isinstance(one, datetime.date | datetime.time):
             raise DtypeError(f"query {i} must be a number, not {quote_cell(one)}")
     return queries, not many
 
 
 def _is_one_key(view: TableView, query: list[Any]) -> bool:
-    """Whether a list is one key: of JSON, or of several columns of numbers."""
+    """Return whether a list is one key: a JSON cell, or several columns of numbers."""
     if view.schema.key_kind == "json":
         return cells.is_number_list(query)
     return is_flat(query) and view.has_number_keys
 
 
-def _columns(view: TableView) -> str:
+def _key_text(view: TableView) -> str:
     return ", ".join(view.schema.key) if len(view.schema.key) > 1 else "a tuple of numbers"
 
 
-def _vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
-    """Vectors (n, width), and whether there is only one."""
+def _parse_vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
+    """Return vectors (n, width), and whether it is a single one."""
     try:
         array = to_numpy(query) if is_array(query) else as_floats(query)
     except DtypeError:
         raise
     except (TypeError, ValueError, OverflowError):
         raise DtypeError(
-            "query must be a vector of numbers, as the keys are, or a list of such, not "
+            "query must be a vector of numbers, like the keys, or a list of vectors, not "
             f"{quote_cell(query)}"
         ) from None
     if not array.ndim:
-        told = "a vector" if kind == "vector" else f"{kind}, as the keys are, or their vector"
-        raise DtypeError(f"query must be {told}, not the number {array}")
+        expected = "a vector" if kind == "vector" else f"{kind}, like the keys, or their vector"
+        raise DtypeError(f"query must be {expected}, not the number {array}")
     return (array[None], True) if array.ndim == 1 else (array, False)
 
 
 def _parse_key_parts(view: TableView, one: Any, what: str) -> Any:
-    """A query of several columns, whose parts are read of text where they are."""
+    """Parse the text parts of a query of several columns into numbers and dates."""
     given = one if isinstance(one, Mapping) else dict(zip(view.schema.key, one, strict=False))
     read = {
         name: PARSER_BY_KIND[view.key_kinds[name]](part, f"{what}, column {name!r},")
@@ -139,22 +145,22 @@ def _parse_key_parts(view: TableView, one: Any, what: str) -> Any:
 
 
 def _parse_moment(one: Any, what: str) -> Any:
-    """A date or time as it is, or of its ISO text: a day where that tells no hour."""
+    """Return a date or time, parsed from ISO text if necessary; text without an hour is a day."""
     if isinstance(one, str) and (found := parsing.parse_moment(one)) is not None:
         with contextlib.suppress(ValueError):
             return datetime.date.fromisoformat(one)
         return found
     if one is None or cells.cell_kind(one) == "date":
         return one
-    raise DtypeError(_no_date(one, what))
+    raise DtypeError(_date_message(one, what))
 
 
-def _no_date(one: Any, what: str) -> str:
-    return f"{what} must be a date or its ISO text, as the keys are, not {quote_cell(one)}"
+def _date_message(one: Any, what: str) -> str:
+    return f"{what} must be a date or ISO text, like the keys, not {quote_cell(one)}"
 
 
 def _parse_number(one: Any, what: str) -> Any:
-    """A number as it is, or of its text."""
+    """Return a number, parsed from text if necessary."""
     if not isinstance(one, str) or not one.strip():
         return one
     if (found := parsing.parse_number(one)) is None:
@@ -163,22 +169,24 @@ def _parse_number(one: Any, what: str) -> Any:
 
 
 PARSER_BY_KIND = {"date": _parse_moment, "number": _parse_number}
-"""What is read of text where keys are of these kinds, by whichever door it came."""
+"""Parsers of text queries, by the kind of the keys."""
 
 
 def _as_column(query: Array) -> Array:
-    """Numbers as (n, 1); a table of them is none, as each key is one number."""
+    """Return numbers as (n, 1)."""
     if tuple(query.shape[1:]) not in ((), (1,)):
-        told = "but the keys are numbers: expected (queries,) or (queries, 1)"
-        raise ShapeError(f"query has shape {tuple(query.shape)}, {told}")
+        raise ShapeError(
+            f"query has shape {tuple(query.shape)}, but each key is one number: expected "
+            "(queries,) or (queries, 1)"
+        )
     return get_framework(query).xp.reshape(query, (-1, 1))
 
 
 def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
-    """An array of numbers as vectors (n, width) in its framework, and whether it is a single key.
+    """Encode an array of numbers as vectors (n, width); return whether it is a single key.
 
-    The gradient goes through where the encoder is arithmetic on the numbers (`Encoder.moved`).
-    Vectors have at least 32 bits.
+    The vectors are in the query's framework and have at least 32 bits. Gradients pass through if
+    the encoder supports it (`Encoder.standardize_query`).
     """
     if view.schema.key_kind == "number":
         rows, single = _as_column(query), len(query.shape) == 0
@@ -186,15 +194,15 @@ def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
         single = len(query.shape) < 2
         rows = get_framework(query).xp.reshape(query, (1, -1)) if single else query
         if len(rows.shape) > 2:
-            as_tuples(query, _columns(view))  # which refuses it
+            as_tuples(query, _key_text(view))  # raises ShapeError
     found = view.encoder.standardize_query(rows)
     if found is not None:
         return found, single
     fw = get_framework(query)
     if fw.needs_gradient([query]):
         raise CombinationError(
-            f"the encoder {view.encoder.kind} has no gradient for its queries: detach the query, "
-            "or encode the keys by numbers alone, D.encode('numbers')"
+            f"the encoder {view.encoder.kind} has no gradient for queries: detach the query, or "
+            "call D.encode('numbers')"
         )
     host = to_numpy(rows)
     keys = (
@@ -204,7 +212,7 @@ def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
 
 
 def score_beside(view: TableView, score: ScoreLike | None, query: Array) -> Score:
-    """The score to compare queries by; the arrays of the default one go where the query is."""
+    """Return the score; arrays of the default score move to the query's framework and device."""
     chosen, fw = view.resolve_score(score), get_framework(query)
     if score is not None or fw.name == "numpy":
         return chosen
@@ -215,20 +223,22 @@ def score_beside(view: TableView, score: ScoreLike | None, query: Array) -> Scor
     )
 
 
-def check_database_keywords(door: str, given: Collection[str], names: Collection[str]) -> None:
-    """Refuse an argument that a door of a database does not have, and say where it goes here."""
-    few = {"k": TOP_K_HINT} if "top" in names else {}
-    validate_keywords(door, given, names, elsewhere={**ARGUMENT_HINTS, **few})
+def check_database_keywords(
+    function: str, keywords: Collection[str], known: Collection[str]
+) -> None:
+    """Raise `TypeError` for an unknown keyword argument, and name the right one."""
+    hints = {**ARGUMENT_HINTS, "k": TOP_K_HINT} if "top" in known else ARGUMENT_HINTS
+    validate_keywords(function, keywords, known, elsewhere=hints)
 
 
 def check_top(top: Any) -> None:
-    """Refuse a `top` that is no number of rows."""
+    """Check that `top` is an int above 0."""
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
 
 
 def check_tolerance(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:
-    """How near an answer must be, and how surely; refused where that means nothing."""
+    """Check and return tolerance and confidence."""
     for name, x in (("tolerance", tolerance), ("confidence", confidence)):
         if x is None:
             continue
@@ -239,30 +249,31 @@ def check_tolerance(tolerance: Any, confidence: Any) -> tuple[float | None, floa
     if confidence is not None and not 0 < confidence < 1:
         raise ArgumentError(f"confidence must lie between 0 and 1, not {confidence!r}")
     if confidence is not None and tolerance is None:
-        raise ArgumentError("confidence is that of a tolerance: pass tolerance=0.01 with it")
+        raise ArgumentError("confidence needs a tolerance: pass tolerance=0.01 too")
     return tolerance, confidence
 
 
 def list_pairs(pairs: Any, what: str, right: str) -> list[Any]:
-    """The pairs of an iterable of them."""
+    """Return pairs as a list."""
     if not isinstance(pairs, Iterable):
-        told = f"(query, {right}) pairs, not {type(pairs).__name__}"
-        raise DtypeError(f"{what}: pairs must be a list of {told}")
+        raise DtypeError(
+            f"{what}: pairs must be a list of (query, {right}) pairs, not {type(pairs).__name__}"
+        )
     return list(pairs.items() if isinstance(pairs, Mapping) else pairs)
 
 
 def split_pairs(
     view: TableView, pairs: Sequence[Any], what: str, right: str
 ) -> tuple[Any, list[Any]]:
-    """The queries of (query, right …) pairs, and what is right of each."""
+    """Return the queries and the right keys or values of pairs."""
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise DtypeError(f"{what}: pairs[{i}] must be (query, {right}), not {pair!r}")
     if not pairs:
-        raise ArgumentError(f"{what}: pairs is empty; it takes (query, {right}) pairs")
-    asked = [query for query, _ in pairs]
-    vectors = all(is_array(query) and len(query.shape) == 1 for query in asked)
-    queries, _ = parse_queries(
-        view, np.stack(list(map(to_numpy, asked))) if vectors else Batch(asked)
+        raise ArgumentError(f"{what}: pairs is empty: pass (query, {right}) pairs")
+    queries = [query for query, _ in pairs]
+    are_vectors = all(is_array(query) and len(query.shape) == 1 for query in queries)
+    parsed, _ = parse_queries(
+        view, np.stack(list(map(to_numpy, queries))) if are_vectors else Batch(queries)
     )
-    return queries, [wish for _, wish in pairs]
+    return parsed, [answer for _, answer in pairs]

@@ -1,8 +1,8 @@
-"""Whose doing an answer was: what it would have been without a row, for every row at once.
+"""The influence of rows: what an answer would be without a row, for every row at once.
 
-Where the other weights stay in proportion, Σⱼ αⱼ vⱼ without row i is (out − αᵢ vᵢ) / (1 − αᵢ).
-Weightings say themselves whether they do (`Weighting.without`); for the others the rows that have
-weight are left out one after the other, and the rest is asked again.
+If the other weights stay in proportion, Σⱼ αⱼ vⱼ without row i is (out − αᵢ vᵢ) / (1 − αᵢ).
+`Weighting.divisor_without` says whether they do. For other weightings, the query is repeated
+without each row that has weight.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy as np
 
 from qkv.answer_backend import Row
 from qkv.database.query.arguments import list_pairs, split_pairs
-from qkv.database.query.executor import QueryExecutor, as_batch, identify_value
+from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table.schema import normalize_columns
 from qkv.database.table.view import ROWS_PER_CHUNK
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.util.formatting import quote_cell
 
 MAX_NUMBERS_PER_BATCH = 2**22
-"""Numbers of answers without a row that are held together."""
+"""Numbers in memory at a time for answers without a row."""
 
 PICKLED_ROWS_PER_END = 1000
-"""Rows at both ends that a pickle of what rows are worth holds."""
+"""The best and the worst rows that a pickled `Valuation` contains, each."""
 
 
 @dataclass(frozen=True)
 class Valuation:
-    """What each row does for the answers to some questions.
+    """The value of each row for the answers to some queries.
 
-    `worth` (m,) is by how much the loss would grow without the row, on average over the `pairs`:
-    below 0 they would be better answered without it. The loss is the square of what the value is
-    off, or where values are not pooled, the share of the weight that wrong values have.
+    `worth` (m,) is the mean increase of the loss without the row. If it is negative, the answers
+    would be better without the row. The loss is the squared error of a pooled value, else the share
+    of the weight that wrong values have. `loss` is its mean over the `pairs`.
     """
 
     worth: np.ndarray
@@ -44,15 +44,15 @@ class Valuation:
     _rows: Callable[[np.ndarray], list[Row]] = field(repr=False, compare=False)
 
     def worst(self, count: int = 10) -> list[Row]:
-        """The rows that do the most harm, the worst first; each with its mean weight."""
+        """Return the rows with the smallest worth, worst first, each with its mean weight."""
         return self._rows(np.argsort(self.worth, kind="stable")[:count])
 
     def best(self, count: int = 10) -> list[Row]:
-        """The rows that help most, the best first."""
+        """Return the rows with the largest worth, best first."""
         return self._rows(np.argsort(-self.worth, kind="stable")[:count])
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it says, with the best and the worst rows; the database stays behind."""
+        # A pickle contains the best and the worst rows, and not the database.
         kept = {
             row.index: row
             for row in (*self.best(PICKLED_ROWS_PER_END), *self.worst(PICKLED_ROWS_PER_END))
@@ -63,52 +63,54 @@ class Valuation:
 def _rows_from_pickle(kept: dict[int, Row], places: np.ndarray) -> list[Row]:
     if not all(place in kept for place in places.tolist()):
         raise CombinationError(
-            f"a pickle holds the {PICKLED_ROWS_PER_END:,} best and the {PICKLED_ROWS_PER_END:,} "
-            "worst rows: for more, valuate again"
+            f"a pickle contains only the {PICKLED_ROWS_PER_END:,} best and the "
+            f"{PICKLED_ROWS_PER_END:,} worst rows: call value_of_rows again for more"
         )
     return [kept[place] for place in places.tolist()]
 
 
-def compute_influence(asked: QueryExecutor, query: Any, alpha: np.ndarray, value: Any) -> Any:
-    """The answer's value minus that without row i, for every row: (m,), (m, d_v), or of several
-    columns a mapping of them. Where values are not pooled, the same of the weight that the answer's
-    value has."""
-    measured = _measure_rows(asked, value)[None]
-    whole, left = leave_one_out(asked, as_batch(query), alpha[None], measured)
-    found = asked.expand_to_all_rows((whole - left)[0].T).T
-    if isinstance(value, dict) and asked.view.schema.can_pool_values:
+def compute_influence(scan: RowScan, query: Any, alpha: np.ndarray, value: Any) -> Any:
+    """Return value − value without row i, for every row i.
+
+    The result is (m,), (m, d_v), or a mapping of columns. If values are not pooled, it is the
+    difference of the weight that the answer's value has.
+    """
+    measured = _measure_rows(scan, value)[None]
+    whole, left = leave_one_out(scan, as_batch(query), alpha[None], measured)
+    found = scan.expand_to_all_rows((whole - left)[0].T).T
+    if isinstance(value, dict) and scan.view.schema.can_pool_values:
         return dict(zip(value, found.T, strict=True))
-    return found if asked.view.schema.value_kind == "vector" else found[:, 0]
+    return found if scan.view.schema.value_kind == "vector" else found[:, 0]
 
 
-def compute_row_values(asked: QueryExecutor, pairs: Iterable[Any]) -> Valuation:
-    """What each row does for the answers to these (query, right value) pairs."""
-    pairs = list_pairs(pairs, "valuate", "right value")
-    queries, right = split_pairs(asked.view, pairs, "valuate", "right value")
+def compute_row_values(scan: RowScan, pairs: Iterable[Any]) -> Valuation:
+    """Return the value of each row for the answers to (query, right value) pairs."""
+    pairs = list_pairs(pairs, "value_of_rows", "right value")
+    queries, right = split_pairs(scan.view, pairs, "value_of_rows", "right value")
     measure, loss = (
-        _squared_error_loss if asked.view.schema.can_pool_values else _wrong_weight_loss
-    )(asked, right)
+        _squared_error_loss if scan.view.schema.can_pool_values else _wrong_weight_loss
+    )(scan, right)
     worth, weight, total, done = (
-        np.zeros(asked.candidate_count),
-        np.zeros(asked.candidate_count),
+        np.zeros(scan.candidate_count),
+        np.zeros(scan.candidate_count),
         0.0,
         0,
     )
     most = max(MAX_NUMBERS_PER_BATCH // max(measure(slice(0, 1)).size, 1), 1)
-    for some, weighed, _ in asked.run_batches(queries, False, most):
+    for some, weighed, _ in scan.run_batches(queries, False, most):
         at = slice(done, done + len(some))
-        whole, left = leave_one_out(asked, some, weighed.weights, measure(at))
+        whole, left = leave_one_out(scan, some, weighed.weights, measure(at))
         now = loss(whole, at)
-        # What only this row answers tells nothing of it.
+        # NaN: no other row answers the query, so it says nothing about this row.
         worth += np.nan_to_num(loss(left, at) - now).sum(axis=0)
         weight += weighed.weights.sum(axis=0)
         total, done = total + float(now.sum()), at.stop
-    mean = asked.expand_to_all_rows(weight / len(pairs))
+    mean = scan.expand_to_all_rows(weight / len(pairs))
     return Valuation(
-        worth=asked.expand_to_all_rows(worth / len(pairs)),
+        worth=scan.expand_to_all_rows(worth / len(pairs)),
         loss=total / len(pairs),
         pairs=len(pairs),
-        _rows=lambda places: asked.rows_at_positions(places, mean[places]),
+        _rows=lambda places: scan.rows_at_positions(places, mean[places]),
     )
 
 
@@ -116,55 +118,57 @@ MeasureFunction = Callable[[slice], np.ndarray]
 LossFunction = Callable[[np.ndarray, slice], np.ndarray]
 
 
-def _squared_error_loss(
-    asked: QueryExecutor, right: list[Any]
-) -> tuple[MeasureFunction, LossFunction]:
-    """Values that are pooled, and the square of what their sum is off."""
-    schema, values = asked.view.schema, _measure_rows(asked, None)[None]
+def _squared_error_loss(scan: RowScan, right: list[Any]) -> tuple[MeasureFunction, LossFunction]:
+    """Return the pooled values, and their squared error as the loss."""
+    schema, values = scan.view.schema, _measure_rows(scan, None)[None]
     try:
         named = {
             name: [y[name] for y in right] if len(schema.value) > 1 else right
             for name in schema.value
         }
-        wish = schema.build_value_array(normalize_columns(named))
+        targets = schema.build_value_array(normalize_columns(named))
     except (TypeError, KeyError, ValueError):
-        told = f"a {schema.value_kind}, as the values of this database are"
-        raise DtypeError(f"valuate: a right value must be {told}") from None
-    assert wish is not None
-    return lambda at: values, lambda out, at: ((out - wish[at][:, None]) ** 2).sum(axis=2)
+        raise DtypeError(
+            f"value_of_rows: a right value must be a {schema.value_kind}, like the stored values"
+        ) from None
+    assert targets is not None
+    return lambda at: values, lambda out, at: ((out - targets[at][:, None]) ** 2).sum(axis=2)
 
 
-def _wrong_weight_loss(
-    asked: QueryExecutor, right: list[Any]
-) -> tuple[MeasureFunction, LossFunction]:
-    """Whether a row holds the right value, and the share of the weight that wrong ones have."""
+def _wrong_weight_loss(scan: RowScan, right: list[Any]) -> tuple[MeasureFunction, LossFunction]:
+    """Return whether each row has the right value, and the weight of wrong values as the loss."""
     known: dict[Any, np.ndarray] = {}
     for y in right:
-        if asked.view.schema.value_kind == "text" and not isinstance(y, str):
-            told = "text, as the values of this database are"
-            raise DtypeError(f"valuate: a right value must be {told}, not {y!r}")
+        if scan.view.schema.value_kind == "text" and not isinstance(y, str):
+            raise DtypeError(
+                f"value_of_rows: a right value must be text, like the stored values, not {y!r}"
+            )
         if identify_value(y) not in known:
-            known[identify_value(y)] = _measure_rows(asked, y)
+            known[identify_value(y)] = _measure_rows(scan, y)
             if not known[identify_value(y)].any():
-                told = "so no answer could be right: pairs are (query, right value)"
-                raise ArgumentError(f"valuate: no row has the value {quote_cell(y)}, {told}")
+                raise ArgumentError(
+                    f"value_of_rows: no row has the value {quote_cell(y)}: pass "
+                    "(query, right value) pairs with values of the database"
+                )
     return lambda at: np.stack(
         [known[identify_value(y)] for y in right[at]]
     ), lambda out, at: 1 - out[..., 0]
 
 
 def leave_one_out(
-    asked: QueryExecutor, queries: Any, alpha: np.ndarray, value: np.ndarray
+    scan: RowScan, queries: Any, alpha: np.ndarray, value: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Σⱼ αⱼ vⱼ, and what it would be had row i not been there, for every i: weights (n, m) and
-    values (n or 1, m, d) of the rows that were asked → (n, 1, d) and (n, m, d). Where
-    nothing is left, a value is NaN, and a share 0."""
+    """Return Σⱼ αⱼ vⱼ, (n, 1, d), and the same without row i for every i, (n, m, d).
+
+    The weights are (n, m) and the values (n or 1, m, d). If no weight is left without a row, a
+    pooled value is NaN, and a share of the weight is 0.
+    """
     alpha, every = alpha.astype(float), np.arange(len(alpha))
-    if asked.weighting.is_convex:  # as exactly as its digits allow
+    if scan.weighting.is_convex:  # remove the rounding of the weights
         total = alpha.sum(axis=1, keepdims=True)
         alpha /= np.where(total == 0, 1, total)
     share = np.where(alpha[..., None] != 0, alpha[..., None] * value, 0)
-    # The heaviest row may have all but the last digits of the sum, so that the others are summed.
+    # The heaviest row may dominate the sum, so the others are summed without it.
     top = every, np.abs(alpha).argmax(axis=1)
     others, light = share.copy(), alpha.copy()
     others[top], light[top] = 0, 0
@@ -173,46 +177,48 @@ def leave_one_out(
     out = pooled[:, None] + (share[top][:, None] - share)
     rest[top], out[top] = mass, pooled
     whole = share.sum(axis=1, keepdims=True)
-    nothing = np.nan if asked.view.schema.can_pool_values else 0.0
-    by = asked.weighting.divisor_without(rest)
+    nothing = np.nan if scan.view.schema.can_pool_values else 0.0
+    by = scan.weighting.divisor_without(rest)
     if by is None:
         out[:] = whole
-        again = alpha != 0 if asked.weighting.is_sparse else np.ones(alpha.shape, bool)
+        again = alpha != 0 if scan.weighting.is_sparse else np.ones(alpha.shape, bool)
     else:
         again = (by == 0) & (alpha != 0)
         out = np.where(alpha[..., None] == 0, whole, out / np.where(by == 0, 1, by)[..., None])
     for i in np.flatnonzero(again.any(axis=0)).tolist():
         at = np.flatnonzero(again[:, i])
-        left = asked.without_row(
-            i if asked.candidate_positions is None else int(asked.candidate_positions[i])
+        left = scan.without_row(
+            i if scan.candidate_positions is None else int(scan.candidate_positions[i])
         )
         some = queries[at] if isinstance(queries, np.ndarray) else [queries[j] for j in at]
         for j, found in zip(at, left.compute_full_weights(some), strict=True):
-            own = found if asked.candidate_positions is None else found[asked.candidate_positions]
+            own = found if scan.candidate_positions is None else found[scan.candidate_positions]
             held = value[j if len(value) > 1 else 0]
             out[j, i] = own @ np.where(own[:, None] != 0, held, 0) if own.any() else nothing
     return whole, out
 
 
-def _measure_rows(asked: QueryExecutor, value: Any) -> np.ndarray:
-    """What is summed of each row that was asked, (m, d): its value, or where values are not pooled,
-    1 where it is this value."""
-    view = asked.view
+def _measure_rows(scan: RowScan, value: Any) -> np.ndarray:
+    """Return what is pooled of each row, (m, d).
+
+    It is the row's value. If values are not pooled, it is 1 for rows with this value, else 0.
+    """
+    view = scan.view
     if view.schema.can_pool_values:
-        groups = view.open_vectors(asked.allowed_rows, value=True).iter_spans(ROWS_PER_CHUNK)
+        groups = view.open_vectors(scan.allowed_rows, value=True).iter_spans(ROWS_PER_CHUNK)
         return np.concatenate([cut.read_values() for group in groups for cut in group]).astype(
             float
         )
     if view.schema.value_kind == "text":
         holds = view.filter_rows({view.schema.value[0]: value})
     else:
-        wish, ids = identify_value(value), view.ids.tolist()
+        identity, ids = identify_value(value), view.ids.tolist()
         parts = (
             view.read_values(ids[at : at + ROWS_PER_CHUNK])
             for at in range(0, len(ids), ROWS_PER_CHUNK)
         )
-        holds = np.array([identify_value(x) == wish for part in parts for x in part])
+        holds = np.array([identify_value(x) == identity for part in parts for x in part])
     assert holds is not None
-    return (holds if asked.candidate_positions is None else holds[asked.candidate_positions])[
+    return (holds if scan.candidate_positions is None else holds[scan.candidate_positions])[
         :, None
     ].astype(float)

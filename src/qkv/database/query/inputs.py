@@ -1,6 +1,6 @@
-"""Queries and keys in any form (array, tensor, Series, list) as cells.
+"""Conversion of queries and keys (array, tensor, Series, list) to cells.
 
-Which meaning a form has is decided here, once for every entry point:
+All entry points use the same rules:
 
 | keys | one query | several queries |
 |---|---|---|
@@ -10,8 +10,8 @@ Which meaning a form has is decided here, once for every entry point:
 | other tuples of w cells | a tuple, a mapping, one cell | a list, an array (n, w) or (n,) |
 | text, dates, other cells | a cell, an array () of one | a list, an array (n,) or (n, 1) |
 
-Columns of pandas, polars and pyarrow are lists of their cells. An array of numbers where no key is
-made of numbers is an encoded vector (w,), or several (n, w).
+Columns of pandas, polars and pyarrow are lists of cells. If keys are not numbers, an array of
+numbers is an encoded vector (w,), or several (n, w).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from qkv.errors import DtypeError, ShapeError
 from qkv.frameworks import as_plain_array, get_framework, is_array, to_numpy
 
 NUMERIC = ("float", "int", "uint", "bool", "bfloat", "complex")
-"""How the names of dtypes begin whose arrays hold numbers."""
+"""Prefixes of the dtypes that hold numbers."""
 
 _PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, type(None)})
 
 
 class Batch(list[Any]):
-    """A list whose elements are queries, whatever they are: one of numbers is no key."""
+    """A list of queries; unlike a plain list, it is never one key of several numbers."""
 
 
 def as_cells(query: Any, kind: str | None = None) -> Any:
-    """A query as an array of numbers, a cell or a list of cells.
+    """Return a query as an array of numbers, a cell or a list of cells.
 
-    `kind` is the kind of the keys, None where the caller does not know it.
+    `kind` is the kind of the keys, None if unknown.
 
     >>> as_cells(np.array(["aple", "peer"])), as_cells(np.array("aple")), as_cells(np.str_("aple"))
     (['aple', 'peer'], 'aple', 'aple')
@@ -57,7 +57,7 @@ def as_cells(query: Any, kind: str | None = None) -> Any:
 
 
 def holds_numbers(array: Any) -> bool:
-    """Whether the elements of an array are numbers, and not text, dates or objects.
+    """Return whether the elements of an array are numbers, not text, dates or objects.
 
     >>> holds_numbers(np.zeros(2)), holds_numbers(np.array(["a"])), holds_numbers(np.array([None]))
     (True, False, False)
@@ -66,7 +66,7 @@ def holds_numbers(array: Any) -> bool:
 
 
 def as_key(key: Any, kind: str) -> Any:
-    """A key in any form as the database has it, to be looked up.
+    """Return a key in the form that the database stores, to be looked up.
 
     >>> as_key(np.array([100, 1]), "tuple"), as_key([100.0, 1.0], "tuple")
     ((100, 1), (100.0, 1.0))
@@ -83,7 +83,7 @@ def as_key(key: Any, kind: str) -> Any:
 
 
 def as_tuple(key: Any) -> Any:
-    """A list, an array (w,) or a Series as a key of several columns; other cells as they are."""
+    """Return a list, array (w,) or Series as a tuple; other cells unchanged."""
     if is_array(key) and len(key.shape) == 1:
         return tuple(to_numpy(key).tolist())
     if not isinstance(key, Mapping | str | bytes):
@@ -96,17 +96,15 @@ def as_tuple(key: Any) -> Any:
 
 
 def as_floats(query: Any) -> np.ndarray:
-    """A vector, or several, as one array; text is refused, also where it reads as numbers."""
+    """Return a vector, or several, as a float array; raise `DtypeError` for text."""
     array = np.asarray(query)
     if array.dtype.kind in "US":
-        raise DtypeError(
-            "query must be a vector of numbers, as the keys are: real numbers are needed, not text"
-        )
+        raise DtypeError("query must be a vector of numbers, like the keys, not text")
     return array.astype(float, copy=False)
 
 
 def as_tuples(array: Any, columns: str) -> tuple[list[Any], bool]:
-    """An array of numbers as keys of several columns, and whether it is a single one."""
+    """Return an array of numbers as tuples, and whether it is a single key."""
     rows = to_numpy(array)
     if rows.ndim > 2:
         raise ShapeError(
@@ -119,7 +117,7 @@ def as_tuples(array: Any, columns: str) -> tuple[list[Any], bool]:
 
 
 def is_flat(query: Any) -> bool:
-    """Whether a list holds single cells, so that it may be a key of several columns.
+    """Return whether a list holds only scalars, so that it may be a key of several columns.
 
     >>> is_flat([1.0, 2.0]), is_flat([(1.0, 2.0)]), is_flat([])
     (True, False, False)
@@ -131,7 +129,7 @@ def is_flat(query: Any) -> bool:
 
 
 def is_number_key(key: Any) -> bool:
-    """Whether a key is several numbers or dates, so that an array may be one.
+    """Return whether a key is a tuple of numbers or dates, so that an array may be one.
 
     >>> is_number_key((100.0, 1)), is_number_key(("Emma", 1815)), is_number_key(3.5)
     (True, False, False)
@@ -142,7 +140,7 @@ def is_number_key(key: Any) -> bool:
 
 
 def _scalar(query: np.generic) -> Any:
-    """A scalar of NumPy as Python's where that has the same kind."""
+    """Return a NumPy text or time as a Python object; other scalars unchanged."""
     if isinstance(query, np.str_):
         return str(query)
     if isinstance(query, np.datetime64):
@@ -151,20 +149,20 @@ def _scalar(query: np.generic) -> Any:
 
 
 def _column(query: Any) -> Any:
-    """A column of another library as a list of its cells."""
+    """Return a column of another library as a list of cells."""
     found = extract_cells(query)
     if found is query and hasattr(query, "tolist") and hasattr(query, "dtype"):
-        found = query.tolist()  # an array of pandas, such as a Categorical
+        found = query.tolist()  # a pandas array, such as a Categorical
     return found
 
 
 def _listed(query: Any, kind: str | None) -> Any:
-    """An array of text, dates or objects as a list of its cells, or as its one cell."""
+    """Return an array of text, dates or objects as a list of cells, or as one cell."""
     array = to_numpy(query)
-    if array.dtype.kind == "M":  # Python's times end at microseconds
+    if array.dtype.kind == "M":  # Python has microseconds
         array = array.astype("M8[us]")
     found = array.tolist()
-    if not isinstance(query, np.ndarray):  # the texts of TensorFlow are bytes
+    if not isinstance(query, np.ndarray):  # text of TensorFlow is bytes
         found = _decoded(found)
     if array.ndim < 2 or kind in ("vector", "json"):
         return found

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from qkv.database.sources.table import (
     SourceError,
@@ -18,6 +15,7 @@ from qkv.database.sources.table import (
 )
 from qkv.database.table.schema import extract_cells
 from qkv.errors import DtypeError, require_extra
+from qkv.util.data_frames import arrow_to_cells
 from qkv.util.types import ProgressCallback
 
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -162,44 +160,6 @@ def _read_arrow(path: Path) -> Any:
             return reader.read_all()
 
 
-def arrow_to_cells(column: Any) -> list[Any]:
-    """Return an Arrow column as cells: NaN stays NaN, null becomes None.
-
-    Lists of floats of equal length become vectors. Times with nanoseconds become ISO text.
-
-    >>> import pyarrow
-    >>> arrow_to_cells(pyarrow.chunked_array([[1.5, None]]))
-    [1.5, None]
-    """
-    import pyarrow
-    from pyarrow import types
-
-    kind = column.type
-    if types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
-    numbers = types.is_integer(kind) or types.is_floating(kind)
-    if types.is_string(kind) or types.is_large_string(kind) or (numbers and not column.null_count):
-        return column.to_numpy().tolist()  # type: ignore[no-any-return]
-    lists = types.is_list(kind) or types.is_large_list(kind)
-    if types.is_fixed_size_list(kind) or (lists and _has_equal_lengths(column)):
-        if not types.is_floating(kind.value_type):
-            return column.to_pylist()  # type: ignore[no-any-return]
-        dtype = kind.value_type.to_pandas_dtype()
-        return [None if x is None else np.asarray(x, dtype) for x in column.to_pylist()]
-    if getattr(kind, "unit", None) == "ns":
-        # Python has microseconds: a column with finer times becomes text.
-        target = pyarrow.time64("us") if types.is_time64(kind) else pyarrow.duration("us")
-        if types.is_timestamp(kind):
-            target = pyarrow.timestamp("us", kind.tz)
-        try:
-            column = column.cast(target)
-        except pyarrow.ArrowInvalid:
-            return [
-                each and _to_iso_text(each) for each in column.cast(pyarrow.string()).to_pylist()
-            ]
-    return column.to_pylist()  # type: ignore[no-any-return]
-
-
 def _convert_column(column: Any, name: str, file: str) -> list[Any]:
     """Return a column as cells; raise `SourceError` for dates outside Python's range."""
     from pyarrow import types
@@ -214,24 +174,3 @@ def _convert_column(column: Any, name: str, file: str) -> list[Any]:
             "Python does not support: convert the column to text, or leave these cells empty",
             file=file,
         ) from None
-
-
-def _has_equal_lengths(column: Any) -> bool:
-    """Return whether all lists have the same length and contain no nulls."""
-    from pyarrow import compute
-
-    sizes = compute.unique(compute.list_value_length(column.drop_null())).to_pylist()
-    return len(sizes) == 1 and sizes[0] > 0 and not compute.list_flatten(column).null_count
-
-
-def _to_iso_text(text: str) -> str:
-    """Convert a time from Arrow's text form to Python's ISO form.
-
-    >>> (
-    ...     _to_iso_text("1969-12-31 19:00:00.000000001-0500"),
-    ...     _to_iso_text("1970-01-01 00:00:00.000000001Z"),
-    ... )
-    ('1969-12-31T19:00:00.000000001-05:00', '1970-01-01T00:00:00.000000001+00:00')
-    """
-    text = text.replace(" ", "T", 1).replace("Z", "+0000")
-    return re.sub(r"([+-]\d\d)(\d\d)$", r"\1:\2", text)

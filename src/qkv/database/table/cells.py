@@ -1,7 +1,7 @@
-"""Cells: what may stand in a column, as JSON text to be kept and as a digest to be found by.
+"""Cells: their kinds, their JSON form in the store, and the digests of keys.
 
 A cell is text, a number, bytes, a vector, a date, a tuple of cells, None, or JSON: lists and
-mappings of these. What JSON cannot say is a mapping with one name that begins with "$".
+mappings of these. What JSON cannot represent is a mapping with one name that begins with "$".
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from qkv.frameworks import is_array, to_numpy
 from qkv.util.formatting import MAX_NUMBER, quote_cell
 
 DIGEST_BYTES = 16
-_NAN_KEY_MESSAGE = "a key must not hold NaN, which equals no key"
+_NAN_KEY_MESSAGE = "a key must not contain NaN, which equals no key"
 
 MAX_DECIMAL_EXPONENT = sys.float_info.max_10_exp
-_TOO_DEEP_MESSAGE = "tuples, lists or mappings are nested too deeply to be kept: flatten them"
+_TOO_DEEP_MESSAGE = "tuples, lists or mappings are nested too deeply to be stored: flatten them"
 
-# A datetime is a date too, so it comes first.
+# datetime comes first, since it is a subclass of date.
 _DATE_TYPE_BY_TAG = {"$datetime": datetime.datetime, "$date": datetime.date, "$time": datetime.time}
 
 MISSING_TYPE_NAMES = {"NAType", "NaTType", "MaskedConstant"}
-"""What stands for a missing cell in columns of pandas and NumPy, which we do not import."""
+"""Types of missing cells in pandas and NumPy, by name, since pandas is not imported."""
 
 
 def cell_kind(cell: Any) -> str:
-    """The kind of a cell.
+    """Return the kind of a cell.
 
     >>> [cell_kind(x) for x in ("Li", 3.5, b"raw", (1, "a"), {"a": [1]}, [0.5, 1.0])]
     ['text', 'number', 'bytes', 'tuple', 'json', 'json']
@@ -58,13 +58,13 @@ def cell_kind(cell: Any) -> str:
     if is_array(cell):
         return "number" if len(cell.shape) == 0 else "vector"
     raise DtypeError(
-        f"a {type(cell).__name__} cannot be kept: use text, a number, bytes, a vector, a date, a "
+        f"a {type(cell).__name__} cannot be stored: use text, a number, bytes, a vector, a date, a "
         "tuple, or JSON"
     )
 
 
 def is_missing(cell: Any) -> bool:
-    """Whether a cell holds nothing: None, a NaN of any type, NaT, NA, what an array masks.
+    """Return whether a cell is missing: None, NaN of any type, NaT, NA or masked.
 
     >>> [is_missing(x) for x in (None, float("nan"), 0, "", "NA")]
     [True, True, False, False, False]
@@ -81,12 +81,12 @@ def is_missing(cell: Any) -> bool:
 
 
 def to_python_datetime(cell: np.datetime64) -> Any:
-    """NumPy's time as Python's, which ends at microseconds."""
+    """Convert a NumPy time to Python's, which has microseconds."""
     return cell.astype("M8[us]").item()
 
 
 def common_kind(cells: Iterable[Any]) -> str:
-    """The one kind that all cells have which are not missing, or "any".
+    """Return the kind that all present cells have, or "any".
 
     >>> common_kind(["a", None, "b"]), common_kind([1, 2.5]), common_kind([1, "a"])
     ('text', 'number', 'any')
@@ -100,7 +100,7 @@ def common_kind(cells: Iterable[Any]) -> str:
 
 
 def dump_row(cells: Mapping[str, Any]) -> str:
-    """A row as JSON text, from which `load_row` makes the same cells again.
+    """Return a row as JSON text, which `load_row` reads.
 
     >>> text = dump_row({"key": ("Li", b"x"), "value": float("inf")})
     >>> text
@@ -115,7 +115,7 @@ def dump_row(cells: Mapping[str, Any]) -> str:
 
 
 def dump_rows(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """What `dump_row` makes of each row, a column at a time.
+    """Return each row as `dump_row` does, but column by column.
 
     >>> dump_rows({"key": ["Li", "Mu"], "value": [1.5, None]})
     ['{"key": "Li", "value": 1.5}', '{"key": "Mu", "value": null}']
@@ -126,7 +126,7 @@ def dump_rows(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _dump_column(column: Sequence[Any]) -> Iterable[str]:
-    """Each cell as JSON text: of plain columns by what the encoder of JSON calls itself."""
+    """Return each cell as JSON text; columns of one plain type take a fast path."""
     kinds = set(map(type, column))
     if kinds == {str}:
         if not "".join(column).isascii():
@@ -148,20 +148,20 @@ _scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 def load_row(text: str) -> dict[str, Any]:
     try:
-        cells, _ = _scan_json(text, 0)  # what `json.loads` comes to, of text that `dump_row` made
+        cells, _ = _scan_json(text, 0)  # `json.loads` without its checks
         if "$" in text:
             cells = {name: from_json_value(cell) for name, cell in cells.items()}
     except (StopIteration, *CELL_ERRORS):
         cells = None
     if type(cells) is not dict:
         raise StoreDamagedError(
-            f"a record is not what was written: {quote_cell(text)}. qkv check names its file"
+            f"a record is damaged: {quote_cell(text)}. Run qkv check to find its file"
         )
     return cells
 
 
 def to_json_value(cell: Any) -> Any:
-    """A cell as what JSON has."""
+    """Return a cell as a JSON value."""
     if cell is None or isinstance(cell, str | bool | int):
         if isinstance(cell, str):
             encode_utf8(cell)
@@ -172,8 +172,8 @@ def to_json_value(cell: Any) -> Any:
         return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
     if isinstance(cell, np.bool_ | np.number):
         number = cell.item()
-        if isinstance(number, np.number):  # a long double is its own
-            raise DtypeError(f"{cell!r} is wider than what is kept: cast it to float")
+        if isinstance(number, np.number):  # a long double
+            raise DtypeError(f"{cell!r} is wider than a stored number: cast it to float")
         return to_json_value(number)
     if isinstance(cell, Decimal):
         if cell.is_finite() and cell.adjusted() > MAX_DECIMAL_EXPONENT:
@@ -190,7 +190,7 @@ def to_json_value(cell: Any) -> Any:
     if isinstance(cell, Mapping):
         for name in cell:
             if not isinstance(name, str):
-                raise DtypeError(f"a mapping's names must be text to be kept, not {name!r}")
+                raise DtypeError(f"the names of a stored mapping must be text, not {name!r}")
             encode_utf8(name)
         inner = {name: to_json_value(x) for name, x in cell.items()}
         return {"$dict": inner} if any(name.startswith("$") for name in inner) else inner
@@ -212,11 +212,11 @@ def to_json_value(cell: Any) -> Any:
 
 
 CELL_ERRORS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What `from_json_value` raises of what nobody's `to_json_value` made."""
+"""The errors of `from_json_value` for values that `to_json_value` did not write."""
 
 
 def from_json_value(plain: Any) -> Any:
-    """The cell that `to_json_value` made."""
+    """Return the cell that `to_json_value` converted."""
     if isinstance(plain, list):
         return [from_json_value(x) for x in plain]
     if not isinstance(plain, dict):
@@ -249,7 +249,7 @@ _DECODER_BY_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def key_digest(key: Any) -> bytes:
-    """What a key is found by: equal for keys that Python calls equal, else different.
+    """Return the digest of a key, which is equal for keys that are equal in Python.
 
     >>> key_digest(1) == key_digest(1.0) == key_digest(True), key_digest("1") == key_digest(1)
     (True, False)
@@ -262,7 +262,7 @@ def key_digest(key: Any) -> bytes:
     if isinstance(key, str):
         return blake2b(b"s" + encode_utf8(key), digest_size=DIGEST_BYTES).digest()
     if key is None:
-        raise ArgumentError("a key must not be None: nothing could ask for it")
+        raise ArgumentError("a key must not be None: no query could find it")
     if is_array(key) and len(key.shape) == 1:
         row = np.ascontiguousarray(_check_numeric(to_numpy(key)), dtype="<f8") + 0.0
         if np.isnan(row).any():
@@ -284,7 +284,7 @@ def _check_numeric(array: np.ndarray) -> np.ndarray:
 
 
 def is_number_list(cell: Any) -> bool:
-    """Whether it is a list of numbers, as a vector may be written: one key, not several.
+    """Return whether a cell is a list of numbers, which may be one vector.
 
     >>> is_number_list([1, 0.5]), is_number_list([]), is_number_list([True]), is_number_list((1, 2))
     (True, False, False, False)
@@ -293,7 +293,7 @@ def is_number_list(cell: Any) -> bool:
 
 
 def key_digests(keys: Any) -> list[bytes]:
-    """One for each key of a sequence, or for each row of an array (m, d)."""
+    """Return the digest of each key of a sequence, or of each row of an array (m, d)."""
     if is_array(keys) and len(keys.shape) == 2:
         return [key_digest(row) for row in to_numpy(keys)]
     if set(map(type, keys)) == {str}:
@@ -302,8 +302,9 @@ def key_digests(keys: Any) -> list[bytes]:
 
 
 def vector_digest(key: Any) -> bytes:
-    """What a key is found by where keys are vectors (d,): its numbers as float32, as they are kept.
-    One with NaN finds nothing, since none is kept.
+    """Return the digest of a key (d,) in a database of vectors, from its numbers as float32.
+
+    Stored keys contain no NaN.
 
     >>> same = [np.array([0.1, -0.0]), np.array([0.1, 0], np.float32)]
     >>> len({vector_digest(key) for key in same})
@@ -315,7 +316,7 @@ def vector_digest(key: Any) -> bytes:
 
 
 def vector_digests(keys: Any) -> list[bytes]:
-    """One for each row of an array (m, d)."""
+    """Return the digest of each row of an array (m, d)."""
     rows, found = _check_numeric(to_numpy(keys)), list[bytes]()
     size = 4 * rows.shape[1]
     for start in range(0, len(rows), VECTORS_PER_BLOCK):
@@ -332,14 +333,14 @@ def vector_digests(keys: Any) -> list[bytes]:
 
 
 VECTORS_PER_BLOCK = 512
-"""Vectors whose bytes stay in the cache between two steps."""
+"""Vectors whose bytes fit into the processor's cache."""
 _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 _POSITIVE_ZERO = np.float32(0)
-"""Which makes −0 the same as 0."""
+"""Added to make −0 equal to 0."""
 
 
 def _canonical_key(key: Any) -> Any:
-    """A key in the one form that all its equals share."""
+    """Return the canonical form of a key, the same for all equal keys."""
     if isinstance(key, str) or key is None:
         return key
     if isinstance(key, bool | np.bool_ | int | np.integer):
@@ -367,7 +368,7 @@ def _canonical_key(key: Any) -> Any:
     if isinstance(key, Mapping):
         return {"$dict": {str(name): _canonical_key(x) for name, x in key.items()}}
     if isinstance(key, datetime.datetime) and key.utcoffset():
-        with contextlib.suppress(OverflowError):  # at the end of time, as it is written
+        with contextlib.suppress(OverflowError):  # years 1 and 9999: keep it as written
             key = key.astimezone(datetime.UTC)
     if is_array(key):
         array = to_numpy(key)
@@ -379,24 +380,23 @@ def _canonical_key(key: Any) -> Any:
 
 def _too_large_error(number: Any) -> ArgumentError:
     return ArgumentError(
-        f"{quote_cell(number)} is more than a float can hold, and cannot be compared: keep it "
-        "as text"
+        f"{quote_cell(number)} is larger than any float and cannot be compared: store it as text"
     )
 
 
 def encode_utf8(text: str) -> bytes:
-    """The text in UTF-8, refused where it has no such form."""
+    """Return the text in UTF-8; raise `ArgumentError` for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"the text {text[:40]!r} holds a lone surrogate at {error.start}, which no file can "
-            "keep: decode it with the right encoding first"
+            f"the text {text[:40]!r} contains a lone surrogate at {error.start}, which no file can "
+            "store: decode it with the right encoding first"
         ) from None
 
 
 def encode_all_utf8(texts: Iterable[str]) -> list[bytes]:
-    """Each of them likewise."""
+    """Return each text in UTF-8."""
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:

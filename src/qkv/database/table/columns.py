@@ -1,7 +1,7 @@
-"""Columns as numbers, beside the vectors: what each cell is (a byte) and its code (8 bytes).
+"""Columns as arrays: for each cell its kind (one byte) and its code (8 bytes).
 
-The code of a number is the float nearest to it, that of any other cell the first bytes of its
-digest: equal cells have equal codes. So most conditions are a few operations on arrays.
+The code of a number is the nearest float. The code of any other cell is the first bytes of its
+digest. Equal cells have equal codes, so most conditions are a few array operations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qkv.database.table import cells
 from qkv.errors import ArgumentError
 
 MISSING, NUMBER, INEXACT_NUMBER, BOOLEAN, TEXT, OTHER = range(6)
-"""What a cell is: nothing; a number; one that no float is equal to; true or false; text or a date;
+"""The kind of a cell: missing; a number; a number that no float equals; a boolean; text or a date;
 bytes, a tuple, a vector, a list or a mapping."""
 
 KIND_NAMES = ("missing", "number", "number", "bool", "text", "other")
@@ -32,7 +32,7 @@ _MAX_EXACT_FLOAT = 2.0**53
 
 
 class Column(NamedTuple):
-    """Some cells of a column: `kinds` (m,) as above, and `codes` (m,), 8 bytes each."""
+    """Cells of a column: `kinds` (m,) as above, and `codes` (m,) of 8 bytes each."""
 
     kinds: np.ndarray
     codes: np.ndarray
@@ -46,14 +46,14 @@ class Column(NamedTuple):
 
 
 def normalize_cell(cell: Any) -> Any:
-    """A cell as conditions compare it: dates and times as ISO text, a NumPy number as Python's."""
+    """Return a cell as conditions compare it: dates as ISO text, NumPy scalars as Python's."""
     if isinstance(cell, datetime.date | datetime.time):
         return cell.isoformat()
     return cell.item() if isinstance(cell, np.generic) else cell
 
 
 def cell_kind_code(cell: Any) -> int:
-    """What one cell is.
+    """Return the kind of a cell.
 
     >>> [KIND_NAMES[cell_kind_code(x)] for x in (None, 3, True, "Li", b"raw")]
     ['missing', 'number', 'bool', 'text', 'other']
@@ -70,7 +70,7 @@ def cell_kind_code(cell: Any) -> int:
 
 
 def encode_column(column: Sequence[Any]) -> Column:
-    """The cells of a column as numbers.
+    """Encode the cells of a column.
 
     >>> column = encode_column([1988, None, "Li"])
     >>> [KIND_NAMES[kind] for kind in column.kinds], column.numbers[:1].tolist()
@@ -89,7 +89,7 @@ def encode_column(column: Sequence[Any]) -> Column:
     if types <= _TEXT_TYPES:
         distinct: Sequence[str] = list(set(column) - {None})
         if 2 * len(distinct) > len(column) and type(None) not in types:
-            distinct = column  # which is sooner done than to look up what came before
+            distinct = column  # faster than looking up duplicates
         hashes = [blake2b(x, digest_size=8).digest() for x in cells.encode_all_utf8(distinct)]
         codes = np.frombuffer(b"".join(hashes), "<u8")
         if distinct is not column:
@@ -109,7 +109,7 @@ def _encode_each_cell(column: Sequence[Any]) -> Column:
 
 
 def encode_cell(cell: Any, kind: int) -> int:
-    """The code of a cell of this kind."""
+    """Return the code of a cell of this kind."""
     if kind == MISSING:
         return 0
     if kind in NUMERIC_KINDS:
@@ -119,7 +119,7 @@ def encode_cell(cell: Any, kind: int) -> int:
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     try:
         return int.from_bytes(cells.key_digest(cell)[:8], "little")
-    except ArgumentError:  # a list or mapping with NaN in it, which equals nothing
+    except ArgumentError:  # a list or mapping with NaN equals nothing
         return 0
 
 
@@ -131,33 +131,32 @@ def _to_float(number: Any) -> float:
 
 
 def build_column_tensors(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The columns of some rows as tensors of their segment; of vectors (m, d) only which are
-    missing."""
-    made: dict[str, np.ndarray] = {}
+    """Return columns as tensors of a segment; for vectors (m, d) only the kinds."""
+    tensors: dict[str, np.ndarray] = {}
     for name, column in columns.items():
         if isinstance(column, np.ndarray):
             absent = np.isnan(column).any(axis=1)
-            made[f"kinds/{name}"] = np.where(absent, MISSING, OTHER).astype(np.uint8)
+            tensors[f"kinds/{name}"] = np.where(absent, MISSING, OTHER).astype(np.uint8)
         else:
-            made[f"kinds/{name}"], made[f"cells/{name}"] = encode_column(column)
-    return made
+            tensors[f"kinds/{name}"], tensors[f"cells/{name}"] = encode_column(column)
+    return tensors
 
 
 def read_column(tensors: Mapping[str, np.ndarray], name: str) -> Column:
-    """A column among the tensors of a segment."""
+    """Return a column from the tensors of a segment."""
     kinds = tensors[f"kinds/{name}"]
     return Column(kinds, tensors.get(f"cells/{name}", np.zeros(len(kinds), np.uint64)))
 
 
 def is_column_tensor(tensor: str) -> bool:
-    """Whether a tensor of this name is part of a column."""
+    """Return whether a tensor of this name belongs to a column."""
     return tensor.startswith(("kinds/", "cells/"))
 
 
-def describe_kinds(census: np.ndarray) -> str:
-    """The kinds of a column in words, from how many cells there are of each.
+def describe_kinds(counts: np.ndarray) -> str:
+    """Return the kinds of a column as text, given the number of cells of each kind.
 
     >>> describe_kinds(np.bincount([MISSING, NUMBER, TEXT], minlength=6))
     'number, text'
     """
-    return ", ".join(dict.fromkeys(KIND_NAMES[i] for i in np.flatnonzero(census) if i)) or "empty"
+    return ", ".join(dict.fromkeys(KIND_NAMES[i] for i in np.flatnonzero(counts) if i)) or "empty"

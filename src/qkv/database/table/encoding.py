@@ -1,9 +1,9 @@
-"""Keys turned into vectors: of new rows, and of all rows anew."""
+"""Encoding of keys as tensors, for new rows and again for all rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,145 +21,146 @@ if TYPE_CHECKING:
     from qkv.database.encoders import Encoder
 
 KEYS_PER_BLOCK = 8192
-"""Keys that are encoded together, between two reports of progress."""
+"""Keys that are encoded at a time, between two progress reports."""
 
 TensorBlocks = Iterator[tuple[np.ndarray, dict[str, Any]]]
-"""Ids and tensors of rows, some at a time."""
+"""Blocks of row ids and tensors."""
 
 
-def fit_encoder(wish: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
-    """The encoder fitted to the keys, and what the settings say: with twice how many it is fitted
-    anew."""
-    made = wish.fit(keys)
-    learned = bool(made.arrays()) or made.settings() != wish.settings()
-    learned = learned and not made.is_identity  # of vectors their width alone, which stays
-    return made, describe_encoder(made, len(keys) if learned else wish.min_fit_keys // 2)
+def fit_encoder(encoder: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
+    """Return the encoder fitted to the keys, and its settings.
+
+    The settings contain the number of keys; with twice as many, the encoder is fitted again.
+    """
+    fitted = encoder.fit(keys)
+    has_learned = bool(fitted.arrays()) or fitted.settings() != encoder.settings()
+    has_learned = has_learned and not fitted.is_identity  # it learns only the width
+    return fitted, describe_encoder(fitted, len(keys) if has_learned else encoder.min_fit_keys // 2)
 
 
 def describe_encoder(encoder: Encoder, keys: int) -> dict[str, Any]:
-    """An encoder that was fitted to so many keys, as the settings of a database tell of it."""
+    """Return the settings of an encoder that was fitted to this many keys."""
     return {"encoder": encoder.settings(), "fitted": keys}
 
 
 def encode_keys(
     encoder: Encoder,
     keys: Any,
-    how: VectorPrecision,
-    first: int,
+    precision: quantization.VectorPrecision,
+    first_id: int,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """The vectors of some keys as tensors, for rows with ids from `first` on: `code` (m, width),
-    with `scale` (m,) where that is in 8 bits, `sparse` (m,) where the encoder has such beside, and
-    what `codes` puts beside."""
+    """Return the vectors of keys as tensors, for rows with ids from `first_id` on.
+
+    `code` (m, width) are the vectors, `scale` (m,) the factors of int8 vectors, and `sparse` (m,)
+    the sparse vectors of encoders that have them. `has_codes` adds those of
+    `quantization.quantize_with_bounds`.
+    """
     if len(keys) <= KEYS_PER_BLOCK:
-        return encode_tensors(encoder, keys, how, first)
-    if how.has_codes and not how.is_int8:
-        found = encode_keys(encoder, keys, how._replace(has_codes=False), first, progress)
-        return found | quantization.quantize_lazily(found["code"], first)
-    if not (how.is_int8 or progress):
-        return encode_tensors(encoder, keys, how, first)
+        return encode_tensors(encoder, keys, precision, first_id)
+    if precision.has_codes and not precision.is_int8:
+        plain = precision._replace(has_codes=False)
+        tensors = encode_keys(encoder, keys, plain, first_id, progress)
+        return tensors | quantization.quantize_lazily(tensors["code"], first_id)
+    if not (precision.is_int8 or progress):
+        return encode_tensors(encoder, keys, precision, first_id)
 
     def encode_block(start: int) -> dict[str, Any]:
-        return encode_tensors(encoder, keys[start : start + KEYS_PER_BLOCK], how, first + start)
+        block = keys[start : start + KEYS_PER_BLOCK]
+        return encode_tensors(encoder, block, precision, first_id + start)
 
     starts = range(0, len(keys), KEYS_PER_BLOCK)
-    out: list[dict[str, Any]] = []
-    many = 2 * threads.CORE_COUNT if encoder.encodes_in_parallel else 1
-    for at in range(0, len(starts), many):
-        few = starts[at : at + many]
-        out += (
-            threads.map_parallel(encode_block, few)
+    blocks: list[dict[str, Any]] = []
+    blocks_at_once = 2 * threads.CORE_COUNT if encoder.encodes_in_parallel else 1
+    for at in range(0, len(starts), blocks_at_once):
+        group = starts[at : at + blocks_at_once]
+        blocks += (
+            threads.map_parallel(encode_block, group)
             if encoder.encodes_in_parallel
-            else map(encode_block, few)
+            else map(encode_block, group)
         )
         if progress is not None:
-            progress(min(few[-1] + KEYS_PER_BLOCK, len(keys)), len(keys))
-    parts = {name: [part[name] for part in out] for name in out[0]}
+            progress(min(group[-1] + KEYS_PER_BLOCK, len(keys)), len(keys))
+    parts = {name: [block[name] for block in blocks] for name in blocks[0]}
     return {n: concat_ragged(x) if n == "sparse" else np.concatenate(x) for n, x in parts.items()}
 
 
-class VectorPrecision(NamedTuple):
-    """How vectors are kept: `is_int8` to 8 bits, for good; as a type of number (None: as they
-    come); with codes that bound them beside."""
-
-    is_int8: bool
-    dtype: str | None = None
-    has_codes: bool = False
-
-
-def choose_precision(encoder: Encoder, precision: str | None) -> VectorPrecision:
-    """How the vectors of a new database are kept."""
+def choose_precision(encoder: Encoder, precision: str | None) -> quantization.VectorPrecision:
+    """Return how the vectors of a new database are stored."""
     if precision is None and encoder.int8_safe:
-        return VectorPrecision(is_int8=True)
-    rounded = precision == "int8"  # whose bounds are all that is left of what they have lost
-    return VectorPrecision(
+        return quantization.VectorPrecision(is_int8=True)
+    rounded = precision == "int8"
+    return quantization.VectorPrecision(
         rounded, precision, has_codes=rounded or encoder.width >= quantization.MIN_CODED_WIDTH
     )
 
 
-def encode_tensors(encoder: Encoder, keys: Any, how: VectorPrecision, first: int) -> dict[str, Any]:
-    vectors, beside = np.asarray(encoder.encode(keys)), encoder.encode_sparse(keys)
-    found: dict[str, Any] = {} if beside is None else {"sparse": beside}
-    if how.dtype in ("float32", "float16"):
-        vectors = _cast_vectors(vectors, how.dtype)
-    if how.is_int8:
-        code, scale = quantization.quantize_int8(vectors)
-        found |= {"code": code, "scale": scale}
+def encode_tensors(
+    encoder: Encoder, keys: Any, precision: quantization.VectorPrecision, first_id: int
+) -> dict[str, Any]:
+    """Return the tensors of one block of keys; see `encode_keys`."""
+    vectors, sparse = np.asarray(encoder.encode(keys)), encoder.encode_sparse(keys)
+    tensors: dict[str, Any] = {} if sparse is None else {"sparse": sparse}
+    if precision.dtype in ("float32", "float16"):
+        vectors = _cast_vectors(vectors, precision.dtype)
+    if precision.is_int8:
+        tensors["code"], tensors["scale"] = quantization.quantize_int8(vectors)
     else:
-        found["code"] = vectors
-    return found | (
-        quantization.quantize_with_bounds(vectors, first, keep=not how.is_int8)
-        if how.has_codes
-        else {}
+        tensors["code"] = vectors
+    if not precision.has_codes:
+        return tensors
+    return tensors | quantization.quantize_with_bounds(
+        vectors, first_id, keep=not precision.is_int8
     )
 
 
 def _cast_vectors(vectors: np.ndarray, dtype: str) -> np.ndarray:
-    """Vectors as a type of number that holds all of theirs."""
+    """Cast vectors to a dtype; raise `ArgumentError` if a number overflows."""
     with np.errstate(over="ignore"):
         cast = vectors.astype(dtype, copy=False)
     bad = np.flatnonzero(~np.isfinite(cast).all(axis=1))
     if len(bad):
         raise ArgumentError(
-            f"key {bad[0]} has numbers beyond {np.finfo(dtype).max:.3g}, which {dtype} does not "
-            "hold: open the database with another precision, or scale its keys"
+            f"key {bad[0]} has numbers beyond {np.finfo(dtype).max:.3g}, the largest of {dtype}: "
+            "create the database with another precision, or scale its keys"
         )
     return cast
 
 
 def encode_as_stored(encoder: Encoder, keys: Any) -> np.ndarray:
-    """The vectors of some keys as a database would keep them, (m, width)."""
-    made = encode_tensors(encoder, keys, VectorPrecision(encoder.int8_safe), 0)
-    return RowChunk(made["code"], scale=made.get("scale")).live_vectors()
+    """Return the vectors of keys as a database would store them, (m, width)."""
+    tensors = encode_tensors(encoder, keys, quantization.VectorPrecision(encoder.int8_safe), 0)
+    return RowChunk(tensors["code"], scale=tensors.get("scale")).live_vectors()
 
 
 def add_word_columns(
-    encoder: Encoder, queries: Any, key: np.ndarray, beside: Ragged | None
+    encoder: Encoder, queries: Any, key: np.ndarray, sparse: Ragged | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors of queries and keys (m, d) with a column for each word of these keys `beside` them:
-    whoever asks the same keys next finds them as they were."""
+    """Return the vectors of queries and keys (m, d) with one more column per word of the keys.
+
+    `sparse` are the sparse vectors of the keys.
+    """
     query, words = encoder.encode_query(queries), encoder.encode_sparse(queries, query=True)
-    if beside is None or words is None:
+    if sparse is None or words is None:
         return query, key
-    asked = np.unique(entry_positions(beside))
-    return np.asarray(DenseAndSparse(query, words, asked)), np.asarray(
-        DenseAndSparse(key, beside, asked)
-    )
+    positions = np.unique(entry_positions(sparse))
+    full_query = np.asarray(DenseAndSparse(query, words, positions))
+    return full_query, np.asarray(DenseAndSparse(key, sparse, positions))
 
 
 def stores_raw_keys(encoder: Encoder, schema: Schema) -> bool:
-    """Whether keys that are vectors are kept beside what the encoder makes of them."""
+    """Return whether vector keys are stored in addition to their encoded vectors."""
     return schema.key_kind == "vector" and not encoder.is_identity
 
 
 def reencode_rows(
     view: TableView, encoder: Encoder, keys: Any, progress: ProgressCallback | None
 ) -> TensorBlocks:
-    """The ids and tensors of all rows of a view, block by block, with other vectors of its keys."""
-    # All that live, those among them whose file is lost.
+    """Yield ids and tensors of all rows in blocks, with the keys encoded by another encoder."""
+    # This includes rows whose segment is lost.
     ids, raw = view.snapshot.live_ids(), stores_raw_keys(encoder, view.schema)
     kept = choose_precision(encoder, view.settings.get("precision"))
-    # Vectors in 8 bits that are the keys: what they had lost is told by their old bounds alone.
+    # If int8 vectors are the keys, only the old bounds know what rounding has lost.
     same = (
         encoder.is_identity
         and view.encoder.is_identity
@@ -186,14 +187,13 @@ def reencode_rows(
 
 
 def _read_other_tensors(view: TableView, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of some rows beside their keys' vectors: of the values and of the columns, from
-    the records where their file is lost."""
+    """Return the tensors of values and columns, from the records if the segment is lost."""
     snapshot, schema = view.snapshot, view.schema
     kept = [x for x in snapshot.tensor_names if x == "value" or columns.is_column_tensor(x)]
     try:
         return {name: snapshot.read_tensor(name, ids) for name in kept}
     except (StoreDamagedError, RowNotFoundError):
-        if schema.vector_columns:  # which are in no record
+        if schema.vector_columns:  # records do not contain vectors
             raise
     rows = list(map(cells.load_row, snapshot.read_records(ids)))
     read: ColumnData = {name: [row.get(name) for row in rows] for name in schema.columns}
@@ -204,8 +204,7 @@ def _read_other_tensors(view: TableView, ids: np.ndarray) -> dict[str, np.ndarra
 def add_value_tensor(
     view: TableView, width: int, progress: ProgressCallback | None
 ) -> TensorBlocks:
-    """The ids and tensors of all rows of a view, block by block, with so many numbers as values
-    beside them, of which none is there yet."""
+    """Yield ids and tensors of all rows in blocks, with a value tensor of NaN (m, width)."""
     snapshot = view.snapshot
     ids = snapshot.live_ids()
     for start in range(0, len(ids), KEYS_PER_BLOCK):

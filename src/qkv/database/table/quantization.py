@@ -1,55 +1,67 @@
-"""8-bit codes of vectors, and how far each vector may lie from its own."""
+"""8-bit codes of vectors, with bounds on the rounding errors."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv.errors import unknown_name_error
-from qkv.frameworks import lazy as made
 from qkv.frameworks import threads
-from qkv.frameworks.lazy import LazyArray
+from qkv.frameworks.lazy import LazyArray, lazy_arrays
 from qkv.frameworks.norms import residual_spread, row_norms
 from qkv.frameworks.stored_rows import QuantizedKeys
 
 VECTORS_PER_BLOCK = 4096
-"""Vectors whose residuals are bounded together."""
+"""Vectors whose residuals share one bound on their joint spread."""
 
 VECTORS_PER_STRIP = 256
-"""Vectors that are rounded together: few enough to stay in a core's cache."""
+"""Vectors that are rounded at a time; they fit into a core's cache."""
 
 MIN_CODED_WIDTH = 32
-"""Numbers in a vector from which codes are kept beside it: fewer are read as fast as they are."""
+"""The smallest width for which codes are stored; shorter vectors are as fast to read."""
 
 PRECISIONS = ("float32", "float16", "int8")
-"""The numbers that keys' vectors can be kept as."""
+"""The types that keys' vectors can be stored as."""
 
 MIN_SCALE = 1e-37
-"""The least scale whose inverse float32 has: smaller numbers are rounded to 0."""
+"""The smallest scale whose inverse is a finite float32; smaller vectors are rounded to 0."""
 
 BOUND_NAMES = ("scale", "residual", "norm", "spread")
 
 BOUND_TENSORS = ("near.bounds", "near.block")
-"""The tensors that bound codes."""
+"""The tensors with the bounds of codes."""
+
+
+class VectorPrecision(NamedTuple):
+    """How the vectors of keys are stored.
+
+    `is_int8`: only as 8-bit codes. `dtype`: the requested type, None to keep the encoder's.
+    `has_codes`: with 8-bit codes and their error bounds next to the vectors.
+    """
+
+    is_int8: bool
+    dtype: str | None = None
+    has_codes: bool = False
 
 
 def check_precision(precision: str | None) -> str | None:
-    """The precision that is asked for, refused where there is none of that name."""
+    """Return the precision, after a check of its name."""
     if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise unknown_name_error("precision", precision, PRECISIONS)
     return precision
 
 
 def quantize_int8(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(m, d) → int8 (m, d) and float32 (m,), whose product is the vectors to 1/254 of the largest
-    number of each.
+    """Return codes, int8 (m, d), and scales, float32 (m,), of vectors (m, d).
+
+    code · scale equals the vector up to 1/254 of its largest number.
 
     >>> code, scale = quantize_int8(np.array([[0.5, -1.27]]))
     >>> code.tolist(), f"{scale[0]:.2f}"
     ([[50, -127]], '0.01')
     """
-    # As `quantize_with_bounds` rounds them, which bounds these very codes.
+    # The same rounding as in `quantize_with_bounds`, whose bounds are for these codes.
     code, scale = _round_to_int8(vectors.astype(np.result_type(vectors, np.float32), copy=False))
     return code.astype(np.int8), scale
 
@@ -57,7 +69,7 @@ def quantize_int8(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _round_to_int8(
     vectors: np.ndarray, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The codes, as numbers of the vectors' type, and the scales."""
+    """Return the codes, in the dtype of the vectors, and the scales."""
     top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
     scale = (top / 127).astype(np.float32)
     sound = np.isfinite(scale) & (scale > MIN_SCALE)
@@ -70,9 +82,10 @@ def _round_to_int8(
 def quantize_with_bounds(
     vectors: np.ndarray, first: int, keep: bool = True
 ) -> dict[str, np.ndarray]:
-    """The codes of vectors (m, d), of rows with ids from `first` on, as tensors: `near` (m, d),
-    `near.bounds` (m, 4) and `near.block` (m,), which `read_codes` reads. Without `keep`, the bounds
-    alone: the vectors are kept as codes themselves.
+    """Return the codes of vectors (m, d) and their bounds as tensors, which `read_codes` reads.
+
+    The tensors are `near` (m, d), `near.bounds` (m, 4) and `near.block` (m,). Row ids start at
+    `first`. With `keep=False`, `near` is left out, since the vectors are stored as codes.
 
     >>> made = quantize_with_bounds(np.array([[0.5, -1.27]], np.float32), 7)
     >>> made["near"].tolist(), made["near.block"].tolist()
@@ -97,11 +110,11 @@ def quantize_with_bounds(
                 code[here], bounds[here, 0] = _round_to_int8(key, some)
                 some *= bounds[here, :1]
                 np.subtract(key, some, out=some)
-                # A residual may be too long; of ‖k‖ scores are made, which need all its digits.
+                # A bound on the residual may be loose, but scores need ‖k‖ in full precision.
                 wide = key.astype(float, copy=False)
                 norm[strip] = np.sqrt(np.einsum("ij,ij->i", wide, wide))
                 residual[strip] = row_norms(some)
-            # The product with the scale and the difference are rounded.
+            # Rounding of the product with the scale and of the difference.
             lost = 2 * np.finfo(kind).eps * norm
             together = residual_spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
             bounds[at, 1], bounds[at, 2] = _round_up(residual + lost), norm
@@ -118,15 +131,14 @@ def quantize_with_bounds(
 
 
 def quantize_lazily(vectors: np.ndarray, first: int) -> dict[str, LazyArray]:
-    """What `quantize_with_bounds` gives, made when it is read: of many vectors by the thread that
-    writes them."""
-    return made.lazy_arrays(
+    """Return the tensors of `quantize_with_bounds`, computed by the threads that write them."""
+    return lazy_arrays(
         lambda start, stop: quantize_with_bounds(vectors[start:stop], first + start), len(vectors)
     )
 
 
 def read_codes(tensors: Any) -> QuantizedKeys | None:
-    """The codes among the tensors of some rows; None where they have none."""
+    """Return the codes from the tensors of rows, or None if there are none."""
     bounds = tensors.get("near.bounds")
     if bounds is not None:
         code = tensors["near"] if "near" in tensors else tensors["code"]
@@ -138,5 +150,5 @@ def read_codes(tensors: Any) -> QuantizedKeys | None:
 
 
 def _round_up(x: np.ndarray) -> np.ndarray:
-    """Not less than the number that was rounded to x."""
+    """Return an upper bound of the numbers that were rounded to x."""
     return np.nextafter(x * np.float32(1 + 1e-6), np.float32(np.inf))

@@ -1,9 +1,9 @@
-"""One version of a database as it is read: rows with their vectors, found by key or by place."""
+"""The view of one version: rows and their vectors, found by key, by id or by position."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,6 @@ import numpy as np
 
 from qkv.database import parsing
 from qkv.database.errors import StoreDamagedError
-from qkv.database.filter.column_chunk import ColumnChunk
-from qkv.database.filter.comparisons import DistinctTexts
 from qkv.database.filter.expressions import (
     PartialTableCondition,
     as_text,
@@ -21,8 +19,8 @@ from qkv.database.filter.expressions import (
 )
 from qkv.database.query.inputs import as_key, is_number_key
 from qkv.database.storage import Snapshot, limits
-from qkv.database.table import cells, columns
-from qkv.database.table import quantization as codes
+from qkv.database.table import cells, columns, quantization
+from qkv.database.table.column_chunk import ColumnChunk, TextCache
 from qkv.database.table.schema import SETTINGS_LOST_MESSAGE, Schema
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import get_framework
@@ -33,39 +31,38 @@ from qkv.util.formatting import quote_cell
 
 if TYPE_CHECKING:  # loaded when keys are encoded
     from qkv.database.encoders import Encoder
-    from qkv.database.table.encoding import VectorPrecision
     from qkv.scores import Score, ScoreLike
 
 ROWS_PER_CHUNK = 8192
-"""Rows that are read together."""
+"""Rows that are read at a time."""
 
-SAMPLED, NAMED = 256, 5
-"""Rows in which a hint looks for values of a column, and how many columns and values it names."""
+HINT_SAMPLE_ROWS, MAX_HINT_ITEMS = 256, 5
+"""Rows that a hint samples for values, and the number of columns and values that it names."""
 
 MAX_FILTER_CACHE_BYTES = 2**26
-"""Bytes, one for each row, of the conditions that are remembered."""
+"""Bytes of cached results of conditions, one per row."""
 
 MAX_PICKED_SHARE = 0.25
-"""The share of rows up to which those that may answer are picked out, not masked."""
+"""The largest share of allowed rows for which only these are read, instead of a mask."""
 
 MAX_CACHED_QUERIES = 64
-"""Texts whose vectors are kept."""
+"""The number of query texts whose vectors are cached."""
 
 TENSORS_BY_FIELD = {
     "key": ("code", "scale", "sparse"),
     "value": ("value",),
     "near": ("near", "near.bounds", "near.block"),
 }
-"""The tensors of what is `RowChunk`."""
+"""The tensors that each field of a `RowChunk` needs."""
 
 IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})
-"""Types of cells that nobody can change after they were remembered."""
+"""Types of cells that can be cached, since a caller cannot change them."""
 
 
 class TableView:
-    """The rows of one snapshot under their schema; a row's place is its position among the live.
+    """The rows of one snapshot; a row's position counts the rows that are not deleted.
 
-    `encoder` is one that may be the stored one already, so that it need not be built again.
+    `encoder` is used instead of the stored one if both have the same settings, to avoid a rebuild.
     """
 
     def __init__(self, snapshot: Snapshot, encoder: Encoder | None = None):
@@ -77,7 +74,7 @@ class TableView:
         self._kind_counts_cache: dict[str, np.ndarray] = {}
         self._key_terms_cache: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
         self._bounds_cache: dict[Any, Any] = {}
-        self.text_cache: dict[tuple[str, int, int], DistinctTexts] = {}
+        self._text_cache: TextCache = {}
 
     def __len__(self) -> int:
         return len(self.snapshot)
@@ -87,65 +84,61 @@ class TableView:
         return self.snapshot.settings
 
     def setting_number(self, name: str) -> int:
-        """A number of the settings; 0 where it is none."""
-        told = self.settings.get(name)
-        return told if isinstance(told, int) else 0
+        """Return a number of the settings, or 0."""
+        value = self.settings.get(name)
+        return value if isinstance(value, int) else 0
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there were ever rows, which fixed the schema: it may be lost, not made anew."""
+        """Whether rows have fixed the schema, even if the settings with it were lost."""
         return "schema" in self.settings or len(self.snapshot) > 0
 
     @cached_property
     def schema(self) -> Schema:
-        found = Schema.from_dict(self.settings.get("schema", {}))
-        needed = {f"kinds/{x}" for x in found.columns if found.vector_columns.get(x) != "key"} | {
-            "code"
-        }
+        schema = Schema.from_dict(self.settings.get("schema", {}))
+        columns_with_kinds = (x for x in schema.columns if schema.vector_columns.get(x) != "key")
+        needed = {"code", *(f"kinds/{name}" for name in columns_with_kinds)}
         if len(self.snapshot) and not needed <= {*self.snapshot.tensor_names}:
             raise StoreDamagedError(SETTINGS_LOST_MESSAGE)
-        return found
+        return schema
 
     @cached_property
     def encoder(self) -> Encoder:
         from qkv.database import encoders
 
-        told, given, learned = (
-            self.settings.get("encoder", {}),
-            self._candidate_encoder,
-            self.snapshot.read_arrays(),
-        )
-        if given is not None and given.settings() == told and not (given.arrays() or learned):
-            return given
-        return encoders.load(told, learned, given)
+        settings, arrays = self.settings.get("encoder", {}), self.snapshot.read_arrays()
+        candidate = self._candidate_encoder
+        is_same = candidate is not None and candidate.settings() == settings
+        if candidate is not None and is_same and not (candidate.arrays() or arrays):
+            return candidate
+        return encoders.load(settings, arrays, candidate)
 
     def encode_queries(self, queries: Any) -> EncodedQuery:
-        """The vectors of queries; those of the last single texts are remembered, as an answer asks
-        for its own again."""
+        """Return the vectors of queries; those of single texts are cached for later details."""
         single = len(queries) == 1 and type(queries[0]) is str
         if single and (known := self._query_cache.get(queries[0])) is not None:
             return known
         try:
-            found = self.encoder.encode_full_query(queries)
-        except (ArgumentError, DtypeError, ShapeError) as fault:  # which tells of keys in rows
-            told = re.sub(r"(^|where )key(?= \d)", r"\1query", str(fault))
-            raise type(fault)(told.removesuffix(": leave that row out")) from None
-        self.check_query(found)
-        wide = np.result_type(found.code, np.float32)
-        found = found._replace(code=np.ascontiguousarray(found.code, dtype=wide))
+            encoded = self.encoder.encode_full_query(queries)
+        except (ArgumentError, DtypeError, ShapeError) as error:  # its message is about keys
+            message = re.sub(r"(^|where )key(?= \d)", r"\1query", str(error))
+            raise type(error)(message.removesuffix(": leave that row out")) from None
+        self.check_query(encoded)
+        dtype = np.result_type(encoded.code, np.float32)
+        encoded = encoded._replace(code=np.ascontiguousarray(encoded.code, dtype=dtype))
         if single:
             if len(self._query_cache) >= MAX_CACHED_QUERIES:
                 self._query_cache = {}
-            self._query_cache[queries[0]] = found
-        return found
+            self._query_cache[queries[0]] = encoded
+        return encoded
 
-    def resolve_score(self, wish: ScoreLike | None) -> Score:
-        """The score that is wished for; without a wish, as the encoder says."""
-        if wish is None:
+    def resolve_score(self, score: ScoreLike | None) -> Score:
+        """Return the score, by default the encoder's."""
+        if score is None:
             return self._default_score
         from qkv import scores
 
-        return scores.resolve(wish)
+        return scores.resolve(score)
 
     @cached_property
     def _default_score(self) -> Score:
@@ -153,40 +146,40 @@ class TableView:
 
     @cached_property
     def has_sparse_vectors(self) -> bool:
-        """Whether sparse vectors lie beside the keys' vectors."""
+        """Whether the keys have sparse vectors in addition to the dense ones."""
         return "sparse" in self.snapshot.tensor_names
 
     @property
     def ids(self) -> np.ndarray:
-        """The id of each place, (m,): the rows whose vectors can be read."""
+        """The row id at each position, (m,), for rows whose vectors can be read."""
         return self._ids_and_chunk_count[0]
 
     @property
     def chunk_count(self) -> int:
-        """How many times a scan goes on elsewhere."""
+        """The number of segments that a scan reads."""
         return self._ids_and_chunk_count[1]
 
     @cached_property
     def _ids_and_chunk_count(self) -> tuple[np.ndarray, int]:
-        parts = self.snapshot.iterate_segments()
-        live = [part.ids if part.live is None else part.ids[part.live] for part in parts]
-        return self.snapshot.check_complete(np.concatenate([np.zeros(0, np.int64), *live])), len(
-            live
-        )
+        segments = self.snapshot.iterate_segments()
+        live = [each.ids if each.live is None else each.ids[each.live] for each in segments]
+        ids = np.concatenate([np.zeros(0, np.int64), *live])
+        return self.snapshot.check_complete(ids), len(live)
 
     def inherit_encoder(self, old: TableView) -> None:
-        """Take over what an older view of the same vectors has built."""
+        """Reuse the encoder of an older view if the settings are the same."""
+        # "promise" is the calibration, which does not change the vectors.
         same = {**old.settings, "promise": 0} == {**self.settings, "promise": 0}
-        if same and "encoder" in vars(old):  # a promise changes no vector
+        if same and "encoder" in vars(old):
             vars(self)["encoder"] = old.encoder
 
     def find_ids(self, key: Any) -> list[int]:
-        """The ids of the rows with exactly this key, oldest first."""
+        """Return the ids of the rows with exactly this key, oldest first."""
         digest = self._key_digest(key)
         return [] if digest is None else self.snapshot.find_ids(digest)
 
     def find_value(self, key: Any, default: Any) -> Any:
-        """The value of the last row with exactly this key, or the default where there is none."""
+        """Return the value of the newest row with exactly this key, or the default."""
         digest = self._key_digest(key)
         found = None if digest is None else self.snapshot.find_newest(digest)
         if found is None:
@@ -197,15 +190,17 @@ class TableView:
         return self.schema.row_value(row)
 
     def find_newest_value(self, key: Any, default: Any) -> Any:
-        """The same in the newest version, where nothing of a value lies apart: rows are of one
-        schema in all versions."""
+        """Return the value in the store's newest version, if values are not vectors.
+
+        This view may be older, since the schema is the same in all versions.
+        """
         digest = self._key_digest(key)
         found = None if digest is None else self.snapshot.find_latest_record(digest)
         return default if found is None else self.schema.row_value(cells.load_row(found[1]))
 
     @cached_property
     def has_vector_values(self) -> bool:
-        """Whether values are vectors, which lie beside the keys' and not in the records."""
+        """Whether values are vectors, which are stored as tensors and not in the records."""
         return not self.schema.vector_columns.keys().isdisjoint(self.schema.value)
 
     def _key_digest(self, key: Any) -> bytes | None:
@@ -216,7 +211,7 @@ class TableView:
                 key = as_key(key, self.schema.key_kind)
             found = self.schema.key_digest(key)
         except (TypeError, ValueError):
-            return None  # what cannot be kept is nobody's key
+            return None  # no row has a key that cannot be stored
         if self.schema.key_kind == "date" and not self.snapshot.find_ids(found):
             others = map(
                 self.schema.key_digest, parsing.equivalent_dates(parsing.parse_moment(key))
@@ -226,13 +221,13 @@ class TableView:
 
     @cached_property
     def key_kinds(self) -> dict[str, str]:
-        """What the first row has in each column of the key."""
+        """The kind of the first row's cell in each key column."""
         row = next((row for _, row in self.iterate_rows()), {})
         return {name: cells.cell_kind(row[name]) for name in self.schema.key if name in row}
 
     @cached_property
     def has_number_keys(self) -> bool:
-        """Whether keys are tuples of numbers or dates, so that an array of numbers may be one."""
+        """Whether keys are tuples of numbers or dates, so that an array of numbers is a key."""
         if self.schema.key_kind != "tuple":
             return False
         encoder: Any = getattr(self.encoder, "base", self.encoder)
@@ -259,7 +254,7 @@ class TableView:
         return self.schema.values_from_rows(self.read_rows(ids)) if len(ids) else []
 
     def iterate_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every id and row, oldest first."""
+        """Yield every row with its id, oldest first."""
         ids: list[int] = []
         rows: list[dict[str, Any]] = []
         some = self.ids if self.is_initialized and self.schema.vector_columns else None
@@ -273,7 +268,7 @@ class TableView:
         yield from zip(ids, self._fill_vectors(ids, rows), strict=True)
 
     def read_all_keys(self) -> Any:
-        """Every key: a list, or an array of vectors."""
+        """Return all keys as a list, or as an array of vectors."""
         if self.schema.key_kind == "vector":
             return self._read_vector_keys(self.ids)
         return [
@@ -281,7 +276,7 @@ class TableView:
         ]
 
     def _read_vector_keys(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The vectors that were given as keys."""
+        """Return the keys of a database whose keys are vectors."""
         given = "key" in self.snapshot.tensor_names
         return (
             np.asarray(self.snapshot.read_tensor("key", ids))
@@ -292,7 +287,7 @@ class TableView:
     def _fill_vectors(
         self, ids: Sequence[int] | np.ndarray, rows: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Rows with the vectors that are kept beside them."""
+        """Add the cells that are vectors, which are stored as tensors, to the rows."""
         if not rows:
             return rows
         for column, role in self.schema.vector_columns.items():
@@ -304,59 +299,63 @@ class TableView:
                 row[column] = vector
         return rows
 
-    def filter_rows(self, wish: Any) -> np.ndarray | None:
-        """Which rows pass a condition, (m,); None where all do."""
-        census = None
-        if isinstance(wish, PartialTableCondition):
-            wish, census = wish.where, wish.cell_kind_counts.__getitem__
-        if wish is None:
+    def filter_rows(self, where: Any) -> np.ndarray | None:
+        """Return which rows pass a condition, (m,), or None if there is no condition."""
+        counts = None
+        if isinstance(where, PartialTableCondition):
+            where, counts = where.where, where.cell_kind_counts.__getitem__
+        if where is None:
             return None
-        if callable(wish):
-            passed = [id_ for id_, row in self.iterate_rows() if wish(row)]
-            return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
-        known = self._filter_cache.get(wish) if isinstance(wish, str) else None
-        if known is not None:
-            return known
-        passes = compile_condition(wish, self.schema.columns if self.is_initialized else ())
-        parts = [passes(ColumnChunk(self, part, census)).passes for part in self._read_segments()]
-        found = np.concatenate(parts) if parts else np.zeros(0, bool)
-        if isinstance(wish, str):
-            if (len(self._filter_cache) + 1) * len(found) > MAX_FILTER_CACHE_BYTES:
+        if callable(where):
+            ids = [id_ for id_, row in self.iterate_rows() if where(row)]
+            return np.isin(self.ids, np.array(ids, np.int64), assume_unique=True)
+        cached = self._filter_cache.get(where) if isinstance(where, str) else None
+        if cached is not None:
+            return cached
+        condition = compile_condition(where, self.schema.columns if self.is_initialized else ())
+        parts = [condition(chunk).passes for chunk in self._column_chunks(counts)]
+        passed = np.concatenate(parts) if parts else np.zeros(0, bool)
+        if isinstance(where, str):
+            if (len(self._filter_cache) + 1) * len(passed) > MAX_FILTER_CACHE_BYTES:
                 self._filter_cache = {}
-            self._filter_cache[wish] = found
-        return found
+            self._filter_cache[where] = passed
+        return passed
 
     def why_none_pass(self, where: Any) -> str:
-        """That no row passes a condition, with values that its columns have among the first rows;
-        empty where some row passes, or there is no condition."""
+        """Say that no row passes, with example values of the columns; "" if some row passes."""
         passed = self.filter_rows(where)
         if passed is None or passed.any():
             return ""
-        told = f"No rows match {as_text(where)}"
+        message = f"No rows match {as_text(where)}"
         names = [
             x for x in columns_in(where, self.schema.columns) if x not in self.schema.vector_columns
         ]
-        rows = self.read_rows(self.ids[:SAMPLED].tolist()) if names else []
-        for name in names[:NAMED]:
+        rows = self.read_rows(self.ids[:HINT_SAMPLE_ROWS].tolist()) if names else []
+        for name in names[:MAX_HINT_ITEMS]:
             values = {
                 quote_cell(row[name]): None for row in rows if not cells.is_missing(row[name])
             }
-            some = list(values)[:NAMED]
-            whole = len(rows) == len(self) and len(some) == len(values)
-            such = ("is" if len(some) < 2 else "has the values") if whole else "has values such as"
-            told += f"; column {name!r} {such} {', '.join(some)}" if some else ""
-        return told
+            examples = list(values)[:MAX_HINT_ITEMS]
+            if not examples:
+                continue
+            verb = "has values such as"
+            if len(rows) == len(self) and len(examples) == len(values):
+                verb = "is" if len(examples) < 2 else "has the values"
+            message += f"; column {name!r} {verb} {', '.join(examples)}"
+        return message
 
     @cached_property
     def value_mask(self) -> np.ndarray | None:
-        """Which rows have a value, (m,); None where all do. Of several columns all must be missing,
-        or one that is to be pooled."""
-        parts = [piece.compute_value_mask() for piece in self._column_chunks()]
-        found = np.concatenate(parts) if parts else np.zeros(0, bool)
-        return None if found.all() else found
+        """Which rows have a value, (m,), or None if all do.
+
+        With several value columns, a pooled value needs all of them, other values at least one.
+        """
+        parts = [chunk.compute_value_mask() for chunk in self._column_chunks()]
+        mask = np.concatenate(parts) if parts else np.zeros(0, bool)
+        return None if mask.all() else mask
 
     def mask_missing_values(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
-        """The rows that are allowed and have a value, and how many of the allowed have none."""
+        """Return the allowed rows that have a value, and the number of those that have none."""
         present = self.value_mask
         if present is None:
             return allowed, 0
@@ -366,59 +365,62 @@ class TableView:
 
     @property
     def is_int8(self) -> bool:
-        """Whether the keys' vectors are kept in 8 bits."""
+        """Whether the keys' vectors are stored as int8."""
         return "scale" in self.snapshot.tensor_names
 
     @property
-    def vector_precision(self) -> VectorPrecision:
-        """How the keys' vectors are kept."""
-        from qkv.database.table.encoding import VectorPrecision
+    def vector_precision(self) -> quantization.VectorPrecision:
+        """How the keys' vectors are stored."""
 
-        told = self.settings.get("precision")
-        return VectorPrecision(
-            self.is_int8, told, has_codes="near.bounds" in self.snapshot.tensor_names
+        dtype = self.settings.get("precision")
+        return quantization.VectorPrecision(
+            self.is_int8, dtype, has_codes="near.bounds" in self.snapshot.tensor_names
         )
 
     @property
     def precision_text(self) -> str | None:
-        """The numbers of a key's vector, and their type; None before the first row."""
+        """Width and dtype of a key's vector, such as "64 int8"; None before the first row."""
         found = self.snapshot.tensor_type("code")
         return None if found is None else f"{' × '.join(map(str, found[1]))} {found[0].name}"
 
     def cell_kind_counts(self, name: str) -> np.ndarray:
-        """How many cells of a column are of each kind of `columns`, (6,)."""
+        """Return the number of cells of each kind in a column, (6,)."""
         if name not in self._kind_counts_cache:
             total = np.zeros(len(columns.KIND_NAMES), np.int64)
-            for piece in self._column_chunks():
-                total += np.bincount(piece.cell_kinds(name), minlength=len(total))
+            for chunk in self._column_chunks():
+                total += np.bincount(chunk.cell_kinds(name), minlength=len(total))
             self._kind_counts_cache[name] = total
         return self._kind_counts_cache[name]
 
     def is_date_column(self, name: str) -> bool:
-        """Whether what a column holds of text and dates is dates: the first of them tells."""
-        for piece in self._column_chunks():
-            at = np.flatnonzero(piece.cell_kinds(name) == columns.TEXT)[:1]
+        """Return whether the first cell of kind TEXT in a column is a date."""
+        for chunk in self._column_chunks():
+            at = np.flatnonzero(chunk.cell_kinds(name) == columns.TEXT)[:1]
             if len(at):
-                return not isinstance(piece.read_cells(name, at)[0], str)
+                return not isinstance(chunk.read_cells(name, at)[0], str)
         return False
 
     def is_integer_column(self, name: str, bits: int = 64) -> bool:
-        """Whether each number of a column is an int of so many bits, or equal to one."""
-        codes = (piece.read_column(name).numbers for piece in self._column_chunks())
+        """Return whether every number of a column is an integer of at most this many bits."""
+        codes = (chunk.read_column(name).numbers for chunk in self._column_chunks())
         most = 2.0 ** (bits - 1)
         return all(bool(np.all((np.abs(x) < most) & (x == np.trunc(x)))) for x in codes)
 
-    def _column_chunks(self) -> Iterator[ColumnChunk]:
-        return (ColumnChunk(self, part) for part in self._read_segments())
+    def _column_chunks(
+        self, cell_kind_counts: Callable[[str], np.ndarray] | None = None
+    ) -> Iterator[ColumnChunk]:
+        counts = cell_kind_counts or self.cell_kind_counts
+        for segment in self._read_segments():
+            yield ColumnChunk(self.snapshot, self.schema, segment, counts, self._text_cache)
 
     def open_vectors(
         self, allowed: np.ndarray | None = None, *, value: bool = False, asked: Any = None
     ) -> StoredRows:
-        """The keys' vectors, and the values if they are numbers, to be attended over.
+        """Return the keys' vectors, and with `value` the values, as rows to attend over.
 
-        `allowed` (m,) rules some of them out. Sparse vectors come beside, for the places that a
-        `EncodedQuery` has `asked`. Where memory is scarce, pages are let go as the next part is
-        read.
+        `allowed` (m,) selects rows. `asked` are the positions of an `EncodedQuery` in the sparse
+        vectors, which become columns of the keys. If memory is scarce, pages are released after
+        use.
         """
         kept, (picked, count) = self._key_terms_cache[asked is not None], self.pick_rows(allowed)
         if picked is not None:
@@ -444,7 +446,7 @@ class TableView:
             if asked is not None:
                 key, scale = DenseAndSparse(key, tensors["sparse"], asked, scale), None
             else:
-                near = codes.read_codes(tensors)
+                near = quantization.read_codes(tensors)
             return RowChunk(
                 key, tensors.get(named), part.live, scale, near, part.check_not_truncated
             )
@@ -464,14 +466,13 @@ class TableView:
         )
 
     def pick_rows(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
-        """The rows that are allowed where they are so few that they are read alone, else None; and
-        how many are read."""
+        """Return the allowed rows if only they are read, else None; and the number of rows read."""
         count = 0 if allowed is None else int(np.count_nonzero(allowed))
         few = 0 < count <= MAX_PICKED_SHARE * len(self.ids)
         return (allowed, count) if few else (None, len(self.ids))
 
     def read_key_vectors(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The vectors of some rows' keys, (len(ids), width)."""
+        """Return the vectors of these rows' keys, (len(ids), width)."""
         read = self.snapshot.read_tensor
         scale = read("scale", ids) if self.is_int8 else None
         return RowChunk(read("code", ids), scale=scale).live_vectors()
@@ -485,7 +486,7 @@ class TableView:
 
     @cached_property
     def _cached_segments(self) -> list[Any] | None:
-        """The parts of few rows, which are read in less time than they are listed."""
+        """The segments of a small table, which are faster to keep than to list again."""
         return list(self.snapshot.iterate_segments()) if len(self) <= ROWS_PER_CHUNK else None
 
     @cached_property
@@ -494,12 +495,12 @@ class TableView:
 
     @cached_property
     def _vector_widths(self) -> tuple[int, int]:
-        """Numbers in the vector of a key, and of a value."""
+        """The widths of a key's and of a value's vector."""
         tensors = next(self.snapshot.iterate_segments()).tensors
         return tensors["code"].shape[1], tensors["value"].shape[1] if "value" in tensors else 0
 
     def check_query(self, asked: EncodedQuery) -> None:
-        """Refuse vectors that cannot be compared with the keys'."""
+        """Check that the query vectors have the width of the keys' and a float dtype."""
         query, width = asked.code, self._vector_widths[0] + sparse_width(asked.sparse_positions)
         if len(query.shape) != 2 or query.shape[-1] != width:
             raise ShapeError(

@@ -1,0 +1,247 @@
+"""The scan of a query: the weights of all rows for a batch of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from qkv import attention, weightings
+from qkv.answer_backend import Row
+from qkv.database.table import cells
+from qkv.database.table.view import ROWS_PER_CHUNK, TableView
+from qkv.errors import ArgumentError, format_plural
+from qkv.frameworks import is_array, to_numpy
+from qkv.frameworks.ragged import EncodedQuery
+from qkv.frameworks.stored_rows import WeighedRows
+from qkv.scores import Score
+from qkv.util.deadline import check_deadline
+from qkv.weightings import WeightingLike
+
+MAX_SCORES_PER_BATCH = 2**26
+"""Scores in memory at a time; it limits the number of queries in a batch."""
+
+MAX_SPARSE_QUERIES_PER_BATCH = 64
+"""Queries in a batch if keys have sparse vectors: each word of the batch becomes a column."""
+
+ROWS_PER_RUN = 512
+"""Neighbouring rows of which the ranking looks only at the maximum first."""
+
+ScaledSquareSum = tuple[np.ndarray, np.ndarray]
+"""A sum of squares, divided by the square of the second array."""
+
+
+class RowScan:
+    """Computes the weights of the rows that pass a condition, for batches of queries."""
+
+    where: Any = None
+    """The condition that the rows pass."""
+
+    def __init__(
+        self,
+        view: TableView,
+        score: Score,
+        weighting: WeightingLike,
+        passed: np.ndarray | None,
+        tolerance: float | None = None,
+        confidence: float | None = None,
+    ):
+        self.view, self.score, self.weighting = view, score, weightings.resolve(weighting)
+        self.tolerance, self.confidence = tolerance, confidence
+        self.allowed_rows, self.missing_value_count = view.mask_missing_values(passed)
+        self.row_count = (
+            len(view.ids) if self.allowed_rows is None else int(np.count_nonzero(self.allowed_rows))
+        )
+        # If few rows are allowed, arrays of weights contain only these rows.
+        self.candidate_count = view.pick_rows(self.allowed_rows)[1]
+        self.candidate_positions = None
+        if self.allowed_rows is not None and self.candidate_count < len(view.ids):
+            self.candidate_positions = np.flatnonzero(self.allowed_rows)
+
+    @cached_property
+    def _scan_text(self) -> str:
+        return (
+            f"{format_plural(self.candidate_count, 'row')} in "
+            f"{format_plural(self.view.chunk_count, 'segment')}"
+        )
+
+    def without_row(self, position: int) -> RowScan:
+        """Return the same scan without the row at this position."""
+        passed = self._rows_without(position)
+        args = (self.view, self.score, self.weighting, passed, self.tolerance, self.confidence)
+        scan = RowScan(*args)
+        scan.missing_value_count, scan.where = self.missing_value_count, self.where
+        return scan
+
+    def _rows_without(self, position: int) -> np.ndarray:
+        allowed = self.allowed_rows
+        passed = np.ones(len(self.view.ids), bool) if allowed is None else allowed.copy()
+        passed[position] = False
+        return passed
+
+    def run_batches(
+        self, queries: Any, value: bool, max_queries: int = MAX_SCORES_PER_BATCH
+    ) -> Iterator[tuple[Any, WeighedRows, str]]:
+        """Yield each batch of queries with its weights and the description of the engine."""
+        size = max(min(MAX_SCORES_PER_BATCH // len(self.view), max_queries), 1)
+        size = min(size, MAX_SPARSE_QUERIES_PER_BATCH) if self.view.has_sparse_vectors else size
+        for start in range(0, len(queries), size):
+            check_deadline()
+            batch = queries[start : start + size]
+            yield batch, *self.compute_weights(batch, value)
+
+    def compute_weights(self, queries: Any, value: bool) -> tuple[WeighedRows, str]:
+        """Return the weights for some queries, and the description of the engine."""
+        view, code, matches = self.view, EncodedQuery(None), None
+        if self.score.compares_keys:
+            matches, engine = self.match_keys(queries), "exact index"
+        else:
+            code, engine = self._encode_queries(queries), f"scan of {self._scan_text}"
+        weighed = attention.weigh_rows(
+            view.open_vectors(self.allowed_rows, value=value, asked=code.sparse_positions),
+            code.code,
+            score=self.score,
+            weighting=self.weighting,
+            tolerance=self.tolerance,
+            confidence=self.confidence,
+            matches=matches,
+        )
+        if weighed.bound is not None:
+            engine = f"codes of {self._scan_text}, {weighed.rows_read:,} of them read in full"
+        elif weighed.refusal:
+            engine += f", exactly: {weighed.refusal}"
+        return weighed, engine
+
+    def match_keys(self, queries: Any) -> np.ndarray:
+        """Return 1 where a row's key equals the query, else 0, (n, m)."""
+        ids = self.view.ids
+        if self.candidate_positions is not None:
+            ids = ids[self.candidate_positions]
+        matches = np.zeros((len(queries), len(ids)))
+        for i, key in enumerate(queries):
+            matches[i, np.isin(ids, self.view.find_ids(key))] = 1.0
+        return matches
+
+    def _encode_queries(self, queries: Any) -> EncodedQuery:
+        is_encoded = is_array(queries) and self.view.schema.key_kind != "vector"
+        if not is_encoded:
+            return self.view.encode_queries(queries)
+        code = to_numpy(queries)
+        self.view.check_query(EncodedQuery(code))
+        if not np.isfinite(code).all():
+            bad = int(np.isfinite(code).all(axis=1).argmin())
+            raise ArgumentError(f"query {bad} contains NaN or infinity: no row is near it")
+        return EncodedQuery(np.ascontiguousarray(code, dtype=np.result_type(code, np.float32)))
+
+    def compute_full_weights(self, queries: Any) -> np.ndarray:
+        """Return the weights of all rows for each query, (n, m), 0 for rows that do not pass."""
+        return self.expand_to_all_rows(self.compute_weights(queries, value=False)[0].weights)
+
+    def expand_to_all_rows(self, weights: np.ndarray) -> np.ndarray:
+        """Expand numbers (…, candidates) to all rows (…, m), with 0 for the others."""
+        if self.candidate_positions is None:
+            return weights
+        out = np.zeros((*weights.shape[:-1], len(self.view.ids)), weights.dtype)
+        out[..., self.candidate_positions] = weights
+        return out
+
+    def rank_rows(self, weights: np.ndarray, top: int) -> np.ndarray:
+        """Return the positions of the largest weights; for equal ones the lowest comes first."""
+        size = weights if self.weighting.is_convex else np.abs(weights)
+        if top >= len(size):
+            order = (-size).argsort(kind="stable")
+        else:
+            # The largest weights are in the runs with the largest maxima.
+            starts = np.arange(0, len(size), ROWS_PER_RUN)
+            best = np.maximum.reduceat(size, starts)
+            runs = starts[(best >= _kth_largest(best, top)) & (best > 0)]
+            order = (runs[:, None] + np.arange(ROWS_PER_RUN)).reshape(-1)
+            order = order[order < len(size)]
+            if len(order):
+                order = order[size[order] >= _kth_largest(size[order], top)]
+            order = order[np.argsort(-size[order], kind="stable")][:top]
+        positive: np.ndarray = order[: np.count_nonzero(size[order] > 0)]  # NaN is last
+        return positive
+
+    def find_heaviest(self, weights: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the heaviest rows among all rows, and their weights."""
+        order = self.rank_rows(weights, top)
+        return self._row_positions(order), weights[order]
+
+    def rows_in_order(self, weights: np.ndarray, order: np.ndarray) -> list[Row]:
+        """Return the rows at these positions of the weights."""
+        return self.rows_at_positions(self._row_positions(order), weights[order])
+
+    def _row_positions(self, order: np.ndarray) -> np.ndarray:
+        return order if self.candidate_positions is None else self.candidate_positions[order]
+
+    def rows_at_positions(
+        self,
+        positions: np.ndarray,
+        weights: np.ndarray,
+        records: list[dict[str, Any]] | None = None,
+    ) -> list[Row]:
+        """Return the rows at these positions; `records` are their cells, if already read."""
+        records = self._read_records(positions) if records is None else records
+        records, schema = records[: len(positions)], self.view.schema
+        keys, values = schema.keys_from_rows(records), schema.values_from_rows(records)
+        return list(map(Row, keys, values, weights.tolist(), positions.tolist(), records))
+
+    def _read_records(self, positions: np.ndarray) -> list[dict[str, Any]]:
+        return self.view.read_rows(self.view.ids[positions].tolist())
+
+    def unpack_value(self, pooled: np.ndarray) -> Any:
+        """Return a pooled value (d_v,) as a float, a mapping of columns or a vector."""
+        if self.view.schema.value_kind == "number":
+            return float(pooled[0])
+        if self.view.schema.value_kind == "numbers":
+            return dict(zip(self.view.schema.value, map(float, pooled), strict=True))
+        return pooled
+
+    def sum_squared_deviations(self, weights: np.ndarray, mean: np.ndarray) -> ScaledSquareSum:
+        """Return Σᵢ αᵢ (vᵢ − mean)² / 4, scaled so that no square overflows."""
+        zero = np.zeros_like(np.atleast_1d(mean), dtype=float)
+        total = zero, np.full_like(zero, np.finfo(float).tiny)
+        with np.errstate(invalid="ignore"):
+            for group in self.view.open_vectors(self.allowed_rows, value=True).iter_spans(
+                ROWS_PER_CHUNK, ahead=("value",)
+            ):
+                for cut in group:
+                    chunk_weights = weights[cut.start : cut.start + cut.size]
+                    used = np.flatnonzero(chunk_weights)
+                    half = cut.read_values(used).astype(float) / 2 - mean / 2
+                    scale = np.maximum(np.abs(half).max(axis=0, initial=0), total[1])
+                    squares = chunk_weights[used] @ (half / scale) ** 2
+                    total = merge_square_sums(total, (squares, scale))
+        return total
+
+
+def merge_square_sums(one: ScaledSquareSum, two: ScaledSquareSum) -> ScaledSquareSum:
+    """Add two scaled sums of squares."""
+    scale = np.maximum(one[1], two[1])
+    return one[0] * (one[1] / scale) ** 2 + two[0] * (two[1] / scale) ** 2, scale
+
+
+def identify_value(value: Any) -> Any:
+    """Return a hashable object that is equal for equal values."""
+    if type(value) is str:
+        return value
+    if type(value) is dict and _SCALAR_TYPES.issuperset(map(type, value.values())):
+        return tuple((type(x), x) for x in value.values())
+    return cells.dump_row({"value": value}).encode()
+
+
+_SCALAR_TYPES = {str, int, bool, type(None)}
+
+
+def as_batch(query: Any) -> Any:
+    """Return a query as a batch of one."""
+    return query[None] if is_array(query) else [query]
+
+
+def _kth_largest(x: np.ndarray, k: int) -> Any:
+    """Return the k-th largest number of x, or the smallest if x has fewer."""
+    k = min(k, len(x))
+    return np.partition(x, len(x) - k)[len(x) - k]
