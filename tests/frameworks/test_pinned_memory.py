@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from qkv import attention  # noqa: E402
 from qkv.frameworks import get_framework, pinned_memory  # noqa: E402
-from qkv.frameworks import torch as torchs  # noqa: E402
+from qkv.frameworks import torch as adapter  # noqa: E402
 from qkv.frameworks.stored_rows import RowChunk, StoredRows  # noqa: E402
 
 
@@ -74,7 +74,7 @@ def test_rows_that_are_sent_are_those_that_are_read(monkeypatch):
         count.append(data.nbytes)
         return out.to(getattr(torch, dtype))
 
-    monkeypatch.setattr(torchs.Torch, "block_from_host", read)
+    monkeypatch.setattr(adapter.Torch, "block_from_host", read)
     assert torch.equal(attention.attend_rows(rows, query, **how), want)
     assert sum(count) == keys.nbytes + values.nbytes
 

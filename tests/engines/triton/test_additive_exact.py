@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from qkv.engines.triton import TANH_FUNCTION_PAIRS
-from qkv.engines.triton.additive import additive as join
-from qkv.engines.triton.additive import additive_exact as exact
+from qkv.engines.triton.additive import additive, additive_exact
 from qkv.engines.triton.additive.additive import attend_additive
 from qkv.errors import EngineError
 from tests.engines.triton.test_additive_features import DEVICE, GRID, TABLE, WIDEST
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(exact, "TILE_ROWS", 16)
+    monkeypatch.setattr(additive_exact, "TILE_ROWS", 16)
 
 
 def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.float32):
@@ -33,8 +32,8 @@ def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.flo
     return [x.to(DEVICE, dtype) for x in made]
 
 
-def additive_exact(a, b, v, value, lower=None, upper=None, lengths=None):
-    return join._additive(a, b, v, value, None, None, lower, upper, lengths, None)[:2]
+def attend_exactly(a, b, v, value, lower=None, upper=None, lengths=None):
+    return additive._additive(a, b, v, value, None, None, lower, upper, lengths, None)[:2]
 
 
 def formula(a, b, v, value, lower=None, upper=None, lengths=None):
@@ -98,7 +97,7 @@ LENGTHS = torch.tensor([29, 0], dtype=torch.int32, device=DEVICE)
     ],
 )
 def test_values_and_gradients(shape, rest):
-    agree(additive_exact, arrays(**shape), *rest)
+    agree(attend_exactly, arrays(**shape), *rest)
 
 
 @pytest.mark.parametrize("scale", [8.0, 60.0])
@@ -107,30 +106,30 @@ def test_large_numbers(scale):
     a, b, v, value = arrays(scale=1.0)
     a[:, :, 3] *= scale
     b[:, :, ::2] *= scale
-    agree(additive_exact, [a, b, v, value], None, 2, None)
+    agree(attend_exactly, [a, b, v, value], None, 2, None)
 
 
 def test_infinite_numbers_are_saturated():
     a, b, v, value = arrays()
     a[0, 0, 2, 1], b[0, 0, 5, 0] = INFINITY, -INFINITY
-    out, _ = additive_exact(a, b, v, value)
+    out, _ = attend_exactly(a, b, v, value)
     want, _ = formula(*(x.double() for x in (a, b, v, value)))
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
 def test_sixteen_bits(dtype, rtol):
-    agree(additive_exact, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
+    agree(attend_exactly, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
 
 
 def test_without_a_gradient_of_the_logarithm():
-    agree(additive_exact, arrays(), lse_too=False)
+    agree(attend_exactly, arrays(), lse_too=False)
 
 
 def test_the_gradient_of_the_logarithm_alone():
     given = [x.requires_grad_() for x in arrays()]
     exact_given = [x.detach().double().requires_grad_() for x in given]
-    got = torch.autograd.grad(additive_exact(*given)[1].sum(), given)
+    got = torch.autograd.grad(attend_exactly(*given)[1].sum(), given)
     want = torch.autograd.grad(formula(*exact_given)[1].sum(), exact_given[:3])
     for one, two in zip(got[:3], want, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=1e-5)
@@ -145,8 +144,8 @@ def test_nothing_comes_from_behind_a_mask():
     spoiled[1][:, :, 30:], spoiled[3][:, :, 30:] = float("nan"), INFINITY
     spoiled[0][:, :, 34:] = float("nan")
     for one, two in zip(
-        gradients(additive_exact, spoiled, *rest),
-        gradients(additive_exact, clean, *rest),
+        gradients(attend_exactly, spoiled, *rest),
+        gradients(attend_exactly, clean, *rest),
         strict=True,
     ):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
@@ -155,16 +154,16 @@ def test_nothing_comes_from_behind_a_mask():
 def test_a_value_that_is_not_finite_spoils_its_readers_alone():
     given = arrays()
     given[3][0, 0, 10, 2] = INFINITY
-    out, _ = additive_exact(*given, None, 0, None)
+    out, _ = attend_exactly(*given, None, 0, None)
     spoiled = torch.zeros_like(out, dtype=torch.bool)
     spoiled[0, 0, 10:, 2] = True
     assert torch.equal(torch.isnan(out), spoiled)
 
 
 def test_no_queries_and_no_keys():
-    out, lse = additive_exact(*arrays(n=0))
+    out, lse = attend_exactly(*arrays(n=0))
     assert out.shape == (1, 1, 0, 5)
-    out, lse, *grads = gradients(additive_exact, arrays(m=0))
+    out, lse, *grads = gradients(attend_exactly, arrays(m=0))
     assert not out.any()
     assert (lse == -INFINITY).all()
     assert not any(x.any() for x in grads)
@@ -173,7 +172,7 @@ def test_no_queries_and_no_keys():
 def test_the_gradient_is_the_same_each_time():
     given = arrays(heads=2)
     for one, two in zip(
-        *(gradients(additive_exact, given, None, 0, None) for _ in range(2)), strict=True
+        *(gradients(attend_exactly, given, None, 0, None) for _ in range(2)), strict=True
     ):
         assert torch.equal(one, two)
 
@@ -200,7 +199,7 @@ def test_the_join(scale, rtol, rest):
 def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
     given = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
     given[side][0, 0, 3, 2] = 3 * WIDEST
-    for one, two in zip(gradients(joined, given), gradients(additive_exact, given), strict=True):
+    for one, two in zip(gradients(joined, given), gradients(attend_exactly, given), strict=True):
         assert torch.equal(one, two)
 
 
@@ -212,8 +211,8 @@ def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     a, b = given[:2]
     each = 4 * TANH_FUNCTION_PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
     for held, pieces in {1: 4, 2: 2, 3: 2, 4: 1, 100: 1}.items():
-        monkeypatch.setattr(join, "MAX_FEATURE_BYTES", held * each + 1)
-        assert len(join._split_pieces(a, b, TANH_FUNCTION_PAIRS)) == pieces
+        monkeypatch.setattr(additive, "MAX_FEATURE_BYTES", held * each + 1)
+        assert len(additive._split_pieces(a, b, TANH_FUNCTION_PAIRS)) == pieces
         got = gradients(joined, given, None, 5, LENGTHS)
         for one, two in zip(got[2:], want[2:], strict=True):
             atol = 0 if scale > 1 else 1e-3 * two.abs().max().item()
@@ -236,7 +235,7 @@ def test_the_join_has_no_second_derivative():
 
 def test_the_join_takes_float32_exactly():
     given = arrays()
-    assert torch.equal(joined(*given)[0], additive_exact(*given)[0])
+    assert torch.equal(joined(*given)[0], attend_exactly(*given)[0])
 
 
 def test_the_join_has_a_gradient_of_the_logarithm_alone():
@@ -249,7 +248,7 @@ def test_the_join_has_a_gradient_of_the_logarithm_alone():
 
 def test_the_operators_keep_their_promises():
     given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
-    torch.library.opcheck(join._additive.node, (*given, None, None, None, 0, None, None))
+    torch.library.opcheck(additive._additive.node, (*given, None, None, None, 0, None, None))
 
 
 def test_torch_compile_sees_through():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton.additive import additive_projection as door
+from qkv.engines.triton.additive import additive_projection
 from tests.engines.triton.test_additive_features import DEVICE
 
 
@@ -19,13 +19,13 @@ def normal(*shape):
     [((2, 4, 37, 20), 2, 300, 5, True), ((1, 1, 3, 64), 1, 2, 64, False)],
 )
 def test_values_gradients_and_reach(shape, few, m, h, biased, monkeypatch):
-    monkeypatch.setattr(door, "PROGRAMS_PER_SIDE", 2)  # so that a program has several tiles
+    monkeypatch.setattr(additive_projection, "PROGRAMS_PER_SIDE", 2)  # several tiles per program
     b, heads, n, d = shape
     query = normal(b, n, heads, d).transpose(1, 2)  # as heads lie
     given = [query, normal(b, few, m, d), normal(h, d), normal(h, d), normal(h) if biased else None]
     given = [None if x is None else x.requires_grad_() for x in given]
-    assert door.is_supported(*given)
-    one, two, parts = door.project_hidden(*given)
+    assert additive_projection.is_supported(*given)
+    one, two, parts = additive_projection.project_hidden(*given)
     wide = [None if x is None else x.detach().double().requires_grad_() for x in given]
     want = wide[0] @ wide[2].mT + (wide[4] if biased else 0.0), wide[1] @ wide[3].mT
     torch.manual_seed(0)
@@ -44,13 +44,15 @@ def test_values_gradients_and_reach(shape, few, m, h, biased, monkeypatch):
 def test_what_is_not_finite_reaches_beyond_all():
     given = [normal(1, 1, 4, 8), normal(1, 1, 4, 8), normal(3, 8), normal(3, 8), normal(3)]
     given[1][0, 0, 2, 1] = float("nan")
-    assert door.project_hidden(*given)[2].amax(0).isinf().all()
+    assert additive_projection.project_hidden(*given)[2].amax(0).isinf().all()
 
 
 def test_it_knows_rows_of_16_bits_and_of_one_width():
     given = [normal(1, 1, 4, 8), normal(1, 1, 4, 8), normal(3, 8), normal(3, 8), None]
-    assert door.is_supported(*given)
-    assert not door.is_supported(*[None if x is None else x.float() for x in given])
-    assert not door.is_supported(given[0], given[1], given[2], None, None)
-    assert not door.is_supported(given[0][0], *given[1:])
-    assert not door.is_supported(given[0], normal(1, 1, 4, 6), given[2], normal(3, 6), None)
+    assert additive_projection.is_supported(*given)
+    assert not additive_projection.is_supported(*[None if x is None else x.float() for x in given])
+    assert not additive_projection.is_supported(given[0], given[1], given[2], None, None)
+    assert not additive_projection.is_supported(given[0][0], *given[1:])
+    assert not additive_projection.is_supported(
+        given[0], normal(1, 1, 4, 6), given[2], normal(3, 6), None
+    )

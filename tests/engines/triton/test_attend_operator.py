@@ -16,7 +16,7 @@ import triton.language as tl
 
 from qkv.engines.triton import attend_operator, nan_repair
 from qkv.engines.triton.backward import backward
-from qkv.engines.triton.call_arrays import KERNEL_WEIGHTINGS as NAMED
+from qkv.engines.triton.call_arrays import KERNEL_WEIGHTINGS
 from qkv.engines.triton.launching import launch
 from qkv.engines.triton.launching.kernel_call import LOG2E, Numbers
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -731,7 +731,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     both = {True, False}
     every = {
         "PAIRS": {0, 1, 2},
-        "WEIGHTING": set(NAMED.values()),
+        "WEIGHTING": set(KERNEL_WEIGHTINGS.values()),
         "POWER": {0, 1, 2},
         "CENTRE": {0, 1, 2},
         "PRECISION": {"ieee"},  # likewise
@@ -750,8 +750,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     }
     narrower = {
         ("backward_keys_kernel", "CENTRED"): both,
-        ("backward_queries_kernel", "WEIGHTING"): set(NAMED.values()) - {"average"},
-        ("backward_mask_kernel", "WEIGHTING"): set(NAMED.values()) - {"average"},
+        ("backward_queries_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
+        ("backward_mask_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
         ("backward_mask_kernel", "PAIRS"): {2},
     }
     fixed = {

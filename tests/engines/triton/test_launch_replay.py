@@ -23,11 +23,9 @@ from qkv.engines.triton.additive import (
     additive_features,
     additive_projection,
 )
-from qkv.engines.triton.backward import backward, backward_keys, backward_queries
-from qkv.engines.triton.backward import wide_gradients as wide_products
+from qkv.engines.triton.backward import backward, backward_keys, backward_queries, wide_gradients
 from qkv.engines.triton.forward import forward
-from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile
-from qkv.engines.triton.launching import workspace as rooms
+from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile, workspace
 from qkv.engines.triton.sparse import thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -100,7 +98,7 @@ def counted(monkeypatch):
         (additive_features, "_features_grad_kernel"), (backward_keys, "backward_keys_kernel"),
         (backward_queries, "backward_queries_kernel"),
         (norms, "_square_backward_kernel"), (weights, "weights_kernel"),
-        (wide_products, "clear_kernel"),
+        (wide_gradients, "clear_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     monkeypatch.setattr(launch, "COMPILED_KERNELS", {})
@@ -219,7 +217,7 @@ def test_descriptors_lie_in_the_room(counted, monkeypatch):
     """Triton asks for their memory at each launch, and another's must not be given ours."""
     from triton.runtime import _allocation
 
-    asked, rooms, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
+    asked, buffers, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
 
     def asking(self, x, y, z, stream, *given):
         give = _allocation._allocator.get()
@@ -229,17 +227,17 @@ def test_descriptors_lie_in_the_room(counted, monkeypatch):
         run(self, x, y, z, stream, *given)
 
     def noted(like, *shape, **how):
-        rooms.append(new_empty(like, *shape, **how))
-        return rooms[-1]
+        buffers.append(new_empty(like, *shape, **how))
+        return buffers[-1]
 
     monkeypatch.setattr(Compiled, "run", asking)
     monkeypatch.setattr(torch.Tensor, "new_empty", noted)
     for seed in range(2):
-        asked.clear(), rooms.clear()
+        asked.clear(), buffers.clear()
         qkv.attend(*arrays_of(seed), weighting="entmax15", engine="triton")
         if not seed:
             assert asked[0] is launch._allocate_scratch
-    _, room, *_ = rooms  # after the output; the interpreter makes some too
+    _, room, *_ = buffers  # after the output; the interpreter allocates some too
     first, size = room.data_ptr(), room.numel() * room.element_size()
     assert counted == [True]
     assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
@@ -357,14 +355,14 @@ def test_what_is_done_in_turn_has_one_room(counted, least, known):
 
     @launch_replay.replay_launches
     def squares(x):
-        for i in rooms.reuse_buffers(range(3)):
-            part = rooms.slice_recorded(x, slice(i, i + 1))
+        for i in workspace.reuse_buffers(range(3)):
+            part = workspace.slice_recorded(x, slice(i, i + 1))
             lines = backward.compute_centre(part, None, part)[..., None]
             backward.compute_centre(lines, None, lines)
-        for start in (0, 32):  # parts of a line, side by side in one of the two rooms
-            some = rooms.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
+        for start in (0, 32):  # parts of a line, side by side in one of the two buffers
+            some = workspace.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
             backward.compute_centre(some, None, some)
-        x = rooms.slice_recorded(x, slice(least, 3))
+        x = workspace.slice_recorded(x, slice(least, 3))
         return backward.compute_centre(x, None, x)
 
     for seed in range(2):
@@ -380,7 +378,7 @@ def test_parts_of_arrays_that_overlap_are_told_from_others(counted):
     @launch_replay.replay_launches
     def each(x, y):
         return backward.compute_centre(
-            rooms.slice_recorded(x, slice(1, 2)), None, rooms.slice_recorded(y, slice(0, 1))
+            workspace.slice_recorded(x, slice(1, 2)), None, workspace.slice_recorded(y, slice(0, 1))
         )
 
     x, y = (torch.cat([z[:, :1], z[:, 1:]]) for z in arrays_of(0, 16, 16)[:2])
@@ -437,7 +435,7 @@ def slopes_of(arrays, **how):
 
 def test_a_gradient_that_has_a_place_has_no_room():
     query, key, value = arrays_of(0)
-    with rooms.record_launches() as notes:
+    with workspace.record_launches() as notes:
         grads = backward._allocate_gradients(Arrays(query, key, value), True, True, False, value)
     assert [x.shape for x in notes.buffers] == [query.shape, key.shape] and grads.value is value
 
@@ -445,7 +443,7 @@ def test_a_gradient_that_has_a_place_has_no_room():
 def test_a_launch_that_has_one_array(counted):
     @launch_replay.replay_launches
     def nothing(x):
-        return wide_products.fill_zeros(rooms.allocate_buffer(x, x.shape, x.dtype))
+        return wide_gradients.fill_zeros(workspace.allocate_buffer(x, x.shape, x.dtype))
 
     for seed in range(2):
         assert (nothing(arrays_of(seed)[0]) == 0).all()
@@ -458,7 +456,7 @@ def test_what_torch_makes_is_not_noted_twice(counted):
 
     @launch_replay.replay_launches
     def inner(x):
-        notes.append(rooms.CURRENT_RECORDING.get())
+        notes.append(workspace.CURRENT_RECORDING.get())
         return backward.compute_centre(x + 1, None, x)
 
     for seed in range(3):
@@ -472,7 +470,7 @@ def test_a_result_that_torch_made_is_made_anew(counted):
 
     @launch_replay.replay_launches
     def both(x):
-        filled = rooms.allocate_buffer(x, x.shape[:1])
+        filled = workspace.allocate_buffer(x, x.shape[:1])
         return backward.compute_centre(x, None, x), filled.copy_(x.float().sum((1, 2, 3)))
 
     with torch.inference_mode():

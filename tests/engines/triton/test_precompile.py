@@ -20,8 +20,7 @@ from qkv.engines import plan_cache, triton
 from qkv.engines.triton import norms
 from qkv.engines.triton.backward import backward_keys, backward_queries
 from qkv.engines.triton.forward import forward
-from qkv.engines.triton.launching import kernel_call, launch, launch_replay
-from qkv.engines.triton.launching import precompile as ahead
+from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile
 from qkv.engines.triton.sparse import thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.frameworks import threads
@@ -147,7 +146,7 @@ def test_where_the_way_back_does_not_fit_each_kernel_waits_for_its_launch(met, m
     def full(*given):
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(ahead, "run_forward_and_backward", full)
+    monkeypatch.setattr(precompile, "run_forward_and_backward", full)
     qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
     assert not early and set(late) == CASES["entmax"][1]
 
@@ -192,7 +191,7 @@ def one():
 def test_what_takes_longest_begins_first():
     begun, known = [], {}
     names = ("centre_kernel", "backward_keys_kernel", "_square_kernel", "pool_kernel")
-    ahead.compile_jobs({Named(x): partial(begun.append, x) for x in names}, known)
+    precompile.compile_jobs({Named(x): partial(begun.append, x) for x in names}, known)
     assert begun == ["pool_kernel", "backward_keys_kernel", "centre_kernel", "_square_kernel"]
     assert known == dict.fromkeys(map(Named, names))
 
@@ -203,11 +202,11 @@ def test_an_interrupted_compilation_keeps_no_thread(one, label):
     jobs = {
         Named(x): partial(str, x) for x in ("pool_kernel", "backward_keys_kernel", "centre_kernel")
     }
-    waits = (ahead.__file__, threads.__file__, threading.__file__)
+    waits = (precompile.__file__, threads.__file__, threading.__file__)
     waits += (os.path.dirname(concurrent.futures.__file__),)
-    for _ in moments(lambda: ahead.compile_jobs(jobs, {}, label), waits):
+    for _ in moments(lambda: precompile.compile_jobs(jobs, {}, label), waits):
         known = {}
-        ahead.compile_jobs(jobs, known)
+        precompile.compile_jobs(jobs, known)
         assert known == {key: key.name for key in jobs}
 
 
@@ -215,7 +214,7 @@ def test_an_error_of_a_compilation_is_raised(one):
     known = {}
     jobs = {Named("pool_kernel"): partial(int, "x"), Named("centre_kernel"): partial(int, "1")}
     with pytest.raises(ValueError, match="'x'"):
-        ahead.compile_jobs(jobs, known, "compiling")
+        precompile.compile_jobs(jobs, known, "compiling")
     assert known == {}
 
 
@@ -226,10 +225,12 @@ def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeyp
 
     def job(name):
         told.append(name)
-        ahead.ON_SOURCE_READ.get()()
+        precompile.ON_SOURCE_READ.get()()
         both.wait()  # for the other, which is read by now
 
-    ahead.compile_jobs({Named(x): partial(job, x) for x in ("centre_kernel", "pool_kernel")}, {})
+    precompile.compile_jobs(
+        {Named(x): partial(job, x) for x in ("centre_kernel", "pool_kernel")}, {}
+    )
     threads._job_queue.cache_clear()
     assert told == ["pool_kernel", "centre_kernel"]
 
