@@ -574,7 +574,7 @@ def spoiled_by_zero(query, key, value, scale):
 def test_heal(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
     split(monkeypatch, processors)
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "mend", SMALL)
+    monkeypatch.setitem(launch.TILE_OVERRIDES, "repair", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
     given = [x.requires_grad_() for x in arrays.values()]

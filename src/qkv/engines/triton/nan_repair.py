@@ -139,7 +139,7 @@ def _launch_repair(
         sizes = (call.build_sizes(), parts, *strides)
         call.launch_kernel(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
 
-    call.run_with_fitting_tile("mend", call.choose_tile("mend", call.n), run_tile)
+    call.run_with_fitting_tile("repair", call.choose_tile("repair", call.n), run_tile)
 
 
 def _fake_repair(out: Tensor, query: Tensor, *rest: Any) -> Tensor:

@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 TILE_OVERRIDES: dict[str, Tile] = {}
 """Tiles set by hand, for tests and benchmarks, by pass: "pool", "split", "to_keys", "to_queries",
-"to_pairs", "mend"."""
+"to_pairs", "repair"."""
 
 # Registers are limited where the NaN-safe loop would use more, so that more programs run at once.
 _FLOAT_MASK_TILE = Tile(64, 64, 64, 4, 3, uses_descriptors=True)
@@ -96,7 +96,7 @@ def choose_tile(
     wide = max(w, d)
     if quick and wide <= 64 and name in FLOAT_MASK_TILES:
         return FLOAT_MASK_TILES[name][quick == 4]
-    if name == "mend":
+    if name == "repair":
         # Small: most programs return after one check, and a large tile takes longer to start.
         if wide * size > 256:
             return Tile(16, 16, 32, 4, 1)
@@ -274,7 +274,8 @@ MAX_CACHED_ENTRIES = 4096
 
 def launch_kernel(
     kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
-    floats: tuple[float, ...], whole: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
+    floats: tuple[float, ...], integer_arguments: tuple[Any, ...], constants: dict[str, Any],
+    tile: Tile,
 ) -> None:  # fmt: skip
     """Launch a kernel with parameters in this order: arrays, floats, integers, `F`.
 
@@ -283,60 +284,84 @@ def launch_kernel(
     """
     programs = programs if isinstance(programs, tuple) else (programs,)
     grid = (*programs, 1, 1)[:3]
-    how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    known = intern_constexprs(facts)
-    named: dict[str, Any] = {"F": known} | how
-    taken = len(arrays[0]) if isinstance(arrays[0], tuple) else 0
-    numbers = (floats, *whole) if isinstance(floats, Scales) else (*floats, *whole)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    constexprs = intern_constexprs(constants)
+    options_by_name: dict[str, Any] = {"F": constexprs} | options
+    record_length = len(arrays[0]) if isinstance(arrays[0], tuple) else 0
+    numbers = (
+        (floats, *integer_arguments)
+        if isinstance(floats, Scales)
+        else (*floats, *integer_arguments)
+    )
     if is_interpreted():
-        kernel[grid](*arrays, *numbers, **named)
+        kernel[grid](*arrays, *numbers, **options_by_name)
         return
     if tile.registers is not None:
-        named["maxnreg"] = tile.registers
+        options_by_name["maxnreg"] = tile.registers
     if tile.early:
-        named["launch_pdl"] = True
-    flat = (*arrays[0], *arrays[1:]) if taken else arrays
-    at = [x if x is None else x.data_ptr() for x in flat]
-    odd = tuple([x if x is None else x % 16 for x in at])
+        options_by_name["launch_pdl"] = True
+    flat = (*arrays[0], *arrays[1:]) if record_length else arrays
+    pointers = [x if x is None else x.data_ptr() for x in flat]
+    misalignments = tuple([x if x is None else x % 16 for x in pointers])
     device = flat[0].device
     if any(x is not None and x.device != device for x in flat):  # the kernel would read host memory
         devices = sorted({str(x.device) for x in flat if x is not None})
         raise EngineError(f"the arrays of a kernel are on {' and '.join(devices)}: move all to one")
-    records = [x for x in whole if isinstance(x, tuple)]
-    sizes = whole[len(records) :]
-    told = [*chain(*records), *sizes]
-    if max(told) <= MAX_INT32:
+    records = [x for x in integer_arguments if isinstance(x, tuple)]
+    sizes = integer_arguments[len(records) :]
+    integers = [*chain(*records), *sizes]
+    if max(integers) <= MAX_INT32:
         # Triton compiles separately for 1, for multiples of 16, and for 64-bit integers.
         count = len(sizes)
-        told = [x[i] for x in records for i in SPECIALIZED_SIZES.get(type(x), range(len(x)))]
-        told += [sizes[i] for i in _specialized_integers(kernel, -1 - count, count)]
-        told = [x if x == 1 else 2 * (x % 16 == 0) for x in told]
+        integers = [x[i] for x in records for i in SPECIALIZED_SIZES.get(type(x), range(len(x)))]
+        integers += [sizes[i] for i in _specialized_integers(kernel, -1 - count, count)]
+        integers = [x if x == 1 else 2 * (x % 16 == 0) for x in integers]
     dtypes = tuple([x if x is None else x.dtype for x in flat])
-    about = KernelKey(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
-    compiled, listed = COMPILED_KERNELS.get(about), precompile.DRY_RUN_JOBS.get()
+    key = KernelKey(
+        kernel.__name__,
+        id(kernel),
+        tile,
+        device,
+        constexprs,
+        dtypes,
+        misalignments,
+        tuple(integers),
+    )
+    compiled, dry_run_jobs = COMPILED_KERNELS.get(key), precompile.DRY_RUN_JOBS.get()
     if compiled is None:
-        even: tuple[Any, ...] = dtypes
-        if taken:
-            even = (type(arrays[0])(*dtypes[:taken]), *dtypes[taken:])
-        given = arrays if any(odd) else even
-        untold = [_unspecialized_sizes(x) if type(x) in SPECIALIZED_SIZES else x for x in numbers]
-        job = partial(_compile_kernel, kernel, grid, (*given, *untold), named, device)
-        if listed is None:
+        aligned_arrays: tuple[Any, ...] = dtypes
+        if record_length:
+            aligned_arrays = (type(arrays[0])(*dtypes[:record_length]), *dtypes[record_length:])
+        compile_arrays = arrays if any(misalignments) else aligned_arrays
+        compile_numbers = [
+            _unspecialized_sizes(x) if type(x) in SPECIALIZED_SIZES else x for x in numbers
+        ]
+        job = partial(
+            _compile_kernel,
+            kernel,
+            grid,
+            (*compile_arrays, *compile_numbers),
+            options_by_name,
+            device,
+        )
+        if dry_run_jobs is None:
             precompile.compile_all_missing(COMPILED_KERNELS)
-            compiled = COMPILED_KERNELS.get(about) or job()
-            insert_bounded(COMPILED_KERNELS, about, compiled, MAX_CACHED_ENTRIES)
-        elif given is even:
-            listed[about] = job
-    if listed is not None:
+            compiled = COMPILED_KERNELS.get(key) or job()
+            insert_bounded(COMPILED_KERNELS, key, compiled, MAX_CACHED_ENTRIES)
+        elif compile_arrays is aligned_arrays:
+            dry_run_jobs[key] = job
+    if dry_run_jobs is not None:
         return
     # Triton's launcher skips compile-time arguments, but expects them in the list.
-    made = Launch(compiled, grid, (*numbers, known), tile.uses_descriptors, taken)
-    places = (tuple(at[:taken]), *at[taken:]) if taken else at
-    made.enqueue(current_stream(device.index), places)
-    notes = workspace.CURRENT_RECORDING.get()
-    if notes is not None:
-        notes.launches.append((made, at))
-        notes.kept_alive.extend(flat)
+    launch = Launch(compiled, grid, (*numbers, constexprs), tile.uses_descriptors, record_length)
+    pointer_arguments = (
+        (tuple(pointers[:record_length]), *pointers[record_length:]) if record_length else pointers
+    )
+    launch.enqueue(current_stream(device.index), pointer_arguments)
+    recording = workspace.CURRENT_RECORDING.get()
+    if recording is not None:
+        recording.launches.append((launch, pointers))
+        recording.kept_alive.extend(flat)
 
 
 def _compile_kernel(
@@ -401,13 +426,13 @@ def split_loop(
     With three quarters of the processors busy, a loop is not split if each program has a processor
     or the parts would be few: the kernel that joins them costs more than it saves.
     """
-    room, tiles, least = (
+    processors, tiles, least = (
         count_processors(device),
         -(-rows // block),
         max(MIN_ROWS_PER_PART // block, 1),
     )
-    full = programs >= 3 * room // 4 and (waves == 1 or tiles < 4 * least)
-    if programs >= room or full or tiles < 2 * least:
+    full = programs >= 3 * processors // 4 and (waves == 1 or tiles < 4 * least)
+    if programs >= processors or full or tiles < 2 * least:
         return 1, tiles
-    span = max(-(-tiles * programs // (room * waves)), least)
+    span = max(-(-tiles * programs // (processors * waves)), least)
     return -(-tiles // span), span

@@ -55,7 +55,7 @@ class LaunchList(NamedTuple):
         if odd & 15 or not launch.is_current_device(self.device_index):
             return None
         # Sizes one by one, and no dtype: PyTorch parses a tuple or a dtype twice as slowly.
-        found = (
+        results = (
             [torch.empty_like(like)]
             if self.matches_first_array
             else [
@@ -65,25 +65,25 @@ class LaunchList(NamedTuple):
                 for shape, stride, dtype in self.results
             ]
         )
-        room = like.new_empty(self.workspace_size) if self.workspace_size else like
-        start, stream = room.data_ptr(), launch.current_stream(self.device_index)
-        of_results = map(Tensor.data_ptr, found)
-        at: Any = (None, 0, *given, *of_results, *[start + x for x in self.offsets])
+        buffer = like.new_empty(self.workspace_size) if self.workspace_size else like
+        start, stream = buffer.data_ptr(), launch.current_stream(self.device_index)
+        result_pointers = map(Tensor.data_ptr, results)
+        at: Any = (None, 0, *given, *result_pointers, *[start + x for x in self.offsets])
         at = (*at, *[at[i] + x for i, x in self.slices]) if self.slices else at
-        hooked = launch.has_launch_hook()
+        has_hook = launch.has_launch_hook()
         if self.scratch_offset is not None:
             launch.set_descriptor_memory(start + self.scratch_offset)
         try:
             for made, record, rest, run, how in self.launches:
                 arrays = rest(at) if record is None else (record(at), *rest(at))
-                if hooked:
+                if has_hook:
                     made.enqueue(stream, arrays)
                 else:
                     run(*made.grid, stream, *how, *arrays, *made.numbers)
         finally:
             if self.scratch_offset is not None:
                 launch.set_descriptor_memory(None)
-        return found[0] if self.is_single_result else tuple(found)
+        return results[0] if self.is_single_result else tuple(results)
 
 
 class LaunchListCache(dict[Any, LaunchList]):
@@ -95,26 +95,34 @@ class LaunchListCache(dict[Any, LaunchList]):
     def __init__(self) -> None:
         self.unreplayable: set[Any] = set()
 
-    def run_and_record(self, about: Any, run: Callable[[], Any], given: Sequence[Tensor]) -> Any:
+    def run_and_record(
+        self, signature: Any, run: Callable[[], Any], given: Sequence[Tensor]
+    ) -> Any:
         """Return the results of `run()` and cache its launches if they can be replayed.
 
         They can if only launches wrote the buffers and the results.
         """
-        if about in self.unreplayable:  # a recording would keep arrays alive in vain
+        if signature in self.unreplayable:  # a recording would keep arrays alive in vain
             return run()
         before = [_write_count(x) for x in given]
-        with workspace.record_launches() as notes:
+        with workspace.record_launches() as recording:
             results = run()
-        alone = isinstance(results, Tensor)
-        found = (results,) if alone else results or ()
-        if [_write_count(x) for x in given] != before or _is_unreplayable(notes, given, found):
+        is_single = isinstance(results, Tensor)
+        result_arrays = (results,) if is_single else results or ()
+        if [_write_count(x) for x in given] != before or _is_unreplayable(
+            recording, given, result_arrays
+        ):
             if len(self.unreplayable) >= launch.MAX_CACHED_ENTRIES:
                 self.unreplayable.clear()
-            self.unreplayable.add(about)
+            self.unreplayable.add(signature)
             return results
-        steps = None if launch.TILE_OVERRIDES else _build_launch_list(notes, given, found, alone)
+        steps = (
+            None
+            if launch.TILE_OVERRIDES
+            else _build_launch_list(recording, given, result_arrays, is_single)
+        )
         if steps is not None:
-            caches.insert_bounded(self, about, steps, launch.MAX_CACHED_ENTRIES)
+            caches.insert_bounded(self, signature, steps, launch.MAX_CACHED_ENTRIES)
         return results
 
 
@@ -124,31 +132,34 @@ def _write_count(x: Tensor) -> int:
 
 
 def _is_unreplayable(
-    notes: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor]
+    recording: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor]
 ) -> bool:
     """Return whether a replay would miss something.
 
     That is: PyTorch allocated or wrote an array that launches use, a result shares memory with a
     reused buffer, or nothing was recorded (as under the interpreter).
     """
-    used = notes.used_pointers
-    known = {None, 0, *[x.data_ptr() for x in (*given, *found, *notes.buffers)]}
-    known |= {x for x, base, _ in notes.slices if base in known}
+    used = recording.used_pointers
+    known = {None, 0, *[x.data_ptr() for x in (*given, *found, *recording.buffers)]}
+    known |= {x for x, base, _ in recording.slices if base in known}
     results = {x.data_ptr() for x in found if x.numel()}
     ours = (
-        used and used <= known and results <= used and not results & notes.reusable_buffers.keys()
+        used
+        and used <= known
+        and results <= used
+        and not results & recording.reusable_buffers.keys()
     )
-    return not ours or any(map(_write_count, (*notes.buffers, *found)))
+    return not ours or any(map(_write_count, (*recording.buffers, *found)))
 
 
 def _build_launch_list(
-    notes: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor], alone: bool
+    recording: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor], is_single: bool
 ) -> LaunchList | None:
     """Return the launch list; None if pointers are unaligned, or slices overlap by chance."""
-    like, used, results = given[0], notes.used_pointers, {x.data_ptr() for x in found}
-    parts = [x for x in notes.slices if x[0] in used and x[2]]
+    like, used, results = given[0], recording.used_pointers, {x.data_ptr() for x in found}
+    parts = [x for x in recording.slices if x[0] in used and x[2]]
     wanted = used.union(base for _, base, _ in parts) - results
-    buffers = [x for x in notes.buffers if x.data_ptr() in wanted]
+    buffers = [x for x in recording.buffers if x.data_ptr() in wanted]
     offsets, size = [], 0
     for x in buffers:
         offsets.append(size)
@@ -160,17 +171,19 @@ def _build_launch_list(
         return None
     places |= {x: i for i, x in enumerate(cuts, len(at))}
     steps = []
-    for made, had in notes.launches:
+    for made, had in recording.launches:
         taken = [places[x] for x in had]
         record, rest = taken[: made.record_length], taken[made.record_length :]
         takes = _make_getter(record) if record else None, _make_getter(rest)
         steps.append(LaunchStep(made, *takes, made.compiled.run, made.launcher_arguments))
-    scratch = max(made.scratch_bytes for made, _ in notes.launches)
-    room = -(-(size + scratch) // like.element_size()), tuple(offsets), size if scratch else None
-    told = tuple((tuple(x.shape), _result_stride(x, like), x.dtype) for x in found)
-    alike = alone and told[0][:2] == (like.shape, None) and like.is_contiguous()
-    about = (like.device.index, told, alone, alike)
-    return LaunchList(tuple(steps), *about, *room, tuple(cuts.values()))
+    scratch = max(made.scratch_bytes for made, _ in recording.launches)
+    layout = -(-(size + scratch) // like.element_size()), tuple(offsets), size if scratch else None
+    result_layouts = tuple((tuple(x.shape), _result_stride(x, like), x.dtype) for x in found)
+    matches_first_array = (
+        is_single and result_layouts[0][:2] == (like.shape, None) and like.is_contiguous()
+    )
+    about_results = (like.device.index, result_layouts, is_single, matches_first_array)
+    return LaunchList(tuple(steps), *about_results, *layout, tuple(cuts.values()))
 
 
 def _make_getter(at: list[int]) -> Any:
@@ -199,21 +212,21 @@ class ReplayedCall:
         # runs in every call: three arrays are written out, and contiguous ones need no strides.
         given: tuple[int, ...]
         q, k, v = given = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        odd, strides = q | k | v, None
+        pointer_bits, strides = q | k | v, None
         if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
             strides = query.stride(), key.stride(), value.stride()
-        about: tuple[Any, ...] = query.numel(), key.numel(), q == k, k == v, q == v, strides
+        signature: tuple[Any, ...] = query.numel(), key.numel(), q == k, k == v, q == v, strides
         if more:
             given = (*given, *map(Tensor.data_ptr, more))
-            about = (*about, *map(Tensor.stride, more), *map(given.index, given))
-            odd = reduce(or_, given)
-        steps = self.cache.get(about)
-        found = None if steps is None else steps.replay(query, given, odd)
-        if found is None:
+            signature = (*signature, *map(Tensor.stride, more), *map(given.index, given))
+            pointer_bits = reduce(or_, given)
+        steps = self.cache.get(signature)
+        output = None if steps is None else steps.replay(query, given, pointer_bits)
+        if output is None:
             run = partial(self.run, query, key, value, *more)
             with precompile.compile_together(run):
-                found = self.cache.run_and_record(about, run, (query, key, value, *more))
-        return found
+                output = self.cache.run_and_record(signature, run, (query, key, value, *more))
+        return output
 
 
 LAUNCH_LISTS = LaunchListCache()
@@ -236,20 +249,20 @@ def replay_launches(function: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return function(*given)
         arrays: list[Tensor] = []
-        about: list[Any] = [function]
+        signature: list[Any] = [function]
         for x in given:
             if isinstance(x, Tensor):
                 arrays.append(x)
-                about.append((x.shape, x.stride(), x.dtype, x.get_device()))
+                signature.append((x.shape, x.stride(), x.dtype, x.get_device()))
             else:
-                about.append(x)
+                signature.append(x)
         at = tuple(map(Tensor.data_ptr, arrays))
         # Launches know arrays by pointer, so the key says which arguments are the same array.
-        kind = (*about, *map(at.index, at))
-        steps = LAUNCH_LISTS.get(kind)
-        found = None if steps is None else steps.replay(arrays[0], at, reduce(or_, at))
-        if found is None:
-            return LAUNCH_LISTS.run_and_record(kind, lambda: function(*given), arrays)
-        return found
+        key = (*signature, *map(at.index, at))
+        steps = LAUNCH_LISTS.get(key)
+        results = None if steps is None else steps.replay(arrays[0], at, reduce(or_, at))
+        if results is None:
+            return LAUNCH_LISTS.run_and_record(key, lambda: function(*given), arrays)
+        return results
 
     return replay_or_run

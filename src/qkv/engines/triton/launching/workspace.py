@@ -44,10 +44,10 @@ CURRENT_RECORDING: ContextVar[LaunchRecording | None] = ContextVar(
 @contextmanager
 def record_launches() -> Iterator[LaunchRecording]:
     """Record the launches made inside this context."""
-    notes = LaunchRecording([], [], {}, [], set())
-    token = CURRENT_RECORDING.set(notes)
+    recording = LaunchRecording([], [], {}, [], set())
+    token = CURRENT_RECORDING.set(recording)
     try:
-        yield notes
+        yield recording
     finally:
         CURRENT_RECORDING.reset(token)
 
@@ -59,43 +59,43 @@ def allocate_buffer(
 
     Only launches may fill and read it. Results of a replayed function are buffers too.
     """
-    notes = CURRENT_RECORDING.get()
-    if notes is None or precompile.DRY_RUN_JOBS.get() is not None:  # a dry run is not replayed
+    recording = CURRENT_RECORDING.get()
+    if recording is None or precompile.DRY_RUN_JOBS.get() is not None:  # a dry run is not replayed
         return like.new_empty(shape, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
     free = [
         at
-        for at, (room, begin) in notes.reusable_buffers.items()
-        if room.nbytes - begin >= size > 0
+        for at, (buffer, begin) in recording.reusable_buffers.items()
+        if buffer.nbytes - begin >= size > 0
     ]
     if not free:
-        notes.buffers.append(like.new_empty(shape, dtype=dtype))
-        return notes.buffers[-1]
-    room, begin = notes.reusable_buffers[
-        min(free, key=lambda at: notes.reusable_buffers[at][0].nbytes)
+        recording.buffers.append(like.new_empty(shape, dtype=dtype))
+        return recording.buffers[-1]
+    buffer, begin = recording.reusable_buffers[
+        min(free, key=lambda at: recording.reusable_buffers[at][0].nbytes)
     ]
-    notes.reusable_buffers[room.data_ptr()] = room, begin + -(-size // 128) * 128
-    return slice_recorded(room, slice(begin, begin + size)).view(dtype).view(shape)
+    recording.reusable_buffers[buffer.data_ptr()] = buffer, begin + -(-size // 128) * 128
+    return slice_recorded(buffer, slice(begin, begin + size)).view(dtype).view(shape)
 
 
 def reuse_buffers(jobs: Iterable[Any]) -> Iterator[Any]:
     """Yield the jobs; the buffers of one job are free for the next job and for later code."""
-    notes = CURRENT_RECORDING.get()
-    first = 0 if notes is None else len(notes.buffers)
+    recording = CURRENT_RECORDING.get()
+    first = 0 if recording is None else len(recording.buffers)
     for job in jobs:
         yield job
-        if notes is not None:
-            some = [x.view(-1).view(torch.int8) for x in notes.buffers[first:]]
-            notes.reusable_buffers.update({x.data_ptr(): (x, 0) for x in some})
+        if recording is not None:
+            freed = [x.view(-1).view(torch.int8) for x in recording.buffers[first:]]
+            recording.reusable_buffers.update({x.data_ptr(): (x, 0) for x in freed})
 
 
 def slice_recorded(x: Tensor | None, at: Any) -> Any:
     """Return x[at], recorded so that a replay finds the slice in the new x."""
     if x is None:
         return None
-    part, notes = x[at], CURRENT_RECORDING.get()
-    if notes is not None:
-        notes.slices.add((part.data_ptr(), x.data_ptr(), part.data_ptr() - x.data_ptr()))
+    part, recording = x[at], CURRENT_RECORDING.get()
+    if recording is not None:
+        recording.slices.add((part.data_ptr(), x.data_ptr(), part.data_ptr() - x.data_ptr()))
     return part
 
 
