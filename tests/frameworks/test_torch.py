@@ -99,10 +99,10 @@ def test_what_is_no_block_of_numbers_is_refused_by_name(layout):
     parts = [torch.zeros(3, 4), torch.zeros(5, 4)]
     nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
     for call in (lambda: qkv.attend(nested, nested, nested), lambda: qkv.weights(nested, nested)):
-        with pytest.raises(FrameworkError, match=r"query is nested.*masks\.lengths"):
+        with pytest.raises(FrameworkError, match=r"query is a nested.*masks\.lengths"):
             call()
     sparse = parts[0].to_sparse()
-    with pytest.raises(FrameworkError, match=r"key is of.*to_dense\(\)"):
+    with pytest.raises(FrameworkError, match=r"key has layout.*to_dense\(\)"):
         qkv.attend(parts[0], sparse, sparse)
     with pytest.raises(FrameworkError, match=r"array of the score .*to_dense\(\)"):
         qkv.attend(*parts, parts[1], score=scores.Multiplicative(torch.eye(4).to_sparse()))
