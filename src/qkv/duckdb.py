@@ -1,12 +1,12 @@
-"""SQL that asks: attention as functions of DuckDB, `register(con)`.
+"""Attention as SQL functions of DuckDB: `register(con)`.
 
     SELECT * FROM qkv_ask('books.qkv', 'a whale', top := 5)
     SELECT * FROM qkv_join('orders', 'products', on_left := 'item', on_right := 'name')
     SELECT attend(q, keys, "values") FROM …                       -- Σᵢ α(q, kᵢ) vᵢ
 
-What DuckDB hands over and gets back is Arrow. A function of DuckDB's Python has one type, and the
-columns of a database or of two tables are known only from their names; so `qkv_ask` and `qkv_join`
-are macros around `query(…)`, whose text is made while a statement is bound.
+DuckDB passes and gets Arrow data. A Python function in DuckDB has one fixed type, but the columns
+of a result depend on the database or the tables. So `qkv_ask` and `qkv_join` are macros around
+`query(…)`, whose SQL text is created while a statement is bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["register"]
 _ANSWER_ROWS_TYPE = 'STRUCT(cells VARCHAR[], weight DOUBLE, "rank" BIGINT)[]'
 _PAIRS_TYPE = 'STRUCT(l BIGINT, r BIGINT, weight DOUBLE, "rank" BIGINT)[]'
 
-# Of numbers, lambdas make the vectors of one number each that qkv_attend takes.
+# qkv_attend takes vectors: the lambdas turn each number into a vector of width 1.
 _MACROS = """
 CREATE OR REPLACE TEMP MACRO qkv_ask(
     path, query, top := 5, "where" := NULL, score := NULL, weighting := 'softmax'
@@ -63,9 +63,9 @@ CREATE OR REPLACE TEMP MACRO attend
 
 
 def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
-    """Teach a connection `qkv_ask`, `qkv_join` and `attend`; the connection itself.
+    """Add `qkv_ask`, `qkv_join` and `attend` to a connection, and return the connection.
 
-    Nothing is written to its database. A cursor is a connection of its own: register it too.
+    Nothing is written to its database. A cursor is a separate connection: register it too.
 
     >>> import duckdb
     >>> con = register(duckdb.connect())
@@ -91,7 +91,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
         nulls = "default" if function in (_answer_rows, _match_keys) else "special"
         try:
             con.create_function(name, function, takes, gives, type=kind, null_handling=nulls)
-        # Another cursor has brought it, or this connection: it serves all.
+        # Another cursor or this connection has already registered it for all.
         except (duckdb.CatalogException, duckdb.NotImplementedException):
             continue
     con.execute(_MACROS)
@@ -102,7 +102,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
 
 
 def _answer_columns_sql(path: str) -> str:
-    """The answer's rows as the columns of the database, each of its type."""
+    """Return SQL for the answer's rows with the database's columns and their types."""
     if path is None:
         raise ArgumentError("qkv_ask: the path is NULL: give that of a database, 'books.qkv'")
     with open(path, create=False) as database:
@@ -131,7 +131,7 @@ def _column_types(database: Database) -> dict[str, str]:
 
 
 def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
-    """The heaviest rows for each query; those of one database and one wish are asked together."""
+    """Return the heaviest rows for each query; queries with equal options run together."""
     import pyarrow
 
     given = list(zip(paths.to_pylist(), options.to_pylist(), strict=True))
@@ -158,7 +158,7 @@ def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
 
 
 def _parse_query(database: Database, given: Any) -> Any:
-    """What SQL asks as a key; one of several columns is a struct that names them."""
+    """Convert a SQL value to a query; a key of several columns is a struct."""
     if isinstance(given, dict) and len(key := database.info()["key"]) > 1:
         for name in given:
             if name not in key:
@@ -168,12 +168,12 @@ def _parse_query(database: Database, given: Any) -> Any:
 
 
 def _parse_options(wish: str) -> dict[str, Any]:
-    """The options of `ask`, from the JSON that a macro makes of its arguments."""
+    """Return the options of `ask` from the JSON of a macro's arguments."""
     return parsing.parse_options(json.loads(wish))
 
 
 def _cell_to_text(cell: Any, kind: str) -> str | None:
-    """A cell as text from which DuckDB's cast makes it again."""
+    """Return a cell as text that DuckDB can cast back."""
     if is_missing(cell):
         return None
     if kind == "VARCHAR":
@@ -187,7 +187,7 @@ def _cell_to_text(cell: Any, kind: str) -> str | None:
 
 
 def _join_sql(left: str, right: str, on_left: str, on_right: str, options: str) -> str:
-    """The soft join as SQL: every row on the left beside its heaviest on the right."""
+    """Return SQL for the soft join: every left row with its heaviest right rows."""
     if None in (left, right, on_left, on_right):
         raise ArgumentError(
             "qkv_join: give two tables by name and a column of each: qkv_join('orders', "
@@ -222,7 +222,7 @@ def _join_sql(left: str, right: str, on_left: str, on_right: str, options: str) 
 
 
 def _match_keys(left: Any, right: Any, options: Any) -> Any:
-    """For the keys on the left the places of the heaviest on the right, and their weights."""
+    """Return for each left key the positions and weights of its heaviest right keys."""
     import pyarrow
 
     found = []
@@ -232,7 +232,7 @@ def _match_keys(left: Any, right: Any, options: Any) -> Any:
         encoder = how.pop("encoder", None)
         encoder = None if encoder is None else encoders.resolve_name(encoder)
         database = Database(keys, range(len(keys)), encoder=encoder)
-        # What is blank asks for nothing, as NULL does, but where a key is just that.
+        # A blank query matches nothing, like NULL, unless a key is equal to it.
         places = [i for i, key in enumerate(asked) if not _is_blank(key) or key in database]
         answers = database.ask(Batch(asked[i] for i in places), **how)
         found.append(
@@ -255,12 +255,12 @@ def _is_blank(key: Any) -> bool:
 
 
 def _attend_columns(query: Any, keys: Any, values: Any, score: Any, weighting: Any) -> Any:
-    """Σᵢ α(q, kᵢ) vᵢ of each row of DuckDB's; rows of the same shapes are one call of `attend`."""
+    """Return Σᵢ α(q, kᵢ) vᵢ for each row; rows of equal shapes share one call of `attend`."""
     import pyarrow
 
     given = {"query": query, "keys": keys, "values": values}
     q, k, v = sides = [_VectorColumn(column, name) for name, column in given.items()]
-    # Of nothing the sum is NULL, as SQL's is.
+    # The sum of nothing is NULL, as in SQL.
     live = ~(q.is_null | k.is_null | v.is_null) & (k.vector_count > 0)
     for i in np.flatnonzero(live & (k.vector_count != v.vector_count))[:1]:
         told = f"{k.vector_count[i]} keys and {v.vector_count[i]} values"
@@ -286,7 +286,7 @@ def _attend_columns(query: Any, keys: Any, values: Any, score: Any, weighting: A
 
 
 class _VectorColumn:
-    """A column of Arrow whose rows are lists of vectors, or one vector each, as flat numbers."""
+    """An Arrow column of vectors, or of lists of vectors, as flat numbers."""
 
     def __init__(self, column: Any, name: str):
         from pyarrow import types
@@ -307,7 +307,7 @@ class _VectorColumn:
         self._flat, self.vector_count = array.to_numpy(zero_copy_only=False), np.diff(self._rows)
 
     def vector_widths(self, live: np.ndarray) -> list[int]:
-        """How many numbers each vector of a row has, for the rows that are looked at."""
+        """Return the width of each vector in the selected rows."""
         found, sizes = np.zeros(len(self.vector_count), int), np.diff(self._ends)[: self._rows[-1]]
         some = live & (self.vector_count > 0)
         found[some] = sizes[self._rows[:-1][some]]
@@ -321,7 +321,7 @@ class _VectorColumn:
         return found.tolist()
 
     def stack_rows(self, rows: list[int]) -> np.ndarray:
-        """The vectors of rows of one shape, (rows, count, width)."""
+        """Return the vectors of rows of one shape, (rows, count, width)."""
         first = self._rows[rows[0]]
         count, width = (
             int(self.vector_count[rows[0]]),

@@ -286,7 +286,7 @@ def test_the_precision_of_x_is_kept():
         (lambda: AttentionRegressor(kernel="gausian").fit(X, Y), "did you mean 'gaussian'"),
         (lambda: AttentionRegressor(kernel="dot", weighting="raw", degree=1).fit(X, Y), "sum to"),
         (lambda: AttentionRegressor(kernel="dot", weighting="raw").fit(X, Y).predict(Q, True),
-         "return_std=True needs weights that sum to one"),
+         "return_std=True needs weights that sum to 1"),
         (lambda: AttentionRegressor().fit(X, Y, -COUNTS), "sample_weight must not be negative"),
         (lambda: AttentionRegressor().fit(X, Y, [1.0]), "sample_weight has shape"),
         (lambda: AttentionRegressor().fit(X, Y).partial_fit(X, np.ones((40, 2))), "y has shape"),

@@ -1,9 +1,9 @@
-"""A database as the retriever of a framework for language models: LangChain, LlamaIndex, Haystack.
+"""Retrievers on a database, for LangChain, LlamaIndex and Haystack.
 
-Each hands a question to `ask` and gives the heaviest rows as documents of its framework. The text
-of one is the row's value, or the column `content`. Its metadata are the row's columns, its `key`,
-its `weight`, and how sure the answer was: `entropy`, `effective_rows`, and of a database that is
-calibrated, whether it `abstains`. A `qkv.Client`'s database does as well as one that is here.
+Each passes a question to `ask` and returns the heaviest rows as documents of its framework. The
+text of a document is the row's value, or the column `content`. Its metadata contains the row's
+columns, its `key` and `weight`, and the certainty of the answer: `entropy`, `effective_rows`, and
+for a calibrated database `abstains`. A database of a `qkv.Client` works too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of an answer as documents: a text and what is known of it."""
+"""Conversion of an answer's rows to documents with text and metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkv.util.formatting import to_jsonable
 
 
 class RetrievedDocument(NamedTuple):
-    """One row: its text, its metadata as JSON has them, and its weight."""
+    """One row: its text, its metadata in JSON types, and its weight."""
 
     text: str
     metadata: dict[str, Any]
@@ -25,7 +25,7 @@ class RetrievedDocument(NamedTuple):
 def retrieve_documents(
     database: Any, query: str, top: int, content: str | None = None, **how: Any
 ) -> list[RetrievedDocument]:
-    """The heaviest rows for a question, heaviest first; `how` is that of `ask`.
+    """Return the heaviest rows for a question, heaviest first; `how` are options of `ask`.
 
     >>> from qkv import Database
     >>> one = retrieve_documents(Database({"Li": "Mu", "Hu": "Rachel"}), "Lii", 1)[0]
@@ -63,7 +63,7 @@ def _build_document(row: Row, content: str | None, sure: Mapping[str, Any]) -> R
     for name, cell in row.record.items():
         if name == content or isinstance(cell, np.ndarray):
             continue  # a vector tells a language model nothing
-        # A column that is called as one of these is another's.
+        # These names win over columns with the same name.
         about[f"{name}_" if name in own else name] = to_jsonable(cell)
     return RetrievedDocument(
         _format_text(row.value if content is None else row.record[content]), own | about, row.weight

@@ -1,4 +1,4 @@
-"""A database as a component of Haystack."""
+"""A Haystack retriever on a database."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 @component
 class HaystackRetriever:
-    """The heaviest rows for a question as documents of Haystack, whose score is the row's weight.
+    """Returns the heaviest rows for a question as Haystack documents; the score is the weight.
 
-    `content` names the column that is their text, by default the value; `how` is that of `ask`:
+    `content` names the column with the text, by default the value. `how` are options of `ask`:
     `where`, `score`, `weighting`.
 
     >>> from qkv import Database
@@ -43,7 +43,7 @@ class HaystackRetriever:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """As a pipeline keeps it: the database by its folder."""
+        """Return the component as a dictionary; the database is stored as its path."""
         if getattr(self.database, "path", None) is None:
             raise CombinationError(
                 "a pipeline keeps a database by its folder, and this one is in memory: keep it in "

@@ -1,4 +1,4 @@
-"""A database as a retriever of LangChain."""
+"""A LangChain retriever on a database."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 class LangChainRetriever(BaseRetriever):
-    """The heaviest rows for a question as documents of LangChain.
+    """Returns the heaviest rows for a question as LangChain documents.
 
-    `content` names the column that is their text, by default the value; what is no field of a
-    retriever goes to `ask`: `where`, `score`, `weighting`.
+    `content` names the column with the text, by default the value. Other keywords are options of
+    `ask`: `where`, `score`, `weighting`.
 
     >>> from qkv import Database
     >>> from qkv.retrievers import LangChainRetriever

@@ -1,4 +1,4 @@
-"""A database as a retriever of LlamaIndex."""
+"""A LlamaIndex retriever on a database."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 class LlamaIndexRetriever(BaseRetriever):
-    """The heaviest rows for a question as nodes of LlamaIndex, whose score is the row's weight.
+    """Returns the heaviest rows for a question as LlamaIndex nodes; the score is the weight.
 
-    `content` names the column that is their text, by default the value; `how` is that of `ask`:
+    `content` names the column with the text, by default the value. `how` are options of `ask`:
     `where`, `score`, `weighting`.
 
     >>> from qkv import Database

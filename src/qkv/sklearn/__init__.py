@@ -1,10 +1,11 @@
-"""Attention as scikit-learn estimators: the rows of X are keys, those of y are values.
+"""scikit-learn estimators: the rows of X are keys, and those of y are values.
 
     ŷ(x) = Σᵢ α(x, xᵢ) yᵢ
 
-`AttentionRegressor` is the Nadaraya–Watson estimator with any score and any weighting, and with
-`degree=1` the line through the rows near x; `AttentionClassifier` pools the classes;
-`AttentionTransformer` pools the columns of X themselves: missing cells, or all of them.
+- `AttentionRegressor` is the Nadaraya–Watson estimator with any score and weighting. With
+  `degree=1` it fits a line to the rows near x.
+- `AttentionClassifier` pools the classes of the rows.
+- `AttentionTransformer` pools the columns of X: missing cells, or all cells.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How wide each column is looked at: by rule, or by what leave-one-out has to say.
+"""Bandwidths of the columns: by a rule, or by the leave-one-out error.
 
     L(h) = Σᵢ wᵢ loss(ŷ₋ᵢ(xᵢ), yᵢ)        ŷ₋ᵢ: the prediction of row i from all others
 
-is closed in the weights αᵢⱼ, and under softmax of a Gaussian so is its gradient: with
-sᵢⱼ = −‖(xᵢ − xⱼ)/h‖²/2,  ∂ŷ₋ᵢ/∂sᵢⱼ = αᵢⱼ uᵢⱼ (rᵢⱼ − r̄ᵢ)  and  ∂sᵢⱼ/∂log hₖ = ((xᵢ − xⱼ)ₖ/hₖ)².
-u is 1 and r = yⱼ − ŷᵢ for the mean; `local.Line` has both for the line.
+L has a closed form in the weights αᵢⱼ. For the softmax of a Gaussian score so has its gradient:
+with sᵢⱼ = −‖(xᵢ − xⱼ)/h‖²/2,  ∂ŷ₋ᵢ/∂sᵢⱼ = αᵢⱼ uᵢⱼ (rᵢⱼ − r̄ᵢ)  and  ∂sᵢⱼ/∂log hₖ = ((xᵢ −
+xⱼ)ₖ/hₖ)². For the mean, u = 1 and r = yⱼ − ŷᵢ. `local_line.LocalLine` has both for the line.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from qkv.sklearn.local_line import LocalLine, fit_line
 from qkv.weightings import Weighting
 
 DEFAULT_RIDGE = 1e-2
-"""λ in squares of the bandwidth, where it is not learned."""
+"""The default ridge λ, in squared bandwidths."""
 
 RIDGE_CANDIDATES = (1e-3, DEFAULT_RIDGE, 1e-1, 1.0)
-"""Those that are tried."""
+"""The ridges that a search tries."""
 
 MIN_PROBABILITY = 1e-3
-"""The least that a class has of a line, which may fall below 0, or of a loss."""
+"""The probability added to each class, because a line may fall below 0."""
 
 LOG_BANDWIDTH_BOUNDS = (-4.0, 5.0)
-"""log h in standard deviations: from a fiftieth to where a column no longer counts."""
+"""Bounds of log h in standard deviations; at the upper one a column has no effect."""
 
 PRIOR_ROWS = 0.5
-"""What a column costs, in rows, that gets e times as wide, or as narrow: with few rows
-leave-one-out alone would find columns that count by chance."""
+"""The penalty, in rows, for a column that becomes e times wider or narrower.
+
+With few rows, leave-one-out alone would select columns that matter by chance."""
 
 MIN_RELATIVE_ERROR = 1e-12
-"""The part of the variance below which an error is none."""
+"""An error below this share of the variance counts as 0."""
 
 MAX_WEIGHTS_PER_BLOCK = 2**20
-"""Weights held at once."""
+"""The most weights that are held at once."""
 
 Loss = Callable[[Numbers, Numbers, Numbers], tuple[float, Numbers]]
 """(predicted (n, p), value (n, p), weight (n,)) → its sum and ∂/∂predicted."""
 
 
 def squared_error(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
-    """Σᵢ wᵢ ‖ŷᵢ − yᵢ‖²"""
+    """Return Σᵢ wᵢ ‖ŷᵢ − yᵢ‖² and its gradient."""
     gap = (found - value) * weight[:, None]
     return float(((found - value) * gap).sum()), 2 * gap
 
 
 def log_loss(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
-    """−Σᵢ wᵢ log pᵢ of the true classes, with `MIN_PROBABILITY` for each, so that none is
-    impossible."""
+    """Return −Σᵢ wᵢ log pᵢ of the true classes, and its gradient.
+
+    `MIN_PROBABILITY` is added to each class, so that none is impossible.
+    """
     p = np.maximum(found, 0) + MIN_PROBABILITY
     pull = -weight[:, None] * value / p
     return float(-(weight[:, None] * value * np.log(p)).sum()), np.where(found > 0, pull, 0)
@@ -62,7 +65,7 @@ def log_loss(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Nu
 
 @dataclass
 class Examples:
-    """Keys (m, D) in standard deviations, values (m, p), and how much each row counts (m,)."""
+    """Keys (m, D) in standard deviations, values (m, p), and the weight of each row (m,)."""
 
     key: Numbers
     value: Numbers
@@ -70,23 +73,23 @@ class Examples:
     columns: Features
     loss: Loss
     slope_mask: Numbers
-    """The places (D,) along which the fit has a slope."""
+    """The features (D,) along which the fit has a slope."""
     score: Score
     weighting: Weighting
 
     def leave_one_out_error(self, width: Numbers, ridge: float = DEFAULT_RIDGE) -> float:
-        """L(h) for any score and weighting, h (d,)."""
+        """Return L(h) for any score and weighting, h (d,)."""
         total = self.loss(self.predict_left_out(width, ridge), self.value, self.weight)[0]
         return total / float(self.weight.sum())
 
     def predict_left_out(self, width: Numbers, ridge: float = DEFAULT_RIDGE) -> Numbers:
-        """ŷ₋ᵢ(xᵢ) (m, p)"""
+        """Return the leave-one-out predictions ŷ₋ᵢ(xᵢ) (m, p)."""
         return np.concatenate([found.value for *_, found in self._iterate_left_out(width, ridge)])
 
     def error_gradient(
         self, width: Numbers, ridge: float = DEFAULT_RIDGE
     ) -> tuple[float, Numbers, float]:
-        """L(h), ∂L/∂log h (d,) and ∂L/∂log λ; of a softmax of Gaussians."""
+        """Return L(h), ∂L/∂log h (d,) and ∂L/∂log λ, for the softmax of a Gaussian score."""
         total, by_place, by_ridge = 0.0, np.zeros(self.key.shape[1]), 0.0
         for some, key, alpha, found in self._iterate_left_out(width, ridge):
             loss, pull = self.loss(found.value, self.value[some], self.weight[some])
@@ -110,7 +113,7 @@ class Examples:
     def _iterate_left_out(
         self, width: Numbers, ridge: float
     ) -> Iterator[tuple[slice, Numbers, Numbers, LocalLine]]:
-        """Some rows at a time, all keys in bandwidths, α of the others, and what those predict."""
+        """Yield blocks of rows: the slice, the scaled keys, α of the others, and the prediction."""
         key, m = self.key / width[self.columns.source_column], len(self.key)
         near = key[:, self.slope_mask]
         step = max(MAX_WEIGHTS_PER_BLOCK // m, 1)
@@ -125,19 +128,19 @@ class Examples:
 
 
 def apply_row_weights(alpha: Numbers, weight: Numbers, weighting: Weighting) -> Numbers:
-    """α (n, m) where row j counts as weightⱼ rows: over the sum again, if that was one."""
+    """Return α (n, m) with row j counted weightⱼ times; rows that summed to 1 still do."""
     alpha = alpha * weight
     total = alpha.sum(1, keepdims=True)
     return alpha / np.where(total > 0, total, 1) if weighting.is_convex else alpha
 
 
 def scott_factor(m: float, d: int) -> float:
-    """m^(−1/(d + 4)), in standard deviations."""
+    """Return Scott's factor m^(−1/(d + 4)), in standard deviations."""
     return float(m ** (-1 / (d + 4)))
 
 
 def search_coarse(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numbers:
-    """h = c · width, with the width and the c of the least error, c within a factor of √e."""
+    """Return the h = c · width with the smallest error, c on a grid of powers of e."""
     tried = [np.exp(c) * width for width in widths for c in np.arange(-3.0, 3.1)]
     return tried[int(np.nanargmin([error(width) for width in tried]))]
 
@@ -145,7 +148,7 @@ def search_coarse(error: Callable[[Numbers], float], widths: Sequence[Numbers]) 
 def search_common_width(
     error: Callable[[Numbers, float], float], widths: Sequence[Numbers], ridges: Sequence[float]
 ) -> tuple[Numbers, float]:
-    """The same, to two digits of c, and the best of the ridges."""
+    """Return the best h = c · width, with c to two digits, and the best ridge."""
     from scipy.optimize import minimize_scalar
 
     near = search_coarse(lambda width: error(width, DEFAULT_RIDGE), widths)
@@ -159,10 +162,10 @@ def search_common_width(
 
 
 def learn_widths(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
-    """h (d,) and λ from there by L-BFGS: a column that does not help gets wide.
+    """Return h (d,) and λ by L-BFGS, starting at `width`; a useless column gets a large h.
 
-    Minimises −log likelihood/m + PRIOR/m Σₖ log² (hₖ/widthₖ): of classes the first is L, of values
-    with noise that nobody knows ½ log L.
+    Minimizes −log likelihood/m + PRIOR_ROWS/m Σₖ log² (hₖ/widthₖ). The first term is L for classes,
+    and ½ log L for values, whose noise is unknown.
     """
     from scipy.optimize import minimize
 

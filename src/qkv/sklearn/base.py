@@ -1,4 +1,4 @@
-"""What the estimators share: rows kept as keys, and one way to look at them."""
+"""The base class of the estimators: rows as keys, and attention over them."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from qkv.sklearn.local_line import LocalLine, fit_line
 from qkv.weightings import Normalized, Softmax, Weighting
 
 MAX_MOMENTS_PER_BLOCK = 2**24
-"""Moments of queries that are held at once, in numbers."""
+"""The most numbers in the moments of a block of queries."""
 
 MIN_FLOAT32_BANDWIDTH = 1e-9
-"""A bandwidth below which, or above its inverse, 32 bits may not hold keys in units of it."""
+"""Below this bandwidth, or above its inverse, scaled keys may exceed float32."""
 
 BANDWIDTH_RULES = ("scott", "loo", "learned")
 
 
 class AttentionEstimator(BaseEstimator):
-    """Keys xᵢ in units of a bandwidth, and α(x, xᵢ) over them."""
+    """Stores keys xᵢ in units of a bandwidth, and computes α(x, xᵢ) over them."""
 
     _loss: Loss = staticmethod(squared_error)
 
@@ -75,8 +75,10 @@ class AttentionEstimator(BaseEstimator):
         self.random_state = random_state
 
     def attention_weights(self, X: Any) -> Numbers:
-        """α (n, m): how much each row that was fitted counts for each row of X. A line
-        has its slope beside them."""
+        """Return α (n, m): the weight of each fitted row for each row of X.
+
+        With `degree=1` the prediction also has a slope, which the weights do not show.
+        """
         query, look, kept = self._scale_queries(X), self._resolve_attention(), self._counts > 0
         alpha = np.zeros((len(query), len(kept)), dtype=query.dtype)
         found = weights(query, self._keys, **look)
@@ -84,7 +86,7 @@ class AttentionEstimator(BaseEstimator):
         return alpha
 
     def _fit_rows(self, X: Any, values: Numbers, counts: Numbers) -> None:
-        """Take the rows as keys, and find the bandwidth; values (m, p)."""
+        """Store the rows as keys, and find the bandwidth; values (m, p)."""
         whole = isinstance(self.degree, Integral) and not isinstance(self.degree, bool)
         if not whole or self.degree not in (0, 1):
             raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
@@ -101,7 +103,7 @@ class AttentionEstimator(BaseEstimator):
         spread = _column_spread(key, counts[kept], self._columns)
         self.bandwidth_, self.ridge_ = self._find_bandwidth(key, values[kept], counts[kept], spread)
         self._center = np.average(key, axis=0, weights=counts[kept]) * self._slope_mask
-        # A line is told by differences of moments, for which 32 bits are too few.
+        # A line needs differences of moments, for which float32 is not precise enough.
         held = (self.bandwidth_ > MIN_FLOAT32_BANDWIDTH) & (
             self.bandwidth_ < 1 / MIN_FLOAT32_BANDWIDTH
         )
@@ -111,7 +113,7 @@ class AttentionEstimator(BaseEstimator):
     def _find_bandwidth(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
     ) -> tuple[Numbers, float]:
-        """The bandwidth of each column (d,), and the ridge."""
+        """Return the bandwidth of each column (d,), and the ridge."""
         given, d = self.bandwidth, len(spread)
         rule = spread * scott_factor(counts.sum(), d)
         if given is None:
@@ -129,8 +131,8 @@ class AttentionEstimator(BaseEstimator):
     def _search_bandwidth(
         self, rows: Examples, fewer: float, spread: Numbers
     ) -> tuple[Numbers, float]:
-        """The bandwidth and the ridge by leave-one-out."""
-        # Columns in their own units may be alike, as pixels are, or each in its deviations.
+        """Return the bandwidth and the ridge by leave-one-out."""
+        # Try one width in original units (pixels), and one in standard deviations.
         of_all = spread.max() * np.sqrt(((spread / spread.max()) ** 2).mean())
         units = [np.ones(len(spread)), of_all / spread]
         if self.bandwidth == "loo":
@@ -146,7 +148,7 @@ class AttentionEstimator(BaseEstimator):
     def _sample_examples(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
     ) -> tuple[Examples, float]:
-        """Rows to learn from, and what is narrower by where there are more than these."""
+        """Return the rows to learn from, and the factor that corrects the width for the sample."""
         validate_sizes(sample=self.sample)
         total = counts.sum()
         if len(key) > self.sample:
@@ -156,14 +158,14 @@ class AttentionEstimator(BaseEstimator):
         key = (key - key.mean(0)) / spread[self._columns.source_column]
         look = self._resolve_attention()
         found = look["score"].find_lowering(key, key, None, "float16")
-        # As products, which about the middle of the keys lose no digits.
+        # Computed by products; centered keys keep the precision.
         score = look["score"] if isinstance(found, str) or found[1] else found[0]
         rows = Examples(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
                     self._loss, self._slope_mask, score, look["weighting"])  # fmt: skip
         return rows, scott_factor(total / counts.sum(), len(spread))
 
     def _resolve_attention(self) -> dict[str, Any]:
-        """The score and the weighting by which a query looks at the keys."""
+        """Return the score and the weighting, as arguments of `attend`."""
         score: Score = scores.resolve(self.kernel)
         if self.weighting is not None:
             weighting = weightings.resolve(self.weighting)
@@ -181,7 +183,7 @@ class AttentionEstimator(BaseEstimator):
         return ((vectors - self._center) / width).astype(self._dtype, copy=False)
 
     def _scale_queries(self, X: Any) -> Numbers:
-        """X as vectors (n, D) in units of the bandwidth."""
+        """Return X as vectors (n, D) in units of the bandwidth."""
         check_is_fitted(self)
         return self._scale_vectors(self._columns.to_vectors(self._validate_input(X, reset=False)))
 
@@ -204,7 +206,7 @@ class AttentionEstimator(BaseEstimator):
             raise ArgumentError(told) from error
 
     def _check_sample_weight(self, sample_weight: Any, X: Numbers) -> Numbers:
-        """How many rows each row counts as (m,)."""
+        """Return how many rows each row counts as (m,)."""
         if sample_weight is None:
             return np.ones(len(X))
         counts = check_array(
@@ -213,9 +215,9 @@ class AttentionEstimator(BaseEstimator):
         if counts.ndim == 0:
             counts = np.full(len(X), float(counts))
         if counts.shape != (len(X),):
-            raise ShapeError(f"sample_weight has shape {counts.shape}, but X {len(X)} rows")
+            raise ShapeError(f"sample_weight has shape {counts.shape}, but X has {len(X)} rows")
         if (counts < 0).any():
-            raise ArgumentError("sample_weight must not be negative: give a row to leave out 0")
+            raise ArgumentError("sample_weight must not be negative: use 0 to leave a row out")
         if not counts.any():
             raise ArgumentError("sample_weight must contain at least one non-zero number")
         return counts
@@ -223,15 +225,15 @@ class AttentionEstimator(BaseEstimator):
     def _append_rows(
         self, X: Numbers, y: Numbers, counts: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """The rows that are kept, and these after them."""
+        """Return the stored rows followed by these."""
         if y.shape[1:] != self._y.shape[1:]:
-            raise ShapeError(f"y has shape {y.shape}, but that of the rows before {self._y.shape}")
+            raise ShapeError(f"y has shape {y.shape}, but earlier rows {self._y.shape}")
         given = (self._X, X), (self._y, y), (self._counts, counts)
         X, y, counts = map(np.concatenate, given)
         return X, y, counts
 
     def _pool_values(self, query: Numbers, values: Numbers, places: Any = slice(None)) -> Numbers:
-        """Σᵢ α(q, kᵢ) vᵢ of values (m, p), where a row of weight w counts as w rows."""
+        """Return Σᵢ α(q, kᵢ) vᵢ of values (m, p); a row of weight w counts as w rows."""
         look, counts = self._resolve_attention(), self._counts[self._counts > 0]
         key, values = self._keys[:, places], values.astype(query.dtype, copy=False)
         if (counts == 1).all():
@@ -243,7 +245,7 @@ class AttentionEstimator(BaseEstimator):
         return found[:, :-1] / np.where(found[:, -1:] > 0, found[:, -1:], 1)
 
     def _fit_lines(self, query: Numbers, values: Numbers) -> Iterator[LocalLine]:
-        """The mean or the line of values (m, p), a block of queries at a time."""
+        """Yield the mean or the line of values (m, p), in blocks of queries."""
         d, p = int(self._slope_mask.sum()), values.shape[1]
         step = max(MAX_MOMENTS_PER_BLOCK // ((d + 1) * (d + p + 1)), 1)
         key = self._keys[:, self._slope_mask]
@@ -256,17 +258,17 @@ class AttentionEstimator(BaseEstimator):
         weighting = self._resolve_attention()["weighting"]
         if not weighting.is_convex:
             kind = type(weighting).__name__
-            raise CombinationError(f"{wanted} needs weights that sum to one, unlike {kind}'s")
+            raise CombinationError(f"{wanted} needs weights that sum to 1, unlike {kind}")
 
 
 def _is_same_attention(one: Examples, two: Examples) -> bool:
-    """Whether both look at their rows in the same way, as far as numbers tell."""
+    """Return whether two estimators have equal parameters of attention."""
     told = [repr((rows.score, rows.weighting)) for rows in (one, two)]
     return told[0] == told[1]
 
 
 def _column_spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
-    """The standard deviation of each column (d,); of categories, how often two rows differ."""
+    """Return the standard deviation of each column (d,); for categories, how often rows differ."""
     apart = key - np.average(key, axis=0, weights=counts)
     unit = np.max(np.abs(apart), axis=0, initial=0)  # so that no square is too large or too small
     unit = np.where((unit > 0) & (columns.slope_mask), unit, 1)

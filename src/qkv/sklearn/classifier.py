@@ -1,4 +1,4 @@
-"""p(class | x) = Σᵢ α(x, xᵢ) [yᵢ = class]"""
+"""The classifier p(class | x) = Σᵢ α(x, xᵢ) [yᵢ = class]."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from qkv.sklearn.columns import Numbers
 
 
 class AttentionClassifier(ClassifierMixin, AttentionEstimator):
-    """p(c | x) = Σᵢ α(x, xᵢ) [yᵢ = c]: attention over the classes of the rows that were seen.
+    """p(c | x) = Σᵢ α(x, xᵢ) [yᵢ = c]: the share of weight of the rows with class c.
 
-    X is (m, d), y (m,), or (m, p) for p questions at once, where `classes_` and `predict_proba` are
-    lists. The parameters are those of `AttentionRegressor`. A bandwidth by leave-one-out is the one
-    under which the true classes of rows left out are the least surprising. A line (`degree` 1) may
-    rise above 1 and fall below 0: what is below counts as 0, each class gets a thousandth, and all
-    are taken to the power `power_`, found by leave-one-out too, and divided by their sum.
+    X is (m, d), y (m,), or (m, p) for p outputs; then `classes_` and `predict_proba` are lists. The
+    parameters are those of `AttentionRegressor`. A bandwidth by leave-one-out minimizes the log
+    loss of the rows left out.
+
+    With `degree=1` the lines may rise above 1 or fall below 0. Negative values are set to 0, each
+    class gets 0.001, and all are raised to the power `power_`, also found by leave-one-out, and
+    divided by their sum.
 
     >>> X, y = [[0.0], [0.2], [1.0], [1.2]], ["low", "low", "high", "high"]
     >>> model = AttentionClassifier(bandwidth=0.5).fit(X, y)
@@ -34,14 +36,14 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
     _loss = staticmethod(log_loss)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionClassifier:
-        """Keep the rows X (m, d) and their classes y, and find the bandwidth."""
+        """Store the rows X (m, d) and their classes y, and find the bandwidth."""
         X, y = self._validate_input(X, y=y, multi_output=True)
         return self._fit_classes(X, y, self._check_sample_weight(sample_weight, X), None)
 
     def partial_fit(
         self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
     ) -> AttentionClassifier:
-        """More rows: the same as `fit` on all. `classes` names any that no row has yet."""
+        """Add rows, and fit all again. `classes` may name classes that no row has yet."""
         first = not hasattr(self, "_X")
         X, y = self._validate_input(X, y=y, multi_output=True, reset=first)
         counts = self._check_sample_weight(sample_weight, X)
@@ -78,8 +80,11 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
     def _search_bandwidth(
         self, rows: Examples, fewer: float, spread: Numbers
     ) -> tuple[Numbers, float]:
-        """The bandwidth and the ridge; and for lines, too soft for probabilities as they are, the
-        power that surprises least."""
+        """Return the bandwidth and the ridge.
+
+        For lines, also set the power with the smallest log loss; their probabilities alone are too
+        soft.
+        """
         from scipy.optimize import minimize_scalar
 
         width, ridge = super()._search_bandwidth(rows, fewer, spread)
@@ -99,8 +104,7 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         return width, ridge
 
     def predict_proba(self, X: Any) -> Any:
-        """p (n, classes), or one for each question. A query that no row answers has all classes
-        alike."""
+        """Return p (n, classes), or a list for several outputs; equal shares if no row answers."""
         query = self._scale_queries(X)
         if self._slope_mask.any():
             lines = self._fit_lines(query, self._values)
@@ -110,7 +114,7 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         return parts[0] if self._y.ndim == 1 else parts
 
     def _normalize_classes(self, found: Numbers, power: float | None = None) -> list[Numbers]:
-        """The classes of each question over their sum, as they are or of a line and to a power."""
+        """Divide the classes of each output by their sum; for lines, after clipping and power."""
         many = [self.classes_] if self._y.ndim == 1 else self.classes_
         found = np.maximum(found, 0)
         if power is not None:
@@ -119,7 +123,7 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         return [_normalize_rows(part) for part in np.split(found, ends, axis=1)]
 
     def predict(self, X: Any) -> Numbers:
-        """The most probable class (n,), or (n, p)."""
+        """Return the most probable class (n,), or (n, p)."""
         found = self.predict_proba(X)
         if self._y.ndim == 1:
             return np.asarray(self.classes_[found.argmax(1)])
@@ -133,7 +137,7 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
 
 
 def _check_same_kind(one: str, these: Numbers, two: str, those: Numbers) -> None:
-    """Refuse classes of which some are numbers and others text: none would be equal."""
+    """Raise if some classes are numbers and others text: they would never be equal."""
     kinds = ["numbers" if x.dtype.kind in "biuf" else "text" for x in (these, those)]
     if kinds[0] != kinds[1] and "O" not in (these.dtype.kind, those.dtype.kind):
         some = [x.flat[0].item() if x.size else None for x in (these, those)]

@@ -1,4 +1,4 @@
-"""The columns of a table as vectors in which a distance means something."""
+"""Conversion of table columns, numbers and categories, to vectors with a distance."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ DATE_TYPES = (date, timedelta, np.datetime64, np.timedelta64)
 
 
 class Features(NamedTuple):
-    """Vectors (m, D) of a table (m, d): numbers as they are, then one place per category.
+    """Vectors (m, D) of a table (m, d): numbers unchanged, then one feature per category.
 
-    Two rows of different categories are 1 apart, of the same 0; one that was not there in `fit` is
-    √½ away from all. `source_column` (D,) is the column that each place belongs to.
+    Two rows of different categories have the distance 1, of the same category 0. A category that
+    was not in `fit` has the distance √½ from all. `source_column` (D,) is the column of each
+    feature.
     """
 
     numeric: Numbers
@@ -28,7 +29,7 @@ class Features(NamedTuple):
 
     @classmethod
     def from_table(cls, table: Numbers, categorical: Sequence[int]) -> Features:
-        """The layout of a table, some of whose columns are categories."""
+        """Return the layout of a table with these categorical columns."""
         numeric = np.setdiff1d(np.arange(table.shape[1]), categorical)
         cells = {int(j): sorted(set(_category_names(table[:, j]))) for j in categorical}
         categories = {j: np.array(told, dtype=object) for j, told in cells.items()}
@@ -67,17 +68,17 @@ class Features(NamedTuple):
 
     @property
     def slope_mask(self) -> Numbers:
-        """The places (D,) along which a line may have a slope."""
+        """The features (D,) along which a line may have a slope."""
         return np.arange(len(self.source_column)) < len(self.numeric)
 
     def sum_by_column(self, places: Numbers) -> Numbers:
-        """(D,) → (d,): the sum over the places of each column."""
+        """Sum (D,) over the features of each column, to (d,)."""
         width = len(self.numeric) + len(self.categories)
         return np.bincount(self.source_column, places, minlength=width)
 
 
 def _category_names(column: Numbers) -> Numbers:
-    """Categories as text: 1 and 1.0 are one, and a missing one is a category too."""
+    """Return categories as text: 1 and 1.0 are equal, and missing is a category."""
     return np.array([str(_integer_if_whole(x)) for x in column], dtype=object)
 
 
@@ -87,7 +88,7 @@ def _integer_if_whole(cell: Any) -> Any:
 
 
 def find_non_number(table: Any, words: bool = True) -> tuple[Any, str, Any] | None:
-    """The first column, by name or place, that holds `words` or dates, which, and one of them."""
+    """Return the first column with words or dates, the kind, and one such cell."""
     cells = np.asarray(table, dtype=object)
     if cells.ndim != 2:
         return None
@@ -110,7 +111,7 @@ def _is_number_text(cell: str) -> bool:
 
 
 def resolve_categorical(categorical: Any, names: Sequence[str] | None, width: int) -> list[int]:
-    """The columns that are categories, by place, by name or as a mask."""
+    """Return the indices of categorical columns, given by index, name or mask."""
     if categorical is None:
         return []
     if isinstance(categorical, str) or not np.iterable(categorical):
@@ -126,10 +127,10 @@ def resolve_categorical(categorical: Any, names: Sequence[str] | None, width: in
 def _column_index(column: Any, names: list[str], width: int) -> int:
     if isinstance(column, str):
         if not names:
-            raise ArgumentError(f"categorical names {column!r}, but X has no names: give its place")
+            raise ArgumentError(f"categorical names {column!r}, but X has no names: pass its index")
         if column not in names:
             raise unknown_name_error("column in categorical", column, names)
         return names.index(column)
     if not isinstance(column, int | np.integer) or not -width <= column < width:
-        raise ArgumentError(f"categorical: X has {width} columns, and none at {column!r}")
+        raise ArgumentError(f"categorical: X has {width} columns, so none at {column!r}")
     return int(column) % width

@@ -1,4 +1,4 @@
-"""The line through the values around a query, of pooled moments alone."""
+"""A weighted least-squares line around each query, computed from pooled moments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 Numbers = np.ndarray[Any, Any]
 Pooled = Callable[[Numbers], Numbers]
-"""values (m, p) → Σⱼ αⱼ valueⱼ (n, p), for some queries."""
+"""A function from values (m, p) to Σⱼ αⱼ valueⱼ (n, p), for n queries."""
 
 
 class LocalLine(NamedTuple):
-    """v̄ + βᵀ(q − k̄) at each of n queries, for d places and p outputs.
+    """v̄ + βᵀ(q − k̄) at each of n queries, for d features and p outputs.
 
-    With k̄ and v̄ the means of keys and values under α, S their covariance and λ a ridge,
-    β = (S + λI)⁻¹ cov(k, v): the line of least squares under α. It is linear in the values: the
-    j-th counts αⱼ (1 − leverᵀ(kⱼ − k̄)), lever = (S + λI)⁻¹ (k̄ − q).
+    k̄ and v̄ are the means of keys and values under α, S is the covariance of the keys and λ a
+    ridge. Then β = (S + λI)⁻¹ cov(k, v) is the least-squares line under α. It is linear in the
+    values: value j has the weight αⱼ (1 − leverᵀ(kⱼ − k̄)), lever = (S + λI)⁻¹ (k̄ − q).
     """
 
     value: Numbers
@@ -31,13 +31,13 @@ class LocalLine(NamedTuple):
     mean: Numbers
     """v̄ (n, p)"""
     explained: Numbers
-    """The part (n, p) of the values' variance under α that the slope takes away."""
+    """The variance (n, p) of the values under α that the slope explains."""
 
 
 def fit_line(
     pooled: Pooled, query: Numbers, key: Numbers, values: Numbers, ridge: float
 ) -> LocalLine:
-    """The line at queries (n, d) through values (m, p) at keys (m, d), both near the origin."""
+    """Fit the line at queries (n, d) to values (m, p) at keys (m, d), both near the origin."""
     (n, d), p = query.shape, values.shape[1]
     one, two = np.triu_indices(d)
     pieces = [values, key, (key[:, :, None] * values[:, None]).reshape(len(key), -1)]

@@ -1,4 +1,4 @@
-"""ŷ(x) = Σᵢ α(x, xᵢ) yᵢ, or the line through the yᵢ near x."""
+"""The regressor ŷ(x) = Σᵢ α(x, xᵢ) yᵢ, or a line through the yᵢ near x."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from qkv.sklearn.columns import Numbers
 
 
 class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
-    """ŷ(x) = Σᵢ α(x, xᵢ) yᵢ: the Nadaraya–Watson estimator, with any score and any weighting.
+    """ŷ(x) = Σᵢ α(x, xᵢ) yᵢ: the Nadaraya–Watson estimator, with any score and weighting.
 
-    X is (m, d), y (m,) or (m, p). Keys and queries are divided by the `bandwidth` before the score
-    compares them: a number, one for each column, "scott" (standard deviation × m^(−1/(d + 4))),
-    "loo" (one multiple of the columns' standard deviations, or one number for all) or "learned"
-    (one for each column, by gradient), both by what predicts each row best from the others; None
-    leaves X as it is. `degree` 1 fits the line of least squares under α where 0 takes the mean:
-    less bias where the rows lie on a slope, and at the edges.
+    X is (m, d), y (m,) or (m, p). Keys and queries are divided by the `bandwidth` before they are
+    compared. It may be:
 
-    `weighting` None is softmax, and for windows their scores over the sum, or the nearest row where
-    the window is empty. `categorical` lists columns, by name or place, that are compared for
-    equality; without it X must be numbers. Bandwidths are learned from at most `sample` rows, drawn
-    by `random_state`. With a score other than the Gaussian, "learned" takes from the Gaussian how
-    the columns compare, and from "loo" how wide they all are.
+    - a number, or one for each column; None means 1.
+    - "scott": standard deviation × m^(−1/(d + 4)).
+    - "loo": one multiple of the columns' standard deviations, or one number for all columns, with
+      the smallest leave-one-out error.
+      - "learned": one for each column, by gradient descent on the leave-one-out error. With a score
+        other than the Gaussian, the ratios of the columns come from the Gaussian, and the common
+        factor from "loo".
 
-    Kept of `fit`: `bandwidth_` (d,) and `ridge_`, which holds the line's slope in squares of the
-    bandwidth. A row of `sample_weight` w counts w times as much, in the pooling and in "scott".
+    `degree` 0 predicts the weighted mean. `degree` 1 fits a weighted least-squares line, with less
+    bias on slopes and at the edges.
+
+    `weighting` None is softmax; for window scores it divides by the sum, and takes the nearest row
+    if the window is empty. `categorical` lists columns, by name or index, that are compared for
+    equality; all others must be numbers. Bandwidths are learned from at most `sample` rows, drawn
+    with `random_state`. In `fit`, a row with `sample_weight` w counts w times.
+
+    After `fit`, `bandwidth_` (d,) holds the bandwidths and `ridge_` the ridge of the line in
+    squared bandwidths.
 
     >>> import numpy as np
     >>> X = np.linspace(0, 4, 9)[:, None]
@@ -41,12 +47,12 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
-        """Keep the rows X (m, d) and y (m,) or (m, p), and find the bandwidth."""
+        """Store the rows X (m, d) and y (m,) or (m, p), and find the bandwidth."""
         X, y = self._validate_input(X, y=y, multi_output=True, y_numeric=True)
         return self._fit_values(X, y, self._check_sample_weight(sample_weight, X))
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
-        """More rows: the same as `fit` on all, so a rule or a search looks at all of them again."""
+        """Add rows; the same as `fit` on all rows, so the bandwidth is found again."""
         if not hasattr(self, "_X"):
             return self.fit(X, y, sample_weight)
         X, y = self._validate_input(X, y=y, multi_output=True, y_numeric=True, reset=False)
@@ -63,8 +69,11 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """ŷ (n,) or (n, p); with `return_std` also √Σᵢ αᵢ (yᵢ − ŷᵢ)², how far the rows that answer
-        lie from their mean, or from their line."""
+        """Return ŷ (n,) or (n, p).
+
+        With `return_std` also return √Σᵢ αᵢ (yᵢ − ŷᵢ)², the weighted standard deviation of the
+        values around their mean or line.
+        """
         query = self._scale_queries(X)
         if return_std:
             self._require_convex("return_std=True")

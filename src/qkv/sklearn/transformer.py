@@ -1,4 +1,4 @@
-"""x̂ⱼ = Σᵢ α(x, xᵢ) xᵢⱼ: cells from the rows that are like theirs."""
+"""The transformer x̂ⱼ = Σᵢ α(x, xᵢ) xᵢⱼ: cells pooled from similar rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CELL_CHOICES = ("missing", "all")
 
 
 def cross_column_error(rows: Examples, width: Numbers, ridge: float) -> float:
-    """The sum of the columns' errors, each told by the other columns; `value` (m, d) says how much
-    a cell counts."""
+    """Return the sum of the columns' errors, each column predicted from the others.
+
+    `value` (m, d) is the weight of each cell.
+    """
     columns, flat = Features.from_table(rows.key[:, 1:], []), rows.slope_mask[1:]
     total = 0.0
     for j in range(len(width)):
@@ -33,15 +35,19 @@ def cross_column_error(rows: Examples, width: Numbers, ridge: float) -> float:
 
 
 class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEstimator):
-    """x̂ⱼ = Σᵢ α(x, xᵢ) xᵢⱼ: cells pooled from the rows that are like theirs.
+    """x̂ⱼ = Σᵢ α(x, xᵢ) xᵢⱼ: cells pooled from similar rows.
 
-    Of X (n, d) the `cells` that are "missing" (NaN) are filled, by the columns that are there: soft
-    imputation. Or "all" are replaced: noise is averaged away, and on the rows that were fitted each
-    call is a step of mean shift. Rows that lack a cell do not count for it; where none counts, the
-    column's mean stands.
+    `cells` selects the cells of X (n, d) that are replaced:
+
+    - "missing": NaN cells are filled, by the columns that the row has (soft imputation).
+    - "all": every cell is replaced, which averages noise out. On the fitted rows, each call is a
+      step of mean shift.
+
+    A row without a cell does not count for that column. If no row counts, the result is the
+    column's mean.
 
     `bandwidth` is a number, one for each column, "scott", or "loo": the multiple of the columns'
-    standard deviations that tells each cell best by the rest of its row.
+    standard deviations that best predicts each cell from the rest of its row.
 
     >>> import numpy as np
     >>> X = np.array([[1.0, 10.0], [2.0, 20.0], [9.0, 90.0]])
@@ -65,12 +71,12 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
         self.cells = cells
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> AttentionTransformer:
-        """Keep the rows X (m, d), in which cells may be NaN, and find the bandwidth."""
+        """Store the rows X (m, d), whose cells may be NaN, and find the bandwidth."""
         X = self._validate_input(X)
         return self._fit_cells(X, self._check_sample_weight(sample_weight, X))
 
     def partial_fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> AttentionTransformer:
-        """More rows: the same as `fit` on all."""
+        """Add rows; the same as `fit` on all rows."""
         if not hasattr(self, "_X"):
             return self.fit(X, y, sample_weight)
         X = self._validate_input(X, reset=False)
@@ -92,7 +98,7 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
         filled = X.copy()
         filled[kept] = np.where(self._observed, X[kept], self._means)
         self._fit_rows(filled, filled, counts)
-        if not self._observed.all():  # by their means at first, by each other then
+        if not self._observed.all():  # filled with means first, then from each other
             self._keys = self._scale_vectors(self._fill_cells(X[kept], "missing"))
         self._X = X
         return self
@@ -101,7 +107,7 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
     ) -> tuple[Numbers, float]:
         share = (counts[:, None] * self._observed).sum(0) / counts.sum()
-        # The cells that were filled with the mean have no spread of their own.
+        # Cells that were filled with the mean do not contribute to the spread.
         return super()._find_bandwidth(
             key, self._observed * counts[:, None], counts, spread / np.sqrt(share)
         )
@@ -120,7 +126,7 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
         return spread * found * fewer, ridge
 
     def transform(self, X: Any) -> Numbers:
-        """X (n, d) with its missing cells filled, or with all of them pooled."""
+        """Return X (n, d) with its missing cells filled, or with all cells pooled."""
         check_is_fitted(self)
         return self._fill_cells(self._validate_input(X, reset=False), self.cells)
 
@@ -136,7 +142,7 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
         return out
 
     def _predict_columns(self, X: Numbers, seen: Numbers) -> Numbers:
-        """All columns (n, d) of rows of which some columns are seen."""
+        """Return all columns (n, d) of rows of which only the columns `seen` are known."""
         if not seen.any():
             return np.broadcast_to(self._means, X.shape)
         values = np.concatenate([self._values, self._observed], axis=1)
