@@ -78,7 +78,7 @@ def import_(
             key=pick_columns(key or defaults["key"]),
             value=pick_columns(value or defaults["value"]),
             path=path,
-            encoder=encoder,
+            encoder=encoder,  # type: ignore[arg-type]  # checked at run time
             unique=unique,
             progress=progress,
         )
