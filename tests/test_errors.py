@@ -366,7 +366,7 @@ NUMBERS: list[Case] = [
     ("dropout_p of words", lambda: attend(dropout_p="half"), DtypeError, r"number.*'half'"),
     ("dropout_p of True", lambda: attend(dropout_p=True), DtypeError, r"number.*True"),
     ("seed", lambda: attend(dropout_p=0.5, seed="abc"), DtypeError, r"seed.*integer.*str"),
-    ("seed of 1.5", lambda: attend(dropout_p=0.5, seed=1.5), DtypeError, r"seed.*whole.*float"),
+    ("seed of 1.5", lambda: attend(dropout_p=0.5, seed=1.5), DtypeError, r"seed.*integer.*float"),
     (
         "tolerance",
         lambda: attend(tolerance=-1e-3),
