@@ -70,6 +70,7 @@ def check(function: Callable[[Any], Any], x: Any, use_reentrant: bool = False, *
         torch.testing.assert_close(one, want, atol=near, rtol=near)
 
 
+@pytest.mark.sample(27)
 @pytest.mark.parametrize("engine", [None, "dense", "streaming"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -239,6 +240,7 @@ def test_layers_in_training(name: str, use_reentrant: bool) -> None:
 # Other frameworks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("weighting", "jitted"), [("softmax", False), ("softmax", True), ("sigmoid", True)]
 )

@@ -447,6 +447,7 @@ def test_attend(score, weighting):
     close(qkv.weights(*given[:2], **options), alpha[rows])
 
 
+@pytest.mark.sample(350)
 @pairs
 @pytest.mark.parametrize("engine", [None, "streaming"])
 def test_attend_by_torch_and_its_gradients(score, weighting, engine, monkeypatch):

@@ -23,7 +23,7 @@ ALL = {**OPTIONS, **LAYERS, **PEER}
 
 
 # Of torch's own attention under vmap, and of parameters that are lent to a layer.
-@pytest.mark.sample(50)
+@pytest.mark.sample(36)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize(("transform", "option"), cells(TORCH, ALL))
@@ -67,7 +67,7 @@ def test_shapes_without_numbers(weighting):
 COVERING = cases.covering()
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "jvp"])
 @pytest.mark.parametrize("mask", cases.MASKS)
 def test_torch_takes_every_two_of_score_weighting_and_mask(mask, transform):
@@ -93,7 +93,7 @@ HOLDS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mask", HOLDS)
 def test_every_mask_compiles_for_new_lengths(mask):
     TORCH["compile, new lengths"](

@@ -28,7 +28,7 @@ IN_BLOCKS = {name: option for name, option in OPTIONS.items() if option.family !
 PAIRS = list(zip(JAX, [*[*IN_BLOCKS][1::2], *IN_BLOCKS], strict=False))
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("transform", "option"), PAIRS)
 def test_jax(transform, option):
     option = IN_BLOCKS[option]
@@ -39,12 +39,13 @@ def test_jax(transform, option):
     JAX[transform](function, made(option, jax.numpy.asarray, lead=(2,)))
 
 
-@pytest.mark.sample(26)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("transform", "option"), cells(JAX, OPTIONS))
 def test_as_a_user_calls(transform, option):
     JAX[transform](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("option", ["causal", "entmax15", "top 3", "log-sum-exp", "weights"])
 def test_forwards_as_backwards(option):
     JAX["jvp"](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
@@ -77,6 +78,7 @@ def test_a_compiled_function_may_hold_queries_and_keys(learned):
     np.testing.assert_allclose(looped, call(given), atol=1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("weighting", ["sparsemax", "entmax15"])
 def test_a_threshold_is_searched_in_each_shard(weighting):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -94,6 +96,7 @@ def test_a_threshold_is_searched_in_each_shard(weighting):
     np.testing.assert_allclose(slope, truth, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("score", "weighting", "shared"),
     [("gaussian", "softmax", False), ("gaussian", "entmax15", True), ("cosine", "hard", True)],

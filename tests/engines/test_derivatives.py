@@ -71,12 +71,14 @@ def torch_call(score, weighting, engine, with_lse=False):
     return function, [x.clone().requires_grad_() for x in (*main, *inside)]
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("score", "weighting"), SMOOTH)
 def test_gradcheck(score, weighting, engine):
     torch = pytest.importorskip("torch")
     assert torch.autograd.gradcheck(*torch_call(score, weighting, engine))
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("score", "weighting"), SMOOTH)
 def test_gradgradcheck(score, weighting, engine):
     torch = pytest.importorskip("torch")
@@ -173,6 +175,7 @@ def test_one_array_in_several_places_on_tensorflow(monkeypatch):
         np.testing.assert_allclose(found, want, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("score", "weighting"),
     [

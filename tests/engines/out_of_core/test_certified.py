@@ -257,6 +257,7 @@ def test_windows_under_normalized(score):
         assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound + 1e-12 <= 0.02
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("empty", ["zero", "uniform"])
 @pytest.mark.parametrize("kind", [scores.Boxcar, scores.Triangular, scores.Epanechnikov])
 @pytest.mark.parametrize("size", [1.0, 2338.0])
