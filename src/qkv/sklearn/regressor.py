@@ -21,9 +21,9 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
     - "scott": standard deviation × m^(−1/(d + 4)).
     - "loo": one multiple of the columns' standard deviations, or one number for all columns, with
       the smallest leave-one-out error.
-      - "learned": one for each column, by gradient descent on the leave-one-out error. With a score
-        other than the Gaussian, the ratios of the columns come from the Gaussian, and the common
-        factor from "loo".
+    - "learned": one for each column, by gradient descent on the leave-one-out error. With a score
+      other than the Gaussian, the ratios of the columns come from the Gaussian, and the common
+      factor from "loo".
 
     `degree` 0 predicts the weighted mean. `degree` 1 fits a weighted least-squares line, with less
     bias on slopes and at the edges.
