@@ -799,3 +799,14 @@ def test_the_plan_cache_evicts_when_it_is_full(table, monkeypatch):
         qkv.attend(*three(1, 2, d=1 + i))
         counts.append(len(getattr(plan_cache, table)))
     assert counts == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
+
+
+def test_a_plan_serves_lengths_of_one_size_and_no_other_width():
+    plan_cache.PLANS_BY_SIGNATURE.clear()
+    plan_cache._PLANS_BY_SIZE_CLASS.clear()
+    qkv.attend(*three(5, 9, d=4))
+    cached = {
+        (n, m, d): qkv.explain(*three(n, m, d=d)).is_plan_cached
+        for n, m, d in ((5, 9, 4), (6, 11, 4), (5, 9, 8), (5, 17, 4), (9, 9, 4))
+    }
+    assert [*cached.values()] == [True, True, False, False, False], cached

@@ -55,6 +55,8 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
     ("x", "schema", "told"),
     [
         (3, {"type": "string"}, "x must be a string, not 3"),
+        (True, {"type": "integer"}, "x must be an integer, not True"),
+        (True, {"type": "number", "minimum": 0}, "x must be a number, not True"),
         ("z", {"enum": ["abc", "xyz"]}, "unknown x 'z'"),
         ([1, "a"], {"type": "array", "items": {"type": "integer"}}, "x[1] must be an integer"),
         ({"a": {"b": 1}}, {"properties": {"a": {"properties": {"b": {"minimum": 2}}}}}, "x.a.b"),

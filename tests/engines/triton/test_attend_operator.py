@@ -294,7 +294,7 @@ def test_real_widths(monkeypatch):
     agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(4, always=("[softmax]",))
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_split_over_keys(weighting, monkeypatch):
     split(monkeypatch)

@@ -433,6 +433,18 @@ def slopes_of(arrays, **how):
     return torch.autograd.grad(sum((x * x.detach()).sum() for x in found), leaves)
 
 
+def test_arrays_of_other_strides_have_launches_of_their_own(counted):
+    """Launches hold the strides: the same shapes in another layout are read in another order."""
+    for seed in range(2):
+        arrays = arrays_of(seed)
+        heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays]
+        want = slopes_of([x.double() for x in arrays], **WAYS["window"])
+        for given in (arrays, heads_inside):
+            for x, y in zip(slopes_of(given, **WAYS["window"]), want, strict=True):
+                torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
+    assert counted and all(counted), "the second of each layout"
+
+
 def test_a_gradient_that_has_a_place_has_no_room():
     query, key, value = arrays_of(0)
     with workspace.record_launches() as notes:

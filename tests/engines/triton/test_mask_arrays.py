@@ -172,7 +172,7 @@ def results(arrays, how, engine, dtype):
     )
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(10, always=("[dropout]",))
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
     make = torch.Generator(DEVICE).manual_seed(2)
