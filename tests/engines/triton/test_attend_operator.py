@@ -612,7 +612,7 @@ def test_heal_compiles():
 
 def test_heal_where_the_last_row_does_not_see_all():
     arrays = formulas.arrays_of(b=1, h=1, n=5, m=7)
-    with pytest.raises(ArgumentError, match="first 5 of 7"):
+    with pytest.raises(ArgumentError, match="7 keys for 5 queries"):
         nan_repair.repair_output(torch.zeros(1, 1, 5, 16), **arrays, scale=0.3)
 
 

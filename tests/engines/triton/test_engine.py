@@ -193,7 +193,7 @@ def test_a_query_that_is_not_a_number_stays_one_where_its_length_counts():
 def test_what_it_refuses_it_explains(monkeypatch):
     x = torch.ones(2, 4, 6, 3, device=DEVICE)
     for how, reason in (
-        ({"score": "laplace"}, "no form"),
+        ({"score": "laplace"}, "no dot product form"),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
     ):
