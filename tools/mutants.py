@@ -166,14 +166,14 @@ QUERY_MUTANTS = [
         "database/query/scan.py",
         "if self.weighting.is_convex else np.abs(",
         "if True else np.abs(",
-        "tests/database/query/test_executor.py",
+        "tests/database/query/test_scan.py",
     ),
     Mutant(
         "tied-runs-of-rows-left-out",
         "database/query/scan.py",
         "(best >= _kth_largest(best, top))",
         "(best > _kth_largest(best, top))",
-        "tests/database/query/test_executor.py tests/database/test_database.py -k 'row or ties'",
+        "tests/database/query/test_scan.py",
     ),
     Mutant(
         "calibration-quantile-one-short",
@@ -357,7 +357,7 @@ PLAN_MUTANTS = [
         "engines/validation.py",
         "elif heads and y and x % y == 0:",
         "elif heads and y:",
-        "tests/test_errors.py tests/test_common_mistakes.py",
+        "tests/test_errors.py -k 'heads and divide'",
     ),
     Mutant(
         "lse-gradient-sign",
@@ -406,7 +406,7 @@ PLAN_MUTANTS = [
         "engines/sharded.py",
         "(rank - step) % len(rows)",
         "(rank + step) % len(rows)",
-        ENGINES + "test_sharded.py",
+        ENGINES + "test_sharded.py::test_what_several_hold_is_attended_to_as_one",
     ),
 ]
 

@@ -104,5 +104,5 @@ def test_a_number_for_each_query_does_not_travel():
     query, key, value = arrays()
     across = Beside(0, (5,), [None], threading.Barrier(1))
     each = Softmax(torch.ones(2, 5, 1, dtype=torch.float64))
-    with pytest.raises(CombinationError, match="cannot travel"):
+    with pytest.raises(CombinationError, match="not supported with sharded queries"):
         attend_sharded(across, ShardPosition(0, 0, 5, 7), query, key, value, weighting=each)

@@ -86,7 +86,7 @@ def test_every_weighting(database, name, some):
 
 
 def test_raise_and_refusals(database):
-    with pytest.raises(ArgumentError, match="no key lies within"):
+    with pytest.raises(ArgumentError, match="no key within"):
         database.ask(QUERY, score="boxcar", weighting=weightings.Normalized("raise"))
     with pytest.raises(CombinationError, match="can be negative"):
         database.ask(QUERY, score="dot", weighting="normalized")

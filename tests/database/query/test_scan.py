@@ -1,0 +1,23 @@
+"""The rows of an answer are the heaviest, in the order of a stable sort."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.database.query.scan import ROWS_PER_RUN
+
+
+@pytest.mark.parametrize("top", [1, 2, 7, 40])
+def test_rows_are_ranked_by_the_size_of_their_weight_and_then_by_their_place(top: int) -> None:
+    """Over several runs of rows whose maxima are equal, and with weights of both signs."""
+    rng = np.random.default_rng(3)
+    keys = rng.integers(-2, 3, size=(3 * ROWS_PER_RUN - 50, 2)).astype(np.float32)
+    query = np.array([3.0, 1.0], np.float32)
+    weights = keys @ query
+    database = qkv.Database(keys, np.arange(float(len(keys))))
+    found = database.ask(query, score="dot", weighting="raw", top=top)
+    want = np.argsort(-np.abs(weights), kind="stable")[:top]
+    assert [row.index for row in found.rows] == want.tolist()
+    np.testing.assert_allclose([row.weight for row in found.rows], weights[want])
