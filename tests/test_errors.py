@@ -662,7 +662,7 @@ COMBINATIONS: list[Case] = [
         "nothing in the window",
         lambda: attend(K[:1] + 99, score="boxcar", weighting=weightings.Normalized("raise")),
         ArgumentError,
-        r"1 queries have no key.*larger width",
+        r"1 query has no key.*larger width",
     ),
     (
         "native on NumPy",

@@ -383,15 +383,15 @@ PLAN_MUTANTS = [
     Mutant(
         "score-interval-half-as-wide",
         "engines/out_of_core/score_intervals.py",
-        "slack + slack[t]",
-        "slack",
+        "errors + errors[largest]",
+        "errors",
         ENGINES + "out_of_core/test_score_intervals.py",
     ),
     Mutant(
         "block-bound-without-its-remainder",
         "engines/out_of_core/block_sums.py",
-        "gain = loss + (1 + lost) ** 2",
-        "gain = loss + 0 * (1 + lost) ** 2",
+        "gain = loss + (1 + rounding_error) ** 2",
+        "gain = loss + 0 * (1 + rounding_error) ** 2",
         ENGINES + "out_of_core/test_block_sums.py",
     ),
     Mutant(

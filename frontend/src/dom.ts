@@ -117,12 +117,12 @@ export function select(
 /** Letters up to which a text is shown whole among others. */
 const SHOWN = 100;
 
-/** A text among others: of a long one some lines, and all of it where it is chosen. */
+/** A text that shows only its first lines if it is long; with the focus it shows all. */
 export function clipped(text: string): Child {
   return text.length > SHOWN ? h("div", { class: "clip", tabindex: 0 }, text) : text;
 }
 
-/** A number as it stands beside a colour: `digits` after the point, never −0. */
+/** A number with `digits` decimals, never −0. */
 export function fixed(x: number, digits = 3): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "none" : x > 0 ? "∞" : "−∞";
   const text = x.toFixed(digits);

@@ -2,7 +2,7 @@
 
 import { ink as inkOn } from "./colours";
 import { h, onceAFrame } from "./dom";
-import { gestures } from "./gestures";
+import { addGestures } from "./gestures";
 import { clamp, numeral, roundUp } from "./numbers";
 import { blur, Picture, value, type Matrix } from "./picture";
 import type { Given } from "./view";
@@ -85,7 +85,7 @@ export class Heatmap {
     const scale = h("span", { class: "heatmap-scale" }, this.low, this.bar, this.high);
     this.foot = h("div", { class: "heatmap-foot" }, this.readout, scale, tools);
     this.element = h("div", { class: "heatmap" }, this.canvas, this.foot, this.note);
-    gestures(this.canvas, {
+    addGestures(this.canvas, {
       hover: (x, y) => this.hover(x, y),
       leave: () => this.leave(),
       drag: (x, y) => this.pan(-y / this.pitch.y, -x / this.pitch.x),

@@ -80,7 +80,7 @@ export class Picture {
     return this.levels[0].bytes[i * this.matrix.cols + j];
   }
 
-  /** The coarsest level whose cells are no larger than a pixel, for cells of so many pixels. */
+  /** The coarsest level with cells of at most one pixel, if a cell of level 0 has this many pixels. */
   levelFor(pixels: number): number {
     let k = 0;
     while (pixels * 2 ** k < 1 && Math.max(this.at(k).rows, this.at(k).cols) > 1) k += 1;

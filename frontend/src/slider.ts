@@ -1,4 +1,4 @@
-/** A number between two others, to slide or to type. */
+/** A slider with a number field: a number within a range. */
 
 import type { Range } from "./axes";
 import { h, labelled } from "./dom";
@@ -6,77 +6,77 @@ import { clamp, numeral } from "./numbers";
 
 export interface Slider {
   element: HTMLElement;
-  /** What it stands at, and between which numbers; the number that is being typed stays. */
+  /** Set the value and the range. A number field that has the focus keeps its text. */
   set(value: number, range?: Range): void;
-  able(able: boolean): void;
-  /** What a screen reader hears beside the number. */
-  say(more: string): void;
+  setEnabled(enabled: boolean): void;
+  /** Set the text that a screen reader reads after the number. */
+  describe(text: string): void;
 }
 
-export interface Sliding {
+export interface SliderOptions {
   label: string;
   range: Range;
   value: number;
-  /** Steps are factors. */
+  /** Whether the scale is logarithmic. */
   log?: boolean;
   whole?: boolean;
   test: string;
   change(value: number): void;
 }
 
-const STEPS = 240;
+const STEP_COUNT = 240;
 
-export function slider({ label, range, value, log, whole, test, change }: Sliding): Slider {
-  const line = h("input", { type: "range", min: "0", max: String(STEPS), step: "1", test });
-  const typed = h("input", { type: "number", step: "any", test: `${test}-number`, "aria-label": `${label} as a number` });
-  let [now, between, more] = [value, range, ""];
-  const share = (x: number) => {
-    const { low, high } = between;
+export function slider({ label, range, value, log, whole, test, change }: SliderOptions): Slider {
+  const track = h("input", { type: "range", min: "0", max: String(STEP_COUNT), step: "1", test });
+  const field = h("input", { type: "number", step: "any", test: `${test}-number`, "aria-label": `${label} as a number` });
+  let [current, limits, description] = [value, range, ""];
+  const fractionOf = (x: number) => {
+    const { low, high } = limits;
     return log ? Math.log(x / low) / Math.log(high / low) : (x - low) / (high - low);
   };
-  const at = (part: number) => {
-    const { low, high } = between;
-    const x = log ? low * (high / low) ** part : low + (high - low) * part;
+  const valueAt = (fraction: number) => {
+    const { low, high } = limits;
+    const x = log ? low * (high / low) ** fraction : low + (high - low) * fraction;
     return whole ? Math.round(x) : Number(x.toPrecision(3));
   };
   const show = () => {
-    line.value = String(Math.round(STEPS * clamp(share(now), 0, 1)));
-    line.setAttribute("aria-valuetext", `${numeral(now)}${more}`);
-    if ((typed.getRootNode() as ShadowRoot).activeElement !== typed) typed.value = String(Number(now.toPrecision(4)));
+    track.value = String(Math.round(STEP_COUNT * clamp(fractionOf(current), 0, 1)));
+    track.setAttribute("aria-valuetext", `${numeral(current)}${description}`);
+    if ((field.getRootNode() as ShadowRoot).activeElement !== field) field.value = String(Number(current.toPrecision(4)));
   };
-  const trouble = h("span", { class: "hint error", role: "alert", test: `${test}-trouble`, hidden: true });
-  const least = whole ? `a whole number from ${range.low}` : log ? "above 0" : "a number";
-  const take = (x: number) => {
-    now = x;
-    trouble.hidden = true;
+  const message = h("span", { class: "hint error", role: "alert", test: `${test}-trouble`, hidden: true });
+  const expected = whole ? `a whole number from ${range.low}` : log ? "above 0" : "a number";
+  const accept = (x: number) => {
+    current = x;
+    message.hidden = true;
     show();
     change(x);
   };
-  line.addEventListener("input", () => take(at(line.valueAsNumber / STEPS)));
-  typed.addEventListener("change", () => {
-    const x = whole ? Math.round(typed.valueAsNumber) : typed.valueAsNumber;
-    if (Number.isFinite(x) && (!log || x > 0) && (!whole || x >= between.low)) take(x);
+  track.addEventListener("input", () => accept(valueAt(track.valueAsNumber / STEP_COUNT)));
+  field.addEventListener("change", () => {
+    const x = whole ? Math.round(field.valueAsNumber) : field.valueAsNumber;
+    if (Number.isFinite(x) && (!log || x > 0) && (!whole || x >= limits.low)) accept(x);
     else {
-      trouble.textContent = `must be ${least}${typed.value && `, not ${typed.value}`}: it stays ${numeral(now)}`;
-      trouble.hidden = false;
+      message.textContent = `must be ${expected}${field.value && `, not ${field.value}`}: it stays ${numeral(current)}`;
+      message.hidden = false;
     }
-    typed.value = String(Number(now.toPrecision(4)));
+    field.value = String(Number(current.toPrecision(4)));
   });
-  const element = labelled(label, line);
+  const element = labelled(label, track);
   element.classList.add("slider");
-  element.append(h("div", { class: "pair" }, line, typed), trouble);
+  element.append(h("div", { class: "pair" }, track, field), message);
   show();
   return {
     element,
     set(to, range) {
-      [now, between] = [to, range ?? between];
+      [current, limits] = [to, range ?? limits];
       show();
     },
-    able(able) {
-      line.disabled = typed.disabled = !able;
+    setEnabled(enabled) {
+      track.disabled = field.disabled = !enabled;
     },
-    say(text) {
-      more = text;
+    describe(text) {
+      description = text;
       show();
     },
   };

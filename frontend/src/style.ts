@@ -1,4 +1,4 @@
-/** The one stylesheet. Colours are variables; `light-dark` has both of each. */
+/** The stylesheet of the page. Colours are variables with a light and a dark value. */
 export const STYLE = `
 :host {
   color-scheme: light dark;

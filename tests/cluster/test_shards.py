@@ -625,7 +625,7 @@ def test_bounds_of_shards_count_from_one_unit(
     with cluster([place], 3) as c:
         near = c.ask(query, tolerance=0.01, **how)
         rough = c.ask(query[0], score="laplace", tolerance=0.01)
-        assert rough.error_bound == 0 and "Laplace is no product with a key" in rough.engine
+        assert rough.error_bound == 0 and "Laplace is not linear in the key" in rough.engine
         monkeypatch.setattr("qkv.cluster.query.MAX_SCORES_PER_BATCH", 3 * 3000)  # 3 queries, then 1
         some = c.attend(torch.from_numpy(query), tolerance=0.01, **how)
         np.testing.assert_allclose(some[:, 0], [x.value for x in near], rtol=1e-3)

@@ -2,7 +2,7 @@
  *
  * Vectors are rounded to float32, as a database stores them. */
 
-import { blake2b, digest, written } from "./digest";
+import { blake2b, digest, formatNumber } from "./digest";
 import { characters, words } from "./letters";
 import type { Named, Vector } from "./scores";
 
@@ -23,7 +23,7 @@ export function sharpness(rows: number): number {
 
 function text(key: Key): string {
   if (typeof key === "string") return key;
-  return typeof key === "number" ? written(key) : JSON.stringify(Array.from(key));
+  return typeof key === "number" ? formatNumber(key) : JSON.stringify(Array.from(key));
 }
 
 /** Rounds halves to even, as NumPy does. */
@@ -47,7 +47,7 @@ function alike(name: string, encode: (key: Key) => Vector, score: (rows: number)
 
 const DATE = /^(\d{4}-\d\d-\d\d|\d\d:\d\d)/;
 
-/** The days since the year 1 of a date's ISO text, in UTC where a zone is given; a time of day as a part of one. */
+/** Days since the year 1 of a date in ISO text, with the time as a fraction; in UTC if it has a zone. */
 function days(text: string): number {
   if (!DATE.test(text)) return NaN; // a year alone is a date to JavaScript
   const moment = /^\d\d:/.test(text) ? `0001-01-01T${text}` : text;

@@ -1,10 +1,10 @@
-/** Text by its letters and by its words: the hashes of qkv.database.encoders.characters, lexical. */
+/** Text as hashed n-grams of letters or as hashed words, as in qkv.database.encoders.characters and lexical. */
 
 const SPACE = 32;
 const VOWELS = new Set(Array.from("aeiouy", (vowel) => vowel.charCodeAt(0)));
 const PRIME = 16777619;
 
-/** MurmurHash3's last step. */
+/** The finalizer of MurmurHash3. */
 export function scramble(code: number): number {
   code = Math.imul(code ^ (code >>> 16), 0x85ebca6b);
   code = Math.imul(code ^ (code >>> 13), 0xc2b2ae35);
@@ -12,20 +12,20 @@ export function scramble(code: number): number {
 }
 
 /** Python's casefold of one letter in NFKD. */
-function folded(letter: string): string {
+function casefold(letter: string): string {
   if (letter === "ı") return letter;
   if (letter === "ẞ") return "ss";
   if (/[\u13a0-\u13fd\uab70-\uabbf]/.test(letter)) return letter.toUpperCase(); // Cherokee
   return letter.toUpperCase().toLowerCase().replaceAll("ς", "σ");
 }
 
-/** Text without case, accents, compatibility forms and punctuation, which becomes a space. */
-export function plain(text: string): string {
+/** Text without case, accents and compatibility forms, and with spaces in place of punctuation. */
+export function normalizeText(text: string): string {
   const ascii = /^[\x00-\x7f]*$/.test(text);
-  const spread = ascii ? text : text.normalize("NFKD");
+  const decomposed = ascii ? text : text.normalize("NFKD");
   let out = "";
-  for (const letter of spread) {
-    for (const x of ascii ? letter.toLowerCase() : folded(letter)) {
+  for (const letter of decomposed) {
+    for (const x of ascii ? letter.toLowerCase() : casefold(letter)) {
       if (/['’‘ʼ`´\u0300-\u036f]/.test(x)) continue;
       out += /[\p{P}\p{Z}\p{C}]/u.test(x) && !/[#&@%*]/.test(x) ? " " : x;
     }
@@ -33,34 +33,34 @@ export function plain(text: string): string {
   return out;
 }
 
-/** The letters of a text, one space around and between its words. */
-export function spelled(text: string): number[] {
-  const letters = Array.from(` ${plain(text)} `, (x) => x.codePointAt(0)!);
+/** The letters of a text, with one space before, between and after its words. */
+export function wordLetters(text: string): number[] {
+  const letters = Array.from(` ${normalizeText(text)} `, (x) => x.codePointAt(0)!);
   return letters.filter((x, i) => x !== SPACE || letters[i - 1] !== SPACE);
 }
 
-/** The same with all vowels alike, and a letter that is repeated once. */
-function sounded(letters: number[]): number[] {
-  const heard = letters.map((x) => (VOWELS.has(x) ? 97 : x));
-  return heard.filter((x, i) => x !== heard[i - 1]);
+/** The letters with every vowel as `a`, and repeated letters once. */
+function foldVowels(letters: number[]): number[] {
+  const folded = letters.map((x) => (VOWELS.has(x) ? 97 : x));
+  return folded.filter((x, i) => x !== folded[i - 1]);
 }
 
-/** The hash of every n-gram of the words, `least` to `most` letters long. */
-function grams(letters: number[], [least, most]: [number, number], seed: number): number[] {
-  const inside = letters.map((x) => x !== SPACE);
+/** The hashes of all n-grams of the words with `shortest` to `longest` letters. */
+function hashNgrams(letters: number[], [shortest, longest]: [number, number], seed: number): number[] {
+  const isLetter = letters.map((x) => x !== SPACE);
   const out: number[] = [];
   for (let start = 0; start < letters.length; start++) {
     let code = seed;
-    let whole = true;
-    for (let length = 1; length <= most && start + length <= letters.length; length++) {
+    let isWithinWord = true;
+    for (let length = 1; length <= longest && start + length <= letters.length; length++) {
       const last = start + length - 1;
       code = Math.imul(code ^ letters[last], PRIME);
-      if (length > 2) whole &&= inside[last - 1];
-      // An n-gram may begin or end with a word's border, but not reach across it, except by one
-      // letter on each side, so that the order of words counts.
-      const across = length === 3 && inside[start] && inside[last];
-      const good = length === 1 ? inside[start] : length === 2 ? inside[start] || inside[last] : whole || across;
-      if (good && length >= least) out.push(scramble(code));
+      if (length > 2) isWithinWord &&= isLetter[last - 1];
+      // An n-gram may start or end with the space at a word's border, but not contain it. Exception:
+      // one letter on each side of a space, so that the order of words counts.
+      const joinsWords = length === 3 && isLetter[start] && isLetter[last];
+      const counts = length === 1 ? isLetter[start] : length === 2 ? isLetter[start] || isLetter[last] : isWithinWord || joinsWords;
+      if (counts && length >= shortest) out.push(scramble(code));
     }
   }
   return out;
@@ -72,19 +72,19 @@ export function characters(text: string, width = 256, n: [number, number] = [2, 
   const put = (codes: number[], weight: number) => {
     for (const code of codes) out[Math.floor((code * width) / 2 ** 32)] += code & 1 ? weight : -weight;
   };
-  const letters = spelled(text);
-  put(grams(letters, n, 2166136261), 1);
-  if (sounds) put(grams(sounded(letters), n, 84696351), Math.fround(sounds));
+  const letters = wordLetters(text);
+  put(hashNgrams(letters, n, 2166136261), 1);
+  if (sounds) put(hashNgrams(foldVowels(letters), n, 84696351), Math.fround(sounds));
   const vector = Float32Array.from(out);
   const length = Math.sqrt(vector.reduce((sum, x) => sum + x * x, 0)) || 1;
   return vector.map((x) => x / Math.fround(length));
 }
 
-/** The words of a text, by their hashes, and how often each is there. */
+/** The hashes of the words of a text, with their counts. */
 export function words(text: string): Map<number, number> {
   const out = new Map<number, number>();
   let [code, power, letters] = [0, 1, 0];
-  for (const letter of [...spelled(text), SPACE]) {
+  for (const letter of [...wordLetters(text), SPACE]) {
     if (letter !== SPACE) {
       power = Math.imul(power, PRIME);
       code = (code + Math.imul(letter + 1, power)) | 0;

@@ -13,7 +13,7 @@ export interface Weighting {
   /** Weights may be exactly 0; the value of such a row has no influence, not even NaN. */
   sparse: boolean;
   weights(scores: Vector, live?: Live): Float64Array;
-  /** log Σ exp(score), −∞ where no key is live; null for a weighting that has none. */
+  /** log Σ exp(score), −∞ if no key is allowed; null if the weighting has none. */
   lse(scores: Vector, live?: Live): number | null;
   /** Why this weighting cannot be used with a score, or null. */
   refuses(score: Score): string | null;
@@ -30,7 +30,7 @@ interface Kind {
   logs?(s: Float64Array, settings: any): Float64Array;
 }
 
-/** The largest; NaN where there is one, −∞ of nothing. */
+/** The largest number; NaN if there is a NaN, −∞ if there are no numbers. */
 function largest(s: Vector): number {
   let top = -Infinity;
   for (let i = 0; i < s.length; i++) top = Math.max(top, s[i]);
@@ -44,7 +44,7 @@ function total(x: Vector): number {
 }
 
 const finite = (x: number) => (Number.isFinite(x) ? x : 0);
-/** A divisor: 1 where there is nothing to divide. A NaN is not hidden. */
+/** A divisor: 1 in place of 0. NaN stays NaN. */
 const nonzero = (x: number) => (x === 0 ? 1 : x);
 
 function softmax(s: Float64Array): Float64Array {
@@ -113,7 +113,7 @@ const INSTEAD: Record<string, (s: Float64Array) => Float64Array> = {
   uniform: (s) => s.map(() => 1 / s.length),
   nearest: hard,
   raise: () => {
-    throw new RangeError("no key is within the window of the query: use a larger width, or on_empty: nearest");
+    throw new RangeError("1 query has no key within the window: use a larger width, or Normalized(on_empty='nearest')");
   },
 };
 

@@ -191,7 +191,7 @@ function set(element: SVGElement, attributes: Record<string, string | number>) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
 }
 
-/** Where beside (x, y) so many letters cover the fewest points: right or left of it, above or below, or on top. */
+/** The position next to (x, y) at which a label of this many letters covers the fewest points. */
 function free(letters: number, x: number, y: number, { left, right, top, bottom, ...view }: Frame, points: Point[]) {
   const wide = LETTER * letters;
   const far = x > (left + right) / 2;

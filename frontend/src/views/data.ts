@@ -64,7 +64,7 @@ const STYLE = `
 @container page (max-width: 30rem) { .data .share { display: none; } }
 `;
 
-/** A button for a file input: the browser's own button lies over it, invisible. */
+/** A button for a file input. The browser's own button covers it, invisible. */
 function opener(label: string, text: string, input: HTMLInputElement, hint: string): HTMLElement {
   const field = labelled(label, input, hint);
   const box = h("div", { class: "file" });

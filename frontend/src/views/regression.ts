@@ -258,10 +258,10 @@ function mount(at: HTMLElement, given: Given): () => void {
     put(formula, ...lines.map((text) => h("span", {}, text)));
 
     const constant = name === "constant";
-    width.able(!constant);
-    width.say(`, leave-one-out error ${error.textContent}`);
+    width.setEnabled(!constant);
+    width.describe(`, leave-one-out error ${error.textContent}`);
     width.set(bandwidth, widths());
-    where.say(`: ${value.textContent}`);
+    where.describe(`: ${value.textContent}`);
     where.set(query, xs);
     emptyField.hidden = constant || name === "gaussian" || name === "laplace";
     list(here.weights);

@@ -137,16 +137,18 @@ class ReplicatedQueries:
     def forward(self, call: Call) -> tuple[Array, State]:
         single = detach_from_group(call) if self.needs_gradient else None
         if single is None:
-            found, state = fold_local_keys(call, self.group)
+            thresholds, state = fold_local_keys(call, self.group)
         else:
-            found, (state, self.backward_function) = (), run_with_backward(single)
-        return finish_state(call, self.group.all_reduce_state(state, call.weighting.merge), found)
+            thresholds, (state, self.backward_function) = (), run_with_backward(single)
+        return finish_state(
+            call, self.group.all_reduce_state(state, call.weighting.merge), thresholds
+        )
 
-    def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
-        slopes = local_gradients(call, kept, gradients, self.backward_function)
-        learned = [0, *range(3, 3 + len(tree.array_leaves(call.fw, (call.score, call.weighting))))]
-        totals = iter(self.group.all_reduce_sum([slopes[i] for i in learned]))
-        return [next(totals) if i in learned else x for i, x in enumerate(slopes)]
+    def backward(self, call: Call, saved: State, gradients: Arrays) -> list[Array | None]:
+        local = local_gradients(call, saved, gradients, self.backward_function)
+        summed = [0, *range(3, 3 + len(tree.array_leaves(call.fw, (call.score, call.weighting))))]
+        totals = iter(self.group.all_reduce_sum([local[i] for i in summed]))
+        return [next(totals) if i in summed else x for i, x in enumerate(local)]
 
 
 class GatheredQueries(ReplicatedQueries):
@@ -165,15 +167,15 @@ class GatheredQueries(ReplicatedQueries):
         return x[..., call.at.row : call.at.row + call.n, :]
 
     def forward(self, call: Call) -> tuple[Array, State]:
-        out, kept = super().forward(self.gather_call(call))
-        return self.slice_own_rows(call, out), tuple(self.slice_own_rows(call, x) for x in kept)
+        out, saved = super().forward(self.gather_call(call))
+        return self.slice_own_rows(call, out), tuple(self.slice_own_rows(call, x) for x in saved)
 
-    def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
-        every, whole = self.group.all_gather_rows, self.gather_call(call)
-        kept, gradients = tuple(map(every, kept)), tuple(map(every, gradients))
-        slopes = local_gradients(whole, kept, gradients)
-        slopes[0] = self.slice_own_rows(call, self.group.all_reduce_sum(slopes[:1])[0])
-        return slopes
+    def backward(self, call: Call, saved: State, gradients: Arrays) -> list[Array | None]:
+        gather, gathered = self.group.all_gather_rows, self.gather_call(call)
+        saved, gradients = tuple(map(gather, saved)), tuple(map(gather, gradients))
+        local = local_gradients(gathered, saved, gradients)
+        local[0] = self.slice_own_rows(call, self.group.all_reduce_sum(local[:1])[0])
+        return local
 
 
 @dataclass(eq=False)
@@ -206,53 +208,53 @@ class RingQueries:
         query, state = call.query, None
         visits = self.visiting_positions(call)
         for step, at in enumerate(visits):
-            _, mine = fold_local_keys(self.visiting_call(call, query, at), None)
-            state = mine if state is None else call.weighting.merge(state, mine)
-            home = step == len(visits) - 1
-            travelling = state if home else (query, *state)
-            arrived = self.group.ring_shift(travelling, self.next_row_count(step))
-            query, state = (call.query, arrived) if home else (arrived[0], arrived[1:])
+            _, local = fold_local_keys(self.visiting_call(call, query, at), None)
+            state = local if state is None else call.weighting.merge(state, local)
+            is_last = step == len(visits) - 1
+            sent = state if is_last else (query, *state)
+            received = self.group.ring_shift(sent, self.next_row_count(step))
+            query, state = (call.query, received) if is_last else (received[0], received[1:])
         assert state is not None
         return finish_state(call, state, ())
 
-    def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
+    def backward(self, call: Call, saved: State, gradients: Arrays) -> list[Array | None]:
         fw, visits = call.fw, self.visiting_positions(call)
-        counts = len(kept), len(gradients)
+        counts = len(saved), len(gradients)
         query, dquery = (
             call.query,
             fw.full(fw.static_shape(call.query), 0.0, upcast_array(call, call.query)),
         )
-        along = (*kept, *gradients)
+        row_data = (*saved, *gradients)
         total: list[Array | None] | None = None
         for step, at in enumerate(visits):
-            guest = self.visiting_call(call, query, at)
-            known, due = along[: counts[0]], along[counts[0] :]
-            first, *rest = local_gradients(guest, known, due)
-            dquery = dquery + first
-            rest = self.scatter_bias_gradient(call, at, rest)
-            total = rest if total is None else [*map(_add_optional, total, rest)]
-            home = step == len(visits) - 1
-            travelling = (dquery,) if home else (dquery, query, *along)
-            dquery, *others = self.group.ring_shift(travelling, self.next_row_count(step))
-            query, along = (others[0], tuple(others[1:])) if others else (query, along)
+            visiting = self.visiting_call(call, query, at)
+            visiting_saved, visiting_gradients = row_data[: counts[0]], row_data[counts[0] :]
+            query_part, *others = local_gradients(visiting, visiting_saved, visiting_gradients)
+            dquery = dquery + query_part
+            others = self.scatter_bias_gradient(call, at, others)
+            total = others if total is None else [*map(_add_optional, total, others)]
+            is_last = step == len(visits) - 1
+            sent = (dquery,) if is_last else (dquery, query, *row_data)
+            dquery, *received = self.group.ring_shift(sent, self.next_row_count(step))
+            query, row_data = (received[0], tuple(received[1:])) if received else (query, row_data)
         assert total is not None
         return [dquery, *total]
 
     def scatter_bias_gradient(
-        self, call: Call, at: ShardPosition, slopes: Sequence[Array | None]
+        self, call: Call, at: ShardPosition, gradients: Sequence[Array | None]
     ) -> list[Array | None]:
         """Return the gradients, with that of the visiting rows of a bias placed among all rows."""
         if call.bias is None:
-            return list(slopes)
+            return list(gradients)
         fw = call.fw
-        place = -1 - len(tree.array_leaves(fw, call.seed))
-        some = slopes[place]
-        whole = fw.new_accumulator(call.bias)
-        if some is not None:
-            whole = fw.add_to_span(whole, some, Span(at.row, some.shape[-2]), None)
+        index = -1 - len(tree.array_leaves(fw, call.seed))
+        visiting = gradients[index]
+        total = fw.new_accumulator(call.bias)
+        if visiting is not None:
+            total = fw.add_to_span(total, visiting, Span(at.row, visiting.shape[-2]), None)
         return [
-            fw.accumulator_total(whole) if i == len(slopes) + place else x
-            for i, x in enumerate(slopes)
+            fw.accumulator_total(total) if i == len(gradients) + index else x
+            for i, x in enumerate(gradients)
         ]
 
 
@@ -270,14 +272,19 @@ def local_tiling(call: Call) -> Tiling:
         call = replace(call, rule=masks.localize_mask(call.rule, call.at))
     if not call.weighting.needs_search:
         return build_tiling(call, *block_size(call))
-    each = max(math.prod(call.lead) * numbers_per_pair(call), 1)
-    rows = max(min(8 * MAX_NUMBERS_PER_BLOCK // (each * SEARCHED_KEYS_PER_BLOCK), call.n), 1)
-    cols = max(8 * MAX_NUMBERS_PER_BLOCK // (each * rows), SEARCHED_KEYS_PER_BLOCK)
+    numbers_per_key = max(math.prod(call.lead) * numbers_per_pair(call), 1)
+    rows = max(
+        min(8 * MAX_NUMBERS_PER_BLOCK // (numbers_per_key * SEARCHED_KEYS_PER_BLOCK), call.n), 1
+    )
+    cols = max(8 * MAX_NUMBERS_PER_BLOCK // (numbers_per_key * rows), SEARCHED_KEYS_PER_BLOCK)
     return build_tiling(call, rows, cols)
 
 
-def fold_local_keys(call: Call, across: ProcessGroup | None) -> tuple[State, State]:
-    """Return the result of a search over all processes, and the state of this process's keys."""
+def fold_local_keys(call: Call, group: ProcessGroup | None) -> tuple[State, State]:
+    """Return the thresholds found with the group, and the state of this process's keys.
+
+    Without a group, the weighting must not search.
+    """
     single = detach_from_group(call)
     if single is not None:
         return (), _softmax_state(single, *choose_engine(single).run(single)[:2])
@@ -288,54 +295,54 @@ def fold_local_keys(call: Call, across: ProcessGroup | None) -> tuple[State, Sta
         passes = BlockPasses(call, rows, keys)
 
         def fold_everywhere(lift: Any, merge: Any, init: Any) -> State:
-            assert across is not None
-            return across.all_reduce_state(passes.fold(lift, merge, init), merge)
+            assert group is not None
+            return group.all_reduce_state(passes.fold(lift, merge, init), merge)
 
-        found = passes.weighting.find_threshold(fold_everywhere)
-        counts.add(len(found))
-        return *found, *passes.state(found)
+        thresholds = passes.weighting.find_threshold(fold_everywhere)
+        counts.add(len(thresholds))
+        return *thresholds, *passes.state(thresholds)
 
-    everything = call.fw.map_tiles(pool_rows, local_tiling(call) or [(Span(0, 0), [])])
+    results = call.fw.map_tiles(pool_rows, local_tiling(call) or [(Span(0, 0), [])])
     (count,) = counts
-    return everything[:count], everything[count:]
+    return results[:count], results[count:]
 
 
 def local_gradients(
-    call: Call, kept: State, gradients: Arrays, back: BackwardFunction | None = None
+    call: Call, saved: State, gradients: Arrays, backward: BackwardFunction | None = None
 ) -> list[Array | None]:
-    """One gradient for each array of the call, from the keys that are here."""
-    if back is None:
+    """Return one gradient for each array of the call, from this process's keys."""
+    if backward is None:
         single = detach_from_group(call)
-        back = None if single is None else run_with_backward(single)[1]
-    if back is None:
+        backward = None if single is None else run_with_backward(single)[1]
+    if backward is None:
         call = call.upcast()
-        return list(run_backward(call, local_tiling(call), kept, gradients, None))
-    return [*back(kept, gradients), *[None] * len(tree.array_leaves(call.fw, call.rule))]
+        return list(run_backward(call, local_tiling(call), saved, gradients, None))
+    return [*backward(saved, gradients), *[None] * len(tree.array_leaves(call.fw, call.rule))]
 
 
-def finish_state(call: Call, state: State, found: State) -> tuple[Array, State]:
-    """The output, and what is kept of each row for the way back."""
-    out, known, centre = call.weighting.finish(state, found)
-    return out, (*known, *(() if centre is None else (centre,)))
+def finish_state(call: Call, state: State, thresholds: State) -> tuple[Array, State]:
+    """Return the output, and the state of each row that the backward pass needs."""
+    out, row_state, centre = call.weighting.finish(state, thresholds)
+    return out, (*row_state, *(() if centre is None else (centre,)))
 
 
 BackwardFunction = Callable[[State, Arrays], Arrays]
-"""From what is kept of the whole rows, and L's gradients, to the gradients of a call's arrays."""
+"""Maps the saved state of complete rows and the output gradients to gradients of the arrays."""
 
 
 def detach_from_group(call: Call) -> Call | None:
-    """The call without its place in a larger one; None where something asks for that."""
-    placed = call.dropout or call.bias is not None or has_user_code(call.score)
-    if type(call.weighting) is not Softmax or placed or 0 in (*call.lead, call.n, call.m):
+    """Return the call without its position among the shards; None if the result depends on it."""
+    needs_position = call.dropout or call.bias is not None or has_user_code(call.score)
+    if type(call.weighting) is not Softmax or needs_position or 0 in (*call.lead, call.n, call.m):
         return None
     rule, at = call.rule, call.at
     if rule is not None and at is not None:
-        inside = masks.localize_mask(rule, at).block_verdict(
+        verdict = masks.localize_mask(rule, at).block_verdict(
             Span(0, call.n), Span(0, call.m), call.n, call.m
         )
-        if inside is not True and not (masks.is_plain_causal(rule) and at.row == at.col):
+        if verdict is not True and not (masks.is_plain_causal(rule) and at.row == at.col):
             return None
-        rule = None if inside else rule
+        rule = None if verdict else rule
     return replace(call, rule=rule, at=None, wants_lse=True)
 
 
@@ -345,26 +352,30 @@ def run_with_backward(call: Call) -> tuple[State, BackwardFunction]:
 
     def compute_output_and_lse(*arrays: Array) -> Array:
         fresh = tree.replace_arrays(fw, call, arrays)
-        found = choose_engine(fresh).run(fresh)
-        return fw.xp.concat([upcast_array(call, x) for x in found[:2]], axis=-1)
+        result = choose_engine(fresh).run(fresh)
+        return fw.xp.concat([upcast_array(call, x) for x in result[:2]], axis=-1)
 
-    found, pull = fw.vjp(compute_output_and_lse, *leaves)
-    own, lse = found[..., :-1], found[..., -1:]
+    result, pull = fw.vjp(compute_output_and_lse, *leaves)
+    local_out, lse = result[..., :-1], result[..., -1:]
 
-    def pull_gradients(kept: State, gradients: Arrays) -> Arrays:
-        top, total, out = kept
+    def pull_gradients(saved: State, gradients: Arrays) -> Arrays:
+        top, total, out = saved
         share = fw.xp.exp(lse - fw.replace_nonfinite(top)) / fw.safe_divisor(total)
-        bent = fw.row_sum((own - out) * gradients[0])
+        lse_gradient = fw.row_sum((local_out - out) * gradients[0])
         if len(gradients) > 1:
-            bent = bent + gradients[1]
-        slopes = pull(fw.xp.concat([share * gradients[0], share * bent], axis=-1))
-        pairs = ((upcast_array(call, x), slope) for x, slope in zip(leaves, slopes, strict=True))
+            lse_gradient = lse_gradient + gradients[1]
+        pulled = pull(fw.xp.concat([share * gradients[0], share * lse_gradient], axis=-1))
+        pairs = (
+            (upcast_array(call, x), gradient) for x, gradient in zip(leaves, pulled, strict=True)
+        )
         return tuple(
-            fw.full(fw.static_shape(x), 0.0, x) if slope is None else upcast_array(call, slope)
-            for x, slope in pairs
+            fw.full(fw.static_shape(x), 0.0, x)
+            if gradient is None
+            else upcast_array(call, gradient)
+            for x, gradient in pairs
         )
 
-    return _softmax_state(call, own, lse), pull_gradients
+    return _softmax_state(call, local_out, lse), pull_gradients
 
 
 def _softmax_state(call: Call, out: Array | None, lse: Array | None) -> State:

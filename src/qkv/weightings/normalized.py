@@ -146,8 +146,10 @@ class Normalized(Weighting):
                 "on_empty='raise' cannot read values while the call is traced: use 'nan'"
             )
         if empty.any():
+            count = int(empty.sum())
+            queries = "1 query has" if count == 1 else f"{count} queries have"
             raise ArgumentError(
-                f"{empty.sum()} queries have no key within the window: use a larger width, or "
+                f"{queries} no key within the window: use a larger width, or "
                 "Normalized(on_empty='nearest')"
             )
 

@@ -44,8 +44,8 @@ def exact(keys, query, score, weighting, allowed=None):
 
 
 def unproven(engine):
-    """Whether not even float64 proves the tolerance, so that the answer is that without one."""
-    return "not even float64 proves" in engine
+    """Whether float64 could not prove the tolerance, so that the answer is exact."""
+    return "float64 is not precise enough" in engine
 
 
 def made(rng, kind, count=600):
@@ -136,7 +136,7 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
         asked.error_factors().multiply_terms(asked.error_terms(kept)[2].stack_terms()).max(axis=1)
     )
     errors = np.broadcast_to(found.weight_error, 3)
-    exactly = np.flatnonzero(errors == 0)  # what not even float64 proves
+    exactly = np.flatnonzero(errors == 0)  # float64 could not prove the tolerance
     if len(exactly):
         same = weigh_rows(rows, query[exactly], score=score, weighting=how)
         np.testing.assert_array_equal(found.weights[exactly], same.weights)
@@ -510,7 +510,7 @@ def test_a_tolerance_of_0_that_float64_cannot_prove_gives_the_exact_answer_and_s
     D = qkv.Database(keys.astype(np.float32), np.arange(50.0))
     found = D.ask(keys.mean(0), score="cosine", weighting="hard", tolerance=0)
     assert found.error_bound == 0 and found.rows_read == 50
-    assert "exactly: not even float64 proves that the weights are within 0" in found.engine
+    assert "exactly: float64 is not precise enough to prove an error of at most 0" in found.engine
     exactly = D.ask(keys.mean(0), score="cosine", weighting="hard")
     np.testing.assert_array_equal(found.weights, exactly.weights)
 
@@ -713,7 +713,7 @@ def test_a_score_that_codes_do_not_bound_is_exact_and_says_so():
     found = qkv.Database(keys, keys[:, :2]).ask(keys[0], score=score, tolerance=0.01)
     np.testing.assert_allclose(found.weights, exact(keys, keys[0], score, Softmax()), atol=1e-5)
     assert found.error_bound == 0 and found.rows_read == 300
-    assert "Additive is no product with a key, so codes do not bound it" in found.engine
+    assert "Additive is not linear in the key, so codes do not bound it" in found.engine
 
 
 def test_many_queries_are_attended_some_at_a_time(monkeypatch):

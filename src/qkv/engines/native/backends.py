@@ -32,12 +32,14 @@ def run_sdpa(
 ) -> Array:
     """Return SDPA of arrays (batch, heads, rows, width), by the backend measured as the fastest."""
     query, key, value = parts
-    grouped = False
+    is_grouped = False
     if key.shape[1] != query.shape[1]:  # torch.compile needs a branch here, not a boolean
-        grouped = True
+        is_grouped = True
 
     def call_sdpa() -> Array:
-        out: Array = SDPA(query, key, value, mask, dropout, plain, scale=scale, enable_gqa=grouped)
+        out: Array = SDPA(
+            query, key, value, mask, dropout, plain, scale=scale, enable_gqa=is_grouped
+        )
         return out
 
     if query.device.type != "cuda" or mask is not None or load_framework("torch").is_traced(query):
@@ -65,14 +67,14 @@ def describe_backend(parts: Sequence[Array], plain: bool) -> str:
 
 
 def _backend_signature(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
-    learning = load_framework("torch").needs_gradient((query, key, value))
+    needs_gradient = load_framework("torch").needs_gradient((query, key, value))
     shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
-    return (*shapes, query.dtype, query.device, plain, learning)
+    return (*shapes, query.dtype, query.device, plain, needs_gradient)
 
 
 def _measure_fastest(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
     """Return the backend that is clearly faster than PyTorch's default, or None."""
-    wanted = [x for x in parts if x.requires_grad and torch.is_grad_enabled()]
+    differentiable = [x for x in parts if x.requires_grad and torch.is_grad_enabled()]
 
     def best_time_ms() -> float:
         times: list[float] = []
@@ -81,21 +83,21 @@ def _measure_fastest(attend: Callable[[], Array], parts: Sequence[Array]) -> Any
             start.record()
             with without_saved_tensor_hooks():
                 out = attend()
-                if wanted:
-                    torch.autograd.grad(out, wanted, out.detach())
+                if differentiable:
+                    torch.autograd.grad(out, differentiable, out.detach())
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end))
         return min(times[1:])
 
-    best, least = None, best_time_ms() * 0.97
+    best, best_time = None, best_time_ms() * 0.97
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         try:
             with sdpa_kernel(backend), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch warns if a backend is unsupported
-                took = best_time_ms()
+                time = best_time_ms()
         except RuntimeError:
             continue
-        if took < least:
-            best, least = backend, took
+        if time < best_time:
+            best, best_time = backend, time
     return best

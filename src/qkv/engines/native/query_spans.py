@@ -27,12 +27,12 @@ MAX_VISIBLE_SHARE = 0.75
 
 def spans_pay_off(call: Call, tiling: Any) -> bool:
     """Return whether the mask excludes so much that many calls are faster than one."""
-    given = call.rule.list_arrays()  # type: ignore[union-attr]
-    lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
+    mask_arrays = call.rule.list_arrays()  # type: ignore[union-attr]
+    lead = max((math.prod(x.shape[:-2]) for x in mask_arrays), default=1)
     if lead * call.n * call.m > MAX_MASK_NUMBERS:
         return True
-    left = sum(rows.size * span.size for rows, keys in tiling for span in keys)
-    return bool(left < MAX_VISIBLE_SHARE * call.n * call.m)
+    visible = sum(rows.size * span.size for rows, keys in tiling for span in keys)
+    return bool(visible < MAX_VISIBLE_SHARE * call.n * call.m)
 
 
 def can_trim_keys(call: Call) -> bool:
@@ -49,23 +49,23 @@ def trim_keys(call: Call) -> tuple[list[Any], Array | None]:
     parts: list[Any] = [call.query, call.key, call.value]
     if mask is None or mask.shape[-1] != call.m:
         return parts, mask
-    live = (mask if mask.dtype == torch.bool else mask != -math.inf).numpy()
-    at = live.reshape(-1, call.m).any(0).nonzero()[0]
+    allowed = (mask if mask.dtype == torch.bool else mask != -math.inf).numpy()
+    at = allowed.reshape(-1, call.m).any(0).nonzero()[0]
     if at.size == 0:
         return parts, mask
     start = max(min(at[0], call.m - MIN_KEYS_SHOWING_NAN), 0)
-    some = slice(start, max(at[-1] + 1, start + MIN_KEYS_SHOWING_NAN))
-    if some.stop - start >= MAX_VISIBLE_SHARE * call.m:
+    visible = slice(start, max(at[-1] + 1, start + MIN_KEYS_SHOWING_NAN))
+    if visible.stop - start >= MAX_VISIBLE_SHARE * call.m:
         return parts, mask
-    return [call.query, *(x[..., some, :] for x in parts[1:])], mask[..., some]
+    return [call.query, *(x[..., visible, :] for x in parts[1:])], mask[..., visible]
 
 
 def build_tiling(call: Call) -> Any:
     start, end = call.rule.key_extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
-    wide = (
+    keys_per_span = (
         call.m if end - start < call.m else QUERIES_PER_SPAN
-    )  # keys within reach, or to be picked out
-    return streaming.build_tiling(call, min(QUERIES_PER_SPAN, call.n), min(wide, call.m))
+    )  # a contiguous range of keys, or blocks to select
+    return streaming.build_tiling(call, min(QUERIES_PER_SPAN, call.n), min(keys_per_span, call.m))
 
 
 def run_spans(call: Call, tiling: Any) -> Array:
@@ -79,7 +79,7 @@ def run_spans(call: Call, tiling: Any) -> Array:
             _run_rows(tiling, tree.replace_arrays(fw, call, [x.detach() for x in arrays]))[0],
         ), ()
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
         fresh = tree.replace_arrays(fw, call, [x.detach() for x in arrays])
         main = _run_rows(tiling, fresh, gradients[0])[1] or []
         return (*main, *[None] * (len(arrays) - 3))
@@ -108,8 +108,8 @@ def _run_rows(
             outs.append(call.query.new_zeros((*call.lead, rows.size, value.shape[-1])))
             continue
         first, last = runs[-1], group[-1][1][-1]
-        reach = last.start + last.size - first.start
-        runs = [*runs[:-1], Span(first.start, reach, is_unmasked=first.is_unmasked)]
+        key_count = last.start + last.size - first.start
+        runs = [*runs[:-1], Span(first.start, key_count, is_unmasked=first.is_unmasked)]
         parts = [
             call.fw.slice_span(call.query, rows, -2),
             _gather_rows(call.key, runs),
@@ -121,9 +121,9 @@ def _run_rows(
         parts = [x.detach().requires_grad_() for x in parts]
         with torch.enable_grad():
             out = _run_group(call, group, parts)
-        found = torch.autograd.grad(out, parts, call.fw.slice_span(gradient, rows, -2))
-        call.fw.add_to_span(totals[0], found[0], rows, None)
-        for total, new in zip(totals[1:], found[1:], strict=True):
+        gradients = torch.autograd.grad(out, parts, call.fw.slice_span(gradient, rows, -2))
+        call.fw.add_to_span(totals[0], gradients[0], rows, None)
+        for total, new in zip(totals[1:], gradients[1:], strict=True):
             at = 0
             for run in runs:
                 call.fw.add_to_span(total, new[..., at : at + run.size, :], run, None)
@@ -164,12 +164,12 @@ def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
         )
     if len(group) == 1:
         return run_kernel(call, parts, mask, False)
-    count, size, wide = len(group), rows.size, runs[0].size
+    count, size, key_count = len(group), rows.size, runs[0].size
     query, key, value = parts
     lead = (*call.lead, count)
     query = query.reshape(*lead, size, query.shape[-1])
     key, value = (
-        calls.repeat_shared_heads(call, x).unfold(-2, wide, size).transpose(-1, -2)
+        calls.repeat_shared_heads(call, x).unfold(-2, key_count, size).transpose(-1, -2)
         for x in (key, value)
     )
     parts = [query, key, value]
@@ -178,15 +178,15 @@ def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
 
 def _concat_masks(blocks: list[Array | None], runs: list[Span]) -> Array:
     """Return the masks of several key spans as one; None: all pairs of the span count."""
-    some = next(x for x in blocks if x is not None)
+    first = next(x for x in blocks if x is not None)
     filled = [
-        some.new_ones(1, run.size, dtype=torch.bool) if x is None else x
+        first.new_ones(1, run.size, dtype=torch.bool) if x is None else x
         for x, run in zip(blocks, runs, strict=True)
     ]
     if len(filled) == 1:
-        return some
+        return first
     shape = torch.broadcast_shapes(*(x.shape[:-1] for x in filled))
-    return torch.cat([x.to(some).expand(*shape, x.shape[-1]) for x in filled], -1)
+    return torch.cat([x.to(first).expand(*shape, x.shape[-1]) for x in filled], -1)
 
 
 def _join_spans(keys: list[Span]) -> list[Span]:

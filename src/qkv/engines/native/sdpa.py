@@ -61,14 +61,14 @@ def slower_reason(call: Call) -> str | None:
     if not is_on_device(call):
         return None
     surely = call.fw.surely
-    short = surely(call.n == call.m) and surely(call.n <= MAX_SHORT_CAUSAL_QUERIES)
-    short = short and surely(math.prod(call.lead) * call.n <= 32 * MAX_SHORT_CAUSAL_QUERIES)
-    rows = call.bias is not None and surely(call.bias.shape[-1] == 1) and surely(call.m > 1)
-    if rows and call.fw.needs_gradient((call.bias,)):
+    is_short = surely(call.n == call.m) and surely(call.n <= MAX_SHORT_CAUSAL_QUERIES)
+    is_short = is_short and surely(math.prod(call.lead) * call.n <= 32 * MAX_SHORT_CAUSAL_QUERIES)
+    has_row_bias = call.bias is not None and surely(call.bias.shape[-1] == 1) and surely(call.m > 1)
+    if has_row_bias and call.fw.needs_gradient((call.bias,)):
         return "a bias per row does not change the weights; its gradient would be rounding error"
     if _is_faster_tiled(call) and import_triton_engine().unsupported_reason(call) is None:
         return "triton skips masked tiles of a large mask and is faster"
-    if not (short and is_plain_causal(call.rule) and call.query.dtype in HALF_DTYPES):
+    if not (is_short and is_plain_causal(call.rule) and call.query.dtype in HALF_DTYPES):
         return None
     if (
         call.fw.needs_gradient(parts)
@@ -91,9 +91,9 @@ def _is_faster_tiled(call: Call) -> bool:
         return False
     if not call.fw.needs_gradient((call.query, call.key, call.value)):
         return call.n * call.m >= MIN_TILED_SCORES
-    whole = call.bias is not None or not isinstance(call.rule, Band)
-    slow = whole and call.query.dtype not in HALF_DTYPES and call.query.shape[-1] > 64
-    return call.n * call.m >= MIN_TILED_GRADIENT_SCORES and not slow
+    is_dense_mask = call.bias is not None or not isinstance(call.rule, Band)
+    is_slow = is_dense_mask and call.query.dtype not in HALF_DTYPES and call.query.shape[-1] > 64
+    return call.n * call.m >= MIN_TILED_GRADIENT_SCORES and not is_slow
 
 
 def describe(call: Call) -> str:
@@ -116,17 +116,17 @@ def is_on_device(call: Call) -> bool:
     return bool(call.query.device.type == "cuda")
 
 
-def run(call: Call, told: list[Array] | None = None) -> Array:
-    """Return the output; `told` is that of `run_kernel`."""
+def run(call: Call, lse_out: list[Array] | None = None) -> Array:
+    """Return the output. `run_kernel` appends the log-sum-exp to `lse_out`."""
     if _splits_keys(call):
         return _run_split_keys(call)
-    plain = is_plain_causal(call.rule)
-    if plain and call.query.device.type == "cuda" and _repairs_nan(call):
+    is_causal = is_plain_causal(call.rule)
+    if is_causal and call.query.device.type == "cuda" and _repairs_nan(call):
         return _run_with_repair(call)
     parts, mask = (call.query, call.key, call.value), None
-    if call.rule is not None and not plain:
+    if call.rule is not None and not is_causal:
         if query_spans.can_trim_keys(call):
-            return run_kernel(call, *query_spans.trim_keys(call), plain, told)
+            return run_kernel(call, *query_spans.trim_keys(call), is_causal, lse_out)
         by_rows = (
             call.n > query_spans.QUERIES_PER_SPAN
             and not call.dropout
@@ -136,7 +136,7 @@ def run(call: Call, told: list[Array] | None = None) -> Array:
         if by_rows and query_spans.spans_pay_off(call, tiling):
             return query_spans.run_spans(call, tiling)
         mask = kernel_mask(call, calls.make_block(call))
-    return run_kernel(call, parts, mask, plain, told)
+    return run_kernel(call, parts, mask, is_causal, lse_out)
 
 
 # Checks of values
@@ -151,36 +151,40 @@ def run_guarded(call: Call) -> Array | None:
     """
     if call.query.device.type != "cpu" or _splits_keys(call):
         return None if unsupported_reason(call) else run(call)
-    hides = call.m < MIN_KEYS_SHOWING_NAN or call.query.dtype in HALF_DTYPES
-    if hides and not is_finite(call.query, call.key, call.value):
+    hides_nan = call.m < MIN_KEYS_SHOWING_NAN or call.query.dtype in HALF_DTYPES
+    if hides_nan and not is_finite(call.query, call.key, call.value):
         return None
-    told: list[Array] = []
-    out = run(call, told)
+    lse_out: list[Array] = []
+    out = run(call, lse_out)
     if call.rule is None:
         return out
     by_rows = call.n > query_spans.QUERIES_PER_SPAN and not (
         is_plain_causal(call.rule) or query_spans.can_trim_keys(call)
     )
     # A span of queries may see so few keys that the kernel hides a NaN among them.
-    looked = [call.key, call.query] if out.requires_grad or by_rows else []
+    checked = [call.key, call.query] if out.requires_grad or by_rows else []
     if is_plain_causal(call.rule) and call.n >= call.m:  # the last query sees every key
-        looked.append(out[..., -1:, :])
+        checked.append(out[..., -1:, :])
     elif call.rule.is_shared_by_queries:
         # A value that passes the mask shows in every row, a key in whole rows.
-        if told:  # the log-sum-exp of a query that is not finite is not finite
-            looked = looked[:1]
-        looked += [out[..., :1, :], *(told or [out[..., :1]])]
+        if lse_out:  # the log-sum-exp of a query that is not finite is not finite
+            checked = checked[:1]
+        checked += [out[..., :1, :], *(lse_out or [out[..., :1]])]
     else:
-        looked.append(out)
-    return out if is_finite(*looked) else None
+        checked.append(out)
+    return out if is_finite(*checked) else None
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
     """Return SDPA as a function of `attend`'s arguments, for calls that need no preparation."""
-    causal, bare = is_plain_causal(call.rule), None
+    causal, mask_array = is_plain_causal(call.rule), None
     if call.rule is not None and not causal:
-        bare = next(iter(call.rule.list_arrays()), None)
-        if bare is None or bare.ndim not in (2, 4) or call.n >= query_spans.QUERIES_PER_SPAN:
+        mask_array = next(iter(call.rule.list_arrays()), None)
+        if (
+            mask_array is None
+            or mask_array.ndim not in (2, 4)
+            or call.n >= query_spans.QUERIES_PER_SPAN
+        ):
             return None
     arrays: list[Any] = [call.query, call.key, call.value]
     shapes = [x.shape for x in arrays]
@@ -195,31 +199,31 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
     sdpa, scale = backends.SDPA, native.effective_scale(call)
     if scale != 1 / math.sqrt(shapes[0][-1]):  # the default: passing it would take longer
         sdpa = partial(sdpa, scale=scale)
-    learning, short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
-    if call.rule is None and not (learning or short):
+    needs_gradient, is_short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
+    if call.rule is None and not (needs_gradient or is_short):
         return ThreeArrayRunner(sdpa)
-    alone, few = call.rule is None, call.query.numel() <= MAX_FEW_OUTPUT_NUMBERS
+    is_unmasked, is_small = call.rule is None, call.query.numel() <= MAX_FEW_OUTPUT_NUMBERS
     # The last query sees every key: a value that passes the causal mask shows there too.
-    last = causal and call.m <= call.n and not few
+    last = causal and call.m <= call.n and not is_small
 
     def run_checked(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
-        if short and not is_finite(query, key):
+        if is_short and not is_finite(query, key):
             return None
         out = sdpa(query, key, value, mask, 0.0, causal)
-        if learning:
+        if needs_gradient:
             allow_second_derivative(out, (query, key, value), mask, causal, scale)
-        if alone:
+        if is_unmasked:
             return out
-        if few and not learning:
+        if is_small and not needs_gradient:
             # A leak shows as NaN, and for small outputs `max` finds it fastest. (With a gradient,
             # infinities matter too.)
             top = out.max().item()
             return out if top == top else None
-        shown = out.detach().select(2, -1) if last else out
-        spoils = () if not learning else (key,) if causal else (key, query)
-        return out if is_finite(shown, *spoils) else None
+        visible = out.detach().select(2, -1) if last else out
+        inputs = () if not needs_gradient else (key,) if causal else (key, query)
+        return out if is_finite(visible, *inputs) else None
 
-    if alone or causal:
+    if is_unmasked or causal:
         return ThreeArrayRunner(run_checked)
     return lambda query, key, value, score, weighting, mask, seed: run_checked(
         query, key, value, mask
@@ -230,33 +234,35 @@ def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
     """Return the direct runner on CUDA, which never waits for values."""
     causal, scale = is_plain_causal(call.rule), native.effective_scale(call)
     sdpa = backends.SDPA
-    learning = call.fw.needs_gradient((call.query, call.key, call.value))
-    if call.rule is not None and (learning or not _repairs_nan(call)):
+    needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
+    if call.rule is not None and (needs_gradient or not _repairs_nan(call)):
         return None
     repair, width = import_nan_repair().repair_in_place if causal else None, call.query.shape[-1]
-    usual = not causal and scale == 1 / math.sqrt(width)  # PyTorch's default
+    has_default_scale = not causal and scale == 1 / math.sqrt(width)  # PyTorch's default
     # Other calls of this plan have lengths with the same number of binary digits.
-    most = math.prod(call.lead) * width << (call.n.bit_length() + call.m.bit_length())
+    max_products = math.prod(call.lead) * width << (call.n.bit_length() + call.m.bit_length())
 
     def run_arrays(query: Array, key: Array, value: Array) -> Array | None:
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         # is_contiguous is the fastest check; arrays of one column pass it with any stride.
-        whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-        rows = (whole and width > 1) or query.stride(3) == key.stride(3) == value.stride(3) == 1
-        if not rows:
+        is_contiguous = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        has_contiguous_rows = (is_contiguous and width > 1) or query.stride(3) == key.stride(
+            3
+        ) == value.stride(3) == 1
+        if not has_contiguous_rows:
             return None
         if causal and key.shape[2] > query.shape[2]:
             key, value = (x[:, :, : query.shape[2]] for x in (key, value))
-        if most >= backends.MIN_PRODUCTS_TO_MEASURE:
+        if max_products >= backends.MIN_PRODUCTS_TO_MEASURE:
             out = backends.run_sdpa((query, key, value), None, causal, scale)
-        elif usual:
+        elif has_default_scale:
             out = sdpa(query, key, value)
         else:
             out = sdpa(query, key, value, None, 0.0, causal, scale=scale)
         if repair is not None:
             repair(out, query, key, value, scale)
-        elif learning:
+        elif needs_gradient:
             allow_second_derivative(out, (query, key, value), None, False, scale)
         return out
 
@@ -297,10 +303,10 @@ def _run_split_keys(call: Call) -> Array:
         k, v = (x[:, :, start:end].reshape(batch, heads, size, width) for x in (key, value))
         return flash(query.expand(-1, heads, -1, -1), k, v, scale=native.effective_scale(call))  # type: ignore[no-any-return]
 
-    found = [run_part(0, count, size)]
+    results = [run_part(0, count, size)]
     if call.m % count:
-        found.append(run_part(count * size, 1, call.m % count))
-    out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
+        results.append(run_part(count * size, 1, call.m % count))
+    out, lse = (torch.cat(x, 1) for x in zip(*results, strict=True))
     if not (torch.isfinite(lse).all() and torch.isfinite(out).all()):
         return streaming.run(call)[0].to(call.query.dtype)  # the kernel may have hidden a NaN
     share = torch.softmax(lse.float(), 1)[..., None].to(out.dtype)
@@ -326,13 +332,15 @@ def import_triton_engine() -> Any:
 
 def _repairs_nan(call: Call) -> bool:
     """Return whether a kernel repairs rows that a masked NaN reached."""
-    plain = (
+    is_supported = (
         is_plain_causal(call.rule)
         and call.fw.dtype_name(call.query) != "float64"
         and not call.dropout
     )
-    plain = plain and max(call.fw.static_shape(x)[-1] for x in (call.query, call.value)) <= 256
-    return plain and not call.fw.is_traced(call.query) and native.has_triton()
+    is_supported = (
+        is_supported and max(call.fw.static_shape(x)[-1] for x in (call.query, call.value)) <= 256
+    )
+    return is_supported and not call.fw.is_traced(call.query) and native.has_triton()
 
 
 def _run_with_repair(call: Call) -> Array:
@@ -340,19 +348,19 @@ def _run_with_repair(call: Call) -> Array:
     parts = (call.query, call.key, call.value)
     if not fw.needs_gradient(parts):
         return _repair_output(call, run_kernel(call, parts, None, True))[0]
-    held: list[Any] = []
+    graph: list[Any] = []
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         inner = [x.detach().requires_grad_() for x in arrays[:3]]
         with torch.enable_grad():  # keeps the kernel's graph until backward
             out = run_kernel(call, inner, None, True)
-        held[:] = [out, inner]
-        mended, found = _repair_output(_rebuild_call(call, arrays), out.data)
-        return (mended,), (found, mended)
+        graph[:] = [out, inner]
+        repaired, repair_state = _repair_output(_rebuild_call(call, arrays), out.data)
+        return (repaired,), (repair_state, repaired)
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
-        main = torch.autograd.grad(held[0], held[1], gradients[0], retain_graph=True)
-        _repair_query_gradient(_rebuild_call(call, arrays), main[0], gradients[0], kept)
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
+        main = torch.autograd.grad(graph[0], graph[1], gradients[0], retain_graph=True)
+        _repair_query_gradient(_rebuild_call(call, arrays), main[0], gradients[0], saved)
         return (*main, *[None] * (len(arrays) - 3))
 
     return fw.custom_gradient(
@@ -377,15 +385,21 @@ def _repair_output(call: Call, out: Array) -> tuple[Array, Array]:
     """Return the output with repaired rows, and what the backward pass needs."""
     out = out.contiguous()
     query, key, value = _visible_arrays(call)
-    found = import_nan_repair().repair_output(
+    repair_state = import_nan_repair().repair_output(
         as_four_axes(out, call.lead), query, key, value, native.effective_scale(call)
     )
-    return out, found
+    return out, repair_state
 
 
-def _repair_query_gradient(call: Call, slopes: Array, along: Array, kept: Sequence[Array]) -> None:
+def _repair_query_gradient(
+    call: Call, query_gradient: Array, gradient: Array, saved: Sequence[Array]
+) -> None:
     """Repair the gradient of the query in place; the gradients of key and value need no repair."""
-    dquery, along, out = (as_four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
+    dquery, gradient, out = (
+        as_four_axes(x, call.lead) for x in (query_gradient, gradient.contiguous(), saved[1])
+    )
     query, key, value = _visible_arrays(call)
     scale = native.effective_scale(call)
-    import_nan_repair().repair_query_gradient(dquery, along, out, kept[0], query, key, value, scale)
+    import_nan_repair().repair_query_gradient(
+        dquery, gradient, out, saved[0], query, key, value, scale
+    )

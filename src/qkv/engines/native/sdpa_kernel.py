@@ -39,11 +39,11 @@ def run_kernel(
     parts: Sequence[Array],
     mask: Array | None,
     plain: bool,
-    told: list[Array] | None = None,
+    lse_out: list[Array] | None = None,
 ) -> Array:
     """Return SDPA of query, key and value (…, rows, width), with first and second derivatives.
 
-    The log-sum-exp is appended to `told` if the kernel returns one.
+    The log-sum-exp is appended to `lse_out` if the kernel returns one.
     """
     parts, width = pad_to_one_width(parts)
     query, key, value = parts
@@ -55,8 +55,8 @@ def run_kernel(
     if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = as_four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
     scale, out = native.effective_scale(call), None
-    if told is not None and mask is not None and not call.dropout:
-        out = _run_cpu_flash(parts, mask, scale, told)
+    if lse_out is not None and mask is not None and not call.dropout:
+        out = _run_cpu_flash(parts, mask, scale, lse_out)
     if out is None:
         out = run_fused(parts, mask, plain, scale, call.dropout)
     if mask is not None and not mask.is_cpu:
@@ -95,26 +95,26 @@ def _run_with_dropout(
     alpha = load_framework("torch").fused_softmax(s, None)
     if alpha is None:  # a row is empty, or not finite
         alpha = torch._safe_softmax(s, -1)
-    live, share = draw_survivors(alpha, dropout)
-    return (torch.where(live, alpha, 0.0) @ (value / share)).to(parts[0].dtype)
+    survivors, keep_probability = draw_survivors(alpha, dropout)
+    return (torch.where(survivors, alpha, 0.0) @ (value / keep_probability)).to(parts[0].dtype)
 
 
 def _run_cpu_flash(
-    parts: Sequence[Array], mask: Array, scale: float, told: list[Array]
+    parts: Sequence[Array], mask: Array, scale: float, lse_out: list[Array]
 ) -> Array | None:
     """Return output and log-sum-exp of the CPU flash kernel; None if SDPA would not select it."""
     query, key, _ = parts
-    wide = query.dtype in (torch.float32, torch.float64) and mask.shape[-1] == key.shape[-2]
-    if not (wide and query.is_cpu and query.shape[1] == key.shape[1]):
+    is_supported = query.dtype in (torch.float32, torch.float64) and mask.shape[-1] == key.shape[-2]
+    if not (is_supported and query.is_cpu and query.shape[1] == key.shape[1]):
         return None
     if not torch.backends.cuda.flash_sdp_enabled():  # the switch applies to the CPU too
         return None
-    added = mask
+    float_mask = mask
     if mask.dtype == torch.bool:
-        added = torch.where(mask, query.new_zeros(()), -math.inf)
+        float_mask = torch.where(mask, query.new_zeros(()), -math.inf)
     flash = torch._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*parts, attn_mask=added, scale=scale)
-    told.append(lse.detach())
+    out, lse = flash(*parts, attn_mask=float_mask, scale=scale)
+    lse_out.append(lse.detach())
     return allow_second_derivative(out, parts, mask, False, scale)
 
 
@@ -135,10 +135,10 @@ def allow_second_derivative(
         return out  # computed by operations that have all derivatives
     # PyTorch saves the three arrays for backward. A hook that held them too would keep arrays that
     # an activation checkpoint has freed, and a checkpoint returns each of them only once.
-    held = [weakref.ref(x) for x in parts]
+    references = [weakref.ref(x) for x in parts]
 
     def recompute_in_hook(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
-        arrays: list[Any] = [x() for x in held]
+        arrays: list[Any] = [x() for x in references]
         return _recompute_gradients(arrays, masks.causal if plain else mask, scale, inner, outer[0])
 
     node.register_hook(recompute_in_hook)
@@ -190,11 +190,11 @@ def _recompute_gradients(
     rule, bias = masks.resolve(mask)
     query, key, value = arrays = distinct_views(arrays)
     call = Call(query, key, value, ScaledDot(scale), Softmax(), rule, bias)
-    made = load_framework("torch").astype(dense.run(call)[0], call.fw.dtype_name(query))
-    wanted = [x for x, slope in zip(arrays, inner, strict=False) if slope is not None]
-    found = iter(torch.autograd.grad(made, wanted, outer, create_graph=True))
-    fresh = [None if slope is None else next(found) for slope in inner[:3]]
-    return (*fresh, *inner[3:])
+    out = load_framework("torch").astype(dense.run(call)[0], call.fw.dtype_name(query))
+    differentiable = [x for x, slope in zip(arrays, inner, strict=False) if slope is not None]
+    gradients = iter(torch.autograd.grad(out, differentiable, outer, create_graph=True))
+    replaced = [None if slope is None else next(gradients) for slope in inner[:3]]
+    return (*replaced, *inner[3:])
 
 
 def _make_hook_holder() -> Any:
@@ -232,11 +232,11 @@ class _FirstDerivativeOnly(torch.autograd.Function):  # type: ignore[misc]
 def pad_to_one_width(parts: Sequence[Array]) -> tuple[Sequence[Array], int]:
     """Return the three arrays, zero-padded to the largest width, and the width of the value."""
     query, key, value = parts
-    width, wide = value.shape[-1], query.shape[-1]
-    if width < wide:
-        value = pad(value, (0, wide - width))
-    elif width > wide:
-        query, key = (pad(x, (0, width - wide)) for x in (query, key))
+    width, query_width = value.shape[-1], query.shape[-1]
+    if width < query_width:
+        value = pad(value, (0, query_width - width))
+    elif width > query_width:
+        query, key = (pad(x, (0, width - query_width)) for x in (query, key))
     return (query, key, value), width
 
 

@@ -42,13 +42,19 @@ def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]
 
 
 def _bind_masked(call: Call) -> Callable[..., tuple[Array, Array] | None]:
-    learning = call.fw.needs_gradient((call.query, call.key, call.value))
+    needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
     average, scale = call.wants_weights == "mean", native.effective_scale(call)
-    return partial(_run_masked, scale=scale, learning=learning, average=average)
+    return partial(_run_masked, scale=scale, needs_gradient=needs_gradient, average=average)
 
 
 def _run_masked(
-    query: Array, key: Array, value: Array, live: Array, scale: float, learning: bool, average: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    live: Array,
+    scale: float,
+    needs_gradient: bool,
+    average: bool,
 ) -> tuple[Array, Array] | None:
     (*lead, n, d), m = query.shape, key.shape[-2]
     if live.ndim > 2:
@@ -56,12 +62,14 @@ def _run_masked(
     query, key = query.reshape(-1, n, d), key.reshape(-1, m, d)
     value = value.reshape(-1, m, value.shape[-1])
     bias = live.to(query.dtype).log_()  # 0, or −∞
-    s = torch.baddbmm(bias, query, key.mT if learning else _transpose_keys(query, key), alpha=scale)
+    s = torch.baddbmm(
+        bias, query, key.mT if needs_gradient else _transpose_keys(query, key), alpha=scale
+    )
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value)
     # A leak shows as NaN, and so does the row of a query that is not finite. But all scores of a
     # key that is not finite may be −∞: that shows only in the gradient, as 0 · ∞.
-    if not (is_finite(out, key) if learning else out.max().item() < math.inf):
+    if not (is_finite(out, key) if needs_gradient else out.max().item() < math.inf):
         return None
     alpha = alpha.view(*lead, n, m)
     return out.view(*lead, n, -1), alpha.mean(-3) if average else alpha
@@ -83,9 +91,9 @@ def run(call: Call) -> tuple[Array, Array] | None:
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return None
     if not call.fw.needs_gradient(parts):
-        seen: list[Array] = []
-        out = _run_cpu_kernel(seen, scale, *parts)
-        return out, _compute_weights(query, call.key, seen[0], scale, average)
+        lse_out: list[Array] = []
+        out = _run_cpu_kernel(lse_out, scale, *parts)
+        return out, _compute_weights(query, call.key, lse_out[0], scale, average)
     return _run_with_gradient(call, parts, scale, average)
 
 
@@ -103,20 +111,24 @@ def _run_with_gradient(
     call: Call, parts: Sequence[Array], scale: float, average: bool
 ) -> tuple[Array, Array]:
     fw = call.fw
-    held: list[Any] = []
+    graph: list[Any] = []
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
-        found: list[Array] = []
-        out, pull = fw.vjp(partial(_run_cpu_kernel, found, scale), *arrays)
-        held[:] = [pull]  # holds the kernel's graph until backward
-        return (out, _compute_weights(arrays[0], arrays[1], found[0], scale, average)), (found[0],)
+        lse_out: list[Array] = []
+        out, pull = fw.vjp(partial(_run_cpu_kernel, lse_out, scale), *arrays)
+        graph[:] = [pull]  # holds the kernel's graph until backward
+        return (out, _compute_weights(arrays[0], arrays[1], lse_out[0], scale, average)), (
+            lse_out[0],
+        )
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
-        along, slope = gradients
-        dquery, dkey, dvalue = held[0](along)
-        if slope.any():  # usually the loss does not depend on the weights
-            more = _weight_gradients(arrays[0], arrays[1], kept[0], scale, average, slope)
-            dquery, dkey = dquery + more[0], dkey + more[1]
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
+        output_gradient, weight_gradient = gradients
+        dquery, dkey, dvalue = graph[0](output_gradient)
+        if weight_gradient.any():  # usually the loss does not depend on the weights
+            extra = _weight_gradients(
+                arrays[0], arrays[1], saved[0], scale, average, weight_gradient
+            )
+            dquery, dkey = dquery + extra[0], dkey + extra[1]
         return dquery, dkey, dvalue
 
     def reference(query: Array, key: Array, value: Array) -> Arrays:
@@ -127,10 +139,10 @@ def _run_with_gradient(
     return out, alpha
 
 
-def _run_cpu_kernel(found: list[Array], scale: float, *parts: Array) -> Array:
+def _run_cpu_kernel(lse_out: list[Array], scale: float, *parts: Array) -> Array:
     flash = torch._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(*parts, 0.0, False, scale=scale)
-    found.append(lse.detach())
+    lse_out.append(lse.detach())
     return out
 
 
@@ -166,9 +178,9 @@ def _compute_weights(query: Array, key: Array, lse: Array, scale: float, average
     batch, heads, n, _ = query.shape
     lead = (batch,) if average else (batch, heads)
     out = query.new_empty(*lead, n, key.shape[-2])
-    for some in _row_slices(query, key):
-        alpha = _exponential_weights(query[:, :, some], key, lse[:, :, some], scale)
-        out[..., some, :] = alpha.mean(1) if average else alpha
+    for rows in _row_slices(query, key):
+        alpha = _exponential_weights(query[:, :, rows], key, lse[:, :, rows], scale)
+        out[..., rows, :] = alpha.mean(1) if average else alpha
     return out
 
 
@@ -182,16 +194,20 @@ def _transpose_keys(query: Array, key: Array) -> Array:
 
 
 def _weight_gradients(
-    query: Array, key: Array, lse: Array, scale: float, average: bool, slope: Array
+    query: Array, key: Array, lse: Array, scale: float, average: bool, weight_gradient: Array
 ) -> tuple[Array, Array]:
     """Return ∂L/∂q and ∂L/∂k through the weights: with g = ∂L/∂α, ∂L/∂s = α (g − Σ α g)."""
     dquery, dkey = torch.empty_like(query), torch.zeros_like(key)
-    for some in _row_slices(query, key):
-        q = query[:, :, some]
-        alpha = _exponential_weights(q, key, lse[:, :, some], scale)
-        g = slope[:, None, some] / query.shape[1] if average else slope[:, :, some]
-        along = g * alpha
-        along.addcmul_(alpha, along.sum(-1, keepdim=True), value=-1)
-        dquery[:, :, some] = along @ key * scale
-        dkey += along.mT @ (q * scale)
+    for rows in _row_slices(query, key):
+        q = query[:, :, rows]
+        alpha = _exponential_weights(q, key, lse[:, :, rows], scale)
+        g = (
+            weight_gradient[:, None, rows] / query.shape[1]
+            if average
+            else weight_gradient[:, :, rows]
+        )
+        score_gradient = g * alpha
+        score_gradient.addcmul_(alpha, score_gradient.sum(-1, keepdim=True), value=-1)
+        dquery[:, :, rows] = score_gradient @ key * scale
+        dkey += score_gradient.mT @ (q * scale)
     return dquery, dkey

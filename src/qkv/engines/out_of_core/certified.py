@@ -1,10 +1,10 @@
-"""Weights that are proven to lie near the exact ones, from 8-bit codes of the keys.
+"""Weights with a guaranteed error bound, from 8-bit codes of the keys.
 
-The codes are read whole, a quarter of the bytes of the keys. Each score is then known to within
-δ = ‖φ‖ · residual, and the weights to within Σ α (e^δ − 1). Where that is too much, the keys of the
-rows that take the largest part in it are read in full, and in the end all of them. Of flat weights
-no row has a large part: for those rows of one block stand together, whose residuals point
-everywhere (`QuantizedKeys.spread`), so that Σ α |e| ≤ ‖α‖ · spread · ‖φ‖.
+The scan reads all codes, a quarter of the bytes of the keys. Each score then has an error of at
+most δ = ‖φ‖ · residual, and the weights one of at most Σ α (e^δ − 1). If that exceeds the
+tolerance, the keys of the rows with the largest share of it are read, and if necessary all keys.
+Nearly uniform weights have no such rows. For them the residuals of a block are bounded together:
+they point in many directions (`QuantizedKeys.block_spread`), so Σ α |e| ≤ ‖α‖ · spread · ‖φ‖.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from qkv.weightings.normalized import Normalized
 from qkv.weightings.softmax import Softmax, TopK
 
 FULL_READ_DIVISOR = 8
-"""A share of 1/MANY of the rows is read in full before it is quicker to read all."""
+"""At most 1/FULL_READ_DIVISOR of the keys are read one by one. For more, reading all is faster."""
 
 INITIAL_WEIGHT_SHARE, SHARE_REFINEMENT = 1e-3, 3
-"""The share of the weight from which on a row is read in full, and how much finer it gets each time
-that this was not enough."""
+"""Smallest share of the weight at which a row's key is read, and the divisor of that share for each
+further round."""
 
 UNREAD_TOLERANCE_FRACTION = 0.5
-"""The part of the tolerance that is left for rows whose values are not read."""
+"""The part of the tolerance that is reserved for rows whose values are not read."""
 
 SPARSE_READ_DIVISOR = 4
-"""A share of 1/SPARSE of the values is read row by row before it is quicker to read all."""
+"""At most 1/SPARSE_READ_DIVISOR of the values are read one by one. For more, all are read."""
 
 MAX_TOLERANCE = 1 - 2**-20
-"""The largest tolerance that asks for something: 1 bounds all weights, those that are NaN too."""
+"""The largest tolerance that is a constraint: an error bound of 1 holds even for NaN."""
 
 MAX_WEIGHTS_PER_BATCH = 2**26
-"""Weights that are held at once."""
+"""Most weights in memory at once."""
 
 SAMPLED_ROWS = 4096
-"""Rows that are drawn where a bound is statistical."""
+"""Rows that are drawn for a probabilistic error bound."""
 
 
 def weigh_rows(
@@ -57,57 +57,66 @@ def weigh_rows(
     tolerance: float,
     confidence: float | None = None,
 ) -> WeighedRows | str:
-    """The weights to within the tolerance, or why they are not certified: then they are exact."""
-    refused = _refusal_reason(rows, score, weighting)
-    return refused or _weigh_quantized(
+    """Return weights within the tolerance, or the reason why no bound exists for this call."""
+    refusal = _refusal_reason(rows, score, weighting)
+    return refusal or _weigh_quantized(
         QuantizedScores(rows, query, score, weighting), tolerance, confidence
     )
 
 
 def _weigh_quantized(
-    asked: QuantizedScores, tolerance: float, confidence: float | None
+    scores: QuantizedScores, tolerance: float, confidence: float | None
 ) -> WeighedRows | str:
-    found = _proven(asked, tolerance, confidence)
-    if isinstance(found, str) or asked.keys_are_lost:
-        return found
-    unproven = np.asarray(found.weight_error) > tolerance
+    weighed = _proven(scores, tolerance, confidence)
+    if isinstance(weighed, str) or scores.keys_are_lost:
+        return weighed
+    unproven = np.asarray(weighed.weight_error) > tolerance
     if not unproven.any():
-        return found
-    found = _exact_where(asked, found, unproven)
+        return weighed
+    weighed = _exact_where(scores, weighed, unproven)
     if not unproven.all():
-        return found
-    why = f"not even float64 proves that the weights are within {tolerance:g} of the exact ones"
-    return found._replace(bound=None, refusal=why)
+        return weighed
+    refusal = f"float64 is not precise enough to prove an error of at most {tolerance:g}"
+    return weighed._replace(bound=None, refusal=refusal)
 
 
 def _proven(
-    asked: QuantizedScores, tolerance: float, confidence: float | None
+    scores: QuantizedScores, tolerance: float, confidence: float | None
 ) -> WeighedRows | str:
-    """The weights, with the least bound that can be proven."""
-    if asked.weighting.max_support is not None:
-        return _weigh_top_k(asked, asked.weighting.max_support, tolerance)
-    if asked.profile is not None:
-        return _weigh_normalized(asked, tolerance)
-    return _weigh_softmax(asked, tolerance, confidence)
+    """Return the weights with the smallest error bound that can be proven."""
+    if scores.weighting.max_support is not None:
+        return _weigh_top_k(scores, scores.weighting.max_support, tolerance)
+    if scores.profile is not None:
+        return _weigh_normalized(scores, tolerance)
+    return _weigh_softmax(scores, tolerance, confidence)
 
 
-def _exact_where(asked: QuantizedScores, found: WeighedRows, some: np.ndarray) -> WeighedRows:
-    """The same, with the answers of some queries (n,) as they are without a tolerance: a row lies
-    so near to the edge of a window, or two scores so near to each other, that rounding decides."""
-    exact = forward.weigh_rows(asked.rows, asked.query[some], asked.score, asked.weighting)
-    error, entropy = np.array(found.weight_error), np.array(forward.get_entropy(found))
-    weights = np.array(found.weights, np.result_type(found.weights, exact.weights))
-    error[some], entropy[some], weights[some] = 0, forward.get_entropy(exact), exact.weights
-    best, lse = np.array(found.best_score), None if found.lse is None else np.array(found.lse)
-    best[some] = exact.best_score
+def _exact_where(
+    scores: QuantizedScores, weighed: WeighedRows, selected: np.ndarray
+) -> WeighedRows:
+    """Return the result with exact answers for the selected queries (n,).
+
+    For these, rounding decides: a row is too close to the edge of a window, or two scores are too
+    close to each other.
+    """
+    exact = forward.weigh_rows(scores.rows, scores.query[selected], scores.score, scores.weighting)
+    error, entropy = np.array(weighed.weight_error), np.array(forward.get_entropy(weighed))
+    weights = np.array(weighed.weights, np.result_type(weighed.weights, exact.weights))
+    error[selected], entropy[selected], weights[selected] = (
+        0,
+        forward.get_entropy(exact),
+        exact.weights,
+    )
+    best, lse = np.array(weighed.best_score), None if weighed.lse is None else np.array(weighed.lse)
+    best[selected] = exact.best_score
     if lse is not None:
-        lse[some] = exact.lse
-    bound = found.bound
+        lse[selected] = exact.lse
+    bound = weighed.bound
     if bound is not None:
-        gain, loss = (np.where(some, 0.0, x) for x in (bound.gain, bound.loss))
+        gain, loss = (np.where(selected, 0.0, x) for x in (bound.gain, bound.loss))
         bound = bound._replace(gain=gain, loss=loss)
-    sums = forward.pool_values(asked.rows, weights, mean=True)
-    return found._replace(
+    sums = forward.pool_values(scores.rows, weights, mean=True)
+    return weighed._replace(
         output=forward.finish_sums(sums),
         weights=weights,
         entropy=entropy,
@@ -128,295 +137,311 @@ def attend_rows(
     tolerance: float,
     confidence: float | None = None,
 ) -> np.ndarray | str:
-    """The output alone. Flat queries are answered by sums over blocks of rows; of the others the
-    weights are held, of some at a time."""
-    refused = _refusal_reason(rows, score, weighting)
-    if refused is not None:
-        return refused
-    known = (
+    """Return the output within the tolerance, or the reason why no bound exists for this call.
+
+    Sums over blocks of rows answer queries with nearly uniform weights. The other queries are
+    answered in batches, with their weights in memory.
+    """
+    refusal = _refusal_reason(rows, score, weighting)
+    if refusal is not None:
+        return refusal
+    by_blocks = (
         block_sums.attend_by_blocks(rows, query, score, weighting, tolerance)
         if len(query)
         else None
     )
-    rest = query if known is None else query[~known[1]]
+    remaining = query if by_blocks is None else query[~by_blocks[1]]
     step, outs = max(MAX_WEIGHTS_PER_BATCH // max(rows.shape[0], 1), 1), []
-    for at in range(0, max(len(rest), known is None), step):
-        asked = QuantizedScores(rows, rest[at : at + step], score, weighting)
-        found = _weigh_quantized(asked, tolerance, confidence)
-        if isinstance(found, str):
-            return found
-        outs.append(found.output)
-    if known is None:
+    for at in range(0, max(len(remaining), by_blocks is None), step):
+        scores = QuantizedScores(rows, remaining[at : at + step], score, weighting)
+        weighed = _weigh_quantized(scores, tolerance, confidence)
+        if isinstance(weighed, str):
+            return weighed
+        outs.append(weighed.output)
+    if by_blocks is None:
         return np.concatenate(outs)
-    out, proven = known
+    out, proven = by_blocks
     if outs:
         out[~proven] = np.concatenate(outs)
     return out
 
 
 def _refusal_reason(rows: StoredRows, score: Score, weighting: Weighting) -> str | None:
+    """Return why codes give no error bound; raise if there are no exact keys either."""
     first = rows.first_chunk()
     if first is None or first.quantized is None or not rows.shape[0]:
-        return "the rows have no codes beside their vectors"
-    why = _unbounded_reason(first.quantized, rows.shape[1], score, weighting)
-    if why and first.is_lossy:
+        return "the rows have no 8-bit codes"
+    reason = _unbounded_reason(first.quantized, rows.shape[1], score, weighting)
+    if reason and first.is_lossy:
         raise CombinationError(
-            f"tolerance: it cannot be proven, since {why} and the vectors are kept in 8 bits. Ask "
-            "without one, or keep them as float32"
+            f"tolerance: an error bound cannot be proven: {reason}, and the vectors are stored in "
+            "8 bits only. Ask without a tolerance, or store the vectors as float32"
         )
-    return why
+    return reason
 
 
 def _unbounded_reason(
-    near: QuantizedKeys, width: int, score: Score, weighting: Weighting
+    codes: QuantizedKeys, width: int, score: Score, weighting: Weighting
 ) -> str | None:
-    how = type(weighting)
-    if how not in (Softmax, TopK, Hard, Normalized) or getattr(
+    kind = type(weighting)
+    if kind not in (Softmax, TopK, Hard, Normalized) or getattr(
         weighting, "straight_through", False
     ):
-        return f"{how.__name__} has no bound"
-    if how is Softmax and is_array(weighting.temperature):  # type: ignore[attr-defined]
-        return "a temperature that is an array has no bound"
+        return f"the weighting {kind.__name__} has no error bound"
+    if kind is Softmax and is_array(weighting.temperature):  # type: ignore[attr-defined]
+        return "a temperature that is an array has no error bound"
     form = score.affine_form(np.zeros((1, width)), np.ones(1))
     if form is None:
-        return f"{type(score).__name__} is no product with a key, so codes do not bound it"
-    if (how is Normalized) != hasattr(score, "profile"):
-        return f"{type(score).__name__} under {how.__name__} has no bound"
-    if near.norm is None and not form.key_factor is form.bias is None:
-        return "the lengths of the keys are not known"
+        return f"{type(score).__name__} is not linear in the key, so codes do not bound it"
+    if (kind is Normalized) != hasattr(score, "profile"):
+        return f"{type(score).__name__} with {kind.__name__} has no error bound"
+    if codes.norm is None and not form.key_factor is form.bias is None:
+        return "the norms of the keys are not stored"
     return None
 
 
 def _weigh_softmax(
-    asked: QuantizedScores, tolerance: float, confidence: float | None
+    scores: QuantizedScores, tolerance: float, confidence: float | None
 ) -> WeighedRows:
-    rows, scan = asked.rows, asked.scan_codes()
+    rows, scan = scores.rows, scores.scan_codes()
     m, pools = rows.shape[0], rows.value_width > 0
-    given, tolerance = tolerance, min(tolerance, MAX_TOLERANCE)
-    keep, share = tolerance * (1 - UNREAD_TOLERANCE_FRACTION * pools), INITIAL_WEIGHT_SHARE
+    requested_tolerance, tolerance = tolerance, min(tolerance, MAX_TOLERANCE)
+    weight_tolerance, share = (
+        tolerance * (1 - UNREAD_TOLERANCE_FRACTION * pools),
+        INITIAL_WEIGHT_SHARE,
+    )
     bound = scan.error_bound()
-    while (bound.max_error > keep).any() and not asked.keys_are_lost:
-        at = scan.unread_heavy_rows(share, keep)
-        wanted = asked.rows_read + len(at)
-        if confidence is not None and wanted > min(SAMPLED_ROWS, m // FULL_READ_DIVISOR):
-            # It may be tried again, and all tries together must keep what was promised.
+    while (bound.max_error > weight_tolerance).any() and not scores.keys_are_lost:
+        at = scan.unread_heavy_rows(share, weight_tolerance)
+        read_count = scores.rows_read + len(at)
+        if confidence is not None and read_count > min(SAMPLED_ROWS, m // FULL_READ_DIVISOR):
+            # This may be repeated; the failure probabilities of all rounds must add up to less
+            # than 1 − confidence.
             confidence = (1 + confidence) / 2
-            statistical = _sample_error(asked, scan, bound, tolerance, confidence)
+            statistical = _sample_error(scores, scan, bound, tolerance, confidence)
             if (statistical <= tolerance).all():
-                return _answer_from_all_rows(asked, scan, bound, statistical)._replace(
+                return _answer_from_all_rows(scores, scan, bound, statistical)._replace(
                     bound_is_probabilistic=True
                 )
-        # Within the tolerance, more are read only if few: then fewer values may be.
-        within = (bound.max_error <= tolerance).all()
-        most = (
-            max(2 * asked.rows_read, m // (32 * FULL_READ_DIVISOR))
-            if within
+        # Within the tolerance, a few more keys are still read if that may save reading values.
+        is_within = (bound.max_error <= tolerance).all()
+        max_read = (
+            max(2 * scores.rows_read, m // (32 * FULL_READ_DIVISOR))
+            if is_within
             else m // FULL_READ_DIVISOR
         )
-        if wanted > min(most, m // FULL_READ_DIVISOR) or share * m * FULL_READ_DIVISOR < 1:
+        if read_count > min(max_read, m // FULL_READ_DIVISOR) or share * m * FULL_READ_DIVISOR < 1:
             break
         if len(at):
-            scan.set_exact_scores(at, *asked.exact_scores(at)[:2])
+            scan.set_exact_scores(at, *scores.exact_scores(at)[:2])
             bound = scan.error_bound()
         share /= SHARE_REFINEMENT
     error = bound.max_error
-    if (error > tolerance).any() and not asked.keys_are_lost:
-        scan = asked.scan_keys()
+    if (error > tolerance).any() and not scores.keys_are_lost:
+        scan = scores.scan_keys()
         bound = scan.error_bound()
         error = bound.max_error
     if (error > tolerance).any():
-        doubt = asked.code_intervals() if asked.keys_are_lost else asked.exact_intervals()
-        doubt.set_weight_unit()
-        bound = doubt.error_bound()
-        error = np.minimum(bound.max_error, doubt.error_from_largest())
-        _check_tolerance(error, given, asked.keys_are_lost)
-        if asked.keys_are_lost and (error > tolerance).any():
-            return _weigh_exactly(asked, error)
-        return _answer_from_intervals(asked, doubt, bound, error)
-    kept = scan.prune_rows(tolerance, m // SPARSE_READ_DIVISOR) if pools else None
+        intervals = scores.code_intervals() if scores.keys_are_lost else scores.exact_intervals()
+        intervals.set_weight_unit()
+        bound = intervals.error_bound()
+        error = np.minimum(bound.max_error, intervals.error_from_largest())
+        _check_tolerance(error, requested_tolerance, scores.keys_are_lost)
+        if scores.keys_are_lost and (error > tolerance).any():
+            return _weigh_exactly(scores, error)
+        return _answer_from_intervals(scores, intervals, bound, error)
+    pruned = scan.prune_rows(tolerance, m // SPARSE_READ_DIVISOR) if pools else None
     return (
-        _answer_from_all_rows(asked, scan, bound, error)
-        if kept is None
-        else _answer_from_few_rows(asked, scan, kept)
+        _answer_from_all_rows(scores, scan, bound, error)
+        if pruned is None
+        else _answer_from_few_rows(scores, scan, pruned)
     )
 
 
-def _weigh_normalized(asked: QuantizedScores, tolerance: float) -> WeighedRows:
-    """Scores that are weights, under `Normalized`."""
-    doubt = asked.code_intervals()
-    asked.largest_scores = doubt.set_weight_unit(asked.profile, asked.offset)
-    bound = doubt.error_bound()
+def _weigh_normalized(scores: QuantizedScores, tolerance: float) -> WeighedRows:
+    """Weigh rows by scores that are weights themselves, under `Normalized`."""
+    intervals = scores.code_intervals()
+    scores.largest_scores = intervals.set_weight_unit(scores.profile, scores.offset)
+    bound = intervals.error_bound()
     for _ in range(3):
-        at = doubt.rows_to_read(tolerance * 0.8, asked.rows.shape[0] // FULL_READ_DIVISOR)
-        if (bound.max_error <= tolerance).all() or asked.keys_are_lost or not len(at):
+        at = intervals.rows_to_read(tolerance * 0.8, scores.rows.shape[0] // FULL_READ_DIVISOR)
+        if (bound.max_error <= tolerance).all() or scores.keys_are_lost or not len(at):
             break
-        doubt.set_exact_scores(at, asked.exact_scores(at)[0])
-        bound = doubt.error_bound()
-    if (bound.max_error > tolerance).any() and not asked.keys_are_lost:
-        doubt = asked.exact_intervals()
-        doubt.set_weight_unit(asked.profile, asked.offset)
-        bound = doubt.error_bound()
-    _check_tolerance(bound.max_error, tolerance, asked.keys_are_lost)
-    return _answer_from_intervals(asked, doubt, bound, bound.max_error)
+        intervals.set_exact_scores(at, scores.exact_scores(at)[0])
+        bound = intervals.error_bound()
+    if (bound.max_error > tolerance).any() and not scores.keys_are_lost:
+        intervals = scores.exact_intervals()
+        intervals.set_weight_unit(scores.profile, scores.offset)
+        bound = intervals.error_bound()
+    _check_tolerance(bound.max_error, tolerance, scores.keys_are_lost)
+    return _answer_from_intervals(scores, intervals, bound, bound.max_error)
 
 
 def _sample_error(
-    asked: QuantizedScores, scan: WeightScan, bound: ErrorBound, tolerance: float, confidence: float
+    scores: QuantizedScores,
+    scan: WeightScan,
+    bound: ErrorBound,
+    tolerance: float,
+    confidence: float,
 ) -> np.ndarray:
-    """The error (n,) that is not exceeded with this confidence, for each query by itself.
+    """Return the error (n,) that each query exceeds with probability 1 − confidence at most.
 
-    Rows are drawn by their largest part in the bound and read in full: |e^error − 1| / (e^δ − 1)
-    lies between 0 and 1, and its mean, times the sum of the parts, is what the bound is the largest
-    of.
+    Rows are drawn with probabilities proportional to their share of the error bound, and their keys
+    are read. |e^error − 1| / (e^δ − 1) is in [0, 1]; its mean times the sum of all shares bounds
+    the error.
     """
     out = bound.max_error.copy()
     rng = np.random.default_rng(0)
     for i in np.flatnonzero(out > tolerance):
-        places, most, total = scan.sample_rows(int(i), SAMPLED_ROWS, rng)
-        if not len(places):
+        drawn, max_changes, total = scan.sample_rows(int(i), SAMPLED_ROWS, rng)
+        if not len(drawn):
             continue
-        at, back = np.unique(places, return_inverse=True)
+        at, inverse = np.unique(drawn, return_inverse=True)
         w = scan.weights_at(at)
-        true = asked.exact_scores(at)[0][i] - scan.peak[i]
+        true = scores.exact_scores(at)[0][i] - scan.peak[i]
         with np.errstate(divide="ignore"):
-            found = np.abs(np.expm1(true - np.log(w[i])))[back] / most
-        found = np.minimum(found, 1.0)
-        level, size = np.log(2 / (1 - confidence)), len(found)
+            ratios = np.abs(np.expm1(true - np.log(w[i])))[inverse] / max_changes
+        ratios = np.minimum(ratios, 1.0)
+        level, size = np.log(2 / (1 - confidence)), len(ratios)
         # Empirical Bernstein (Maurer and Pontil 2009).
-        above = found.mean() + np.sqrt(2 * found.var(ddof=1) * level / size)
-        above += 7 * level / (3 * (size - 1))
-        out[i] = min(out[i], total * above / bound.total[i])
+        upper_mean = ratios.mean() + np.sqrt(2 * ratios.var(ddof=1) * level / size)
+        upper_mean += 7 * level / (3 * (size - 1))
+        out[i] = min(out[i], total * upper_mean / bound.total[i])
     return out
 
 
-def _weigh_top_k(asked: QuantizedScores, k: int, tolerance: float) -> WeighedRows | str:
-    """Softmax over the k rows that are proven to have the largest scores; for one row, 1."""
-    rows, doubt = asked.rows, asked.code_intervals()
-    (n, m), fixed = doubt.scores.shape, asked.keys_are_lost
+def _weigh_top_k(scores: QuantizedScores, k: int, tolerance: float) -> WeighedRows | str:
+    """Weigh by softmax the k rows that are proven to have the largest scores."""
+    rows, intervals = scores.rows, scores.code_intervals()
+    (n, m), keys_are_lost = intervals.scores.shape, scores.keys_are_lost
     k = min(k, m if rows.allowed is None else int(np.count_nonzero(rows.allowed)))
     if not k:
-        return _weigh_exactly(asked, np.zeros(n))
-    at = doubt.top_k_candidates(k)
-    if fixed:
-        s, slack = doubt.scores[:, at].astype(float), doubt.score_errors(at)
+        return _weigh_exactly(scores, np.zeros(n))
+    at = intervals.top_k_candidates(k)
+    if keys_are_lost:
+        s, errors = intervals.scores[:, at].astype(float), intervals.score_errors(at)
     else:
-        s, _, slack = asked.exact_scores(at, steady=True)
-    if not (np.isfinite(s).all() and np.isfinite(slack).all()):
-        _check_tolerance(np.ones(n), tolerance, fixed)
-        return "a score is beyond what float64 holds"
-    alpha = np.zeros((n, m), asked.query.dtype)
-    error, tops, sums = np.zeros(n), np.full(n, -np.inf), np.zeros(n)
+        s, _, errors = scores.exact_scores(at, is_reproducible=True)
+    if not (np.isfinite(s).all() and np.isfinite(errors).all()):
+        _check_tolerance(np.ones(n), tolerance, keys_are_lost)
+        return "a score overflows float64"
+    alpha = np.zeros((n, m), scores.query.dtype)
+    error, largest, sums = np.zeros(n), np.full(n, -np.inf), np.zeros(n)
     for i in range(n):
         order = np.argsort(-s[i], kind="stable")
         chosen, others = order[:k], order[k:]
         if not len(chosen):
             continue
         w = np.exp(s[i, chosen] - s[i, chosen[0]])
-        tops[i], sums[i] = s[i, chosen[0]], w.sum()
+        largest[i], sums[i] = s[i, chosen[0]], w.sum()
         alpha[i, at[chosen]] = w / w.sum()
         if k > 1:
             error[i] = (
-                softmax_error_from_largest(s[i, chosen], slack[i, chosen])
+                softmax_error_from_largest(s[i, chosen], errors[i, chosen])
                 + 4 * np.finfo(alpha.dtype).eps
             )
-        high, low = s[i] + slack[i], s[i] - slack[i]
-        near = others[high[others] >= low[chosen].min()]
-        if len(near):
-            edge = chosen[low[chosen] <= high[near].max()]
-            both = np.append(edge, near)  # a tie is one where neither was rounded, or keys repeat
-            if slack[i, both].any() and (fixed or not _have_equal_keys(asked, at[both])):
+        high, low = s[i] + errors[i], s[i] - errors[i]
+        rivals = others[high[others] >= low[chosen].min()]
+        if len(rivals):
+            edge = chosen[low[chosen] <= high[rivals].max()]
+            both = np.append(edge, rivals)  # an exact tie needs scores without error, or equal keys
+            if errors[i, both].any() and (keys_are_lost or not _have_equal_keys(scores, at[both])):
                 error[i] += alpha[i, at[edge]].sum()
     error = np.minimum(error, 1.0)
-    _check_tolerance(error, tolerance, fixed)
-    bound = ErrorBound(tops, sums, sums * error, sums * error)
-    lse = tops + np.log(np.where(sums > 0, sums, 1.0)) if asked.weighting.has_lse else None
-    return _build_answer(asked, alpha, forward.compute_entropy(alpha), lse, error, bound)
+    _check_tolerance(error, tolerance, keys_are_lost)
+    bound = ErrorBound(largest, sums, sums * error, sums * error)
+    lse = largest + np.log(np.where(sums > 0, sums, 1.0)) if scores.weighting.has_lse else None
+    return _build_answer(scores, alpha, forward.compute_entropy(alpha), lse, error, bound)
 
 
-def _have_equal_keys(asked: QuantizedScores, at: np.ndarray) -> bool:
-    """Whether these rows have the same key, so that the lowest of them come first."""
-    key = np.concatenate([key for _, key, _ in asked.read_keys(np.sort(at))])
+def _have_equal_keys(scores: QuantizedScores, at: np.ndarray) -> bool:
+    """Return whether these rows have the same key; the order of rows then breaks the tie."""
+    key = np.concatenate([key for _, key, _ in scores.read_keys(np.sort(at))])
     return bool((key == key[0]).all())
 
 
-def _check_tolerance(error: np.ndarray, tolerance: float, lost: bool) -> None:
-    """Refuse what a store that keeps nothing but codes cannot prove."""
-    most = float(error.max(initial=0.0))
-    if lost and most > tolerance:
+def _check_tolerance(error: np.ndarray, tolerance: float, keys_are_lost: bool) -> None:
+    """Raise if the keys are stored as codes only and these cannot prove the tolerance."""
+    provable = float(error.max(initial=0.0))
+    if keys_are_lost and provable > tolerance:
         raise CombinationError(
-            f"tolerance: {tolerance:g} cannot be proven, but {most:.3g} can: the vectors are kept "
-            "in 8 bits, and what they have lost is not there to be read. Allow more, or keep them "
-            "as float32"
+            f"tolerance: {tolerance:g} cannot be proven: the vectors are stored in 8 bits only, "
+            f"which proves {provable:.3g}. Use a larger tolerance, or store the vectors as float32"
         )
 
 
 def _answer_from_all_rows(
-    asked: QuantizedScores, scan: WeightScan, bound: ErrorBound, error: np.ndarray
+    scores: QuantizedScores, scan: WeightScan, bound: ErrorBound, error: np.ndarray
 ) -> WeighedRows:
-    """The answer of all rows."""
+    """Build the answer from the weights of all rows."""
     if not (bound.total > 0).all():
-        return _weigh_exactly(asked, error)
+        return _weigh_exactly(scores, error)
     entropy = scan.normalize_weights(bound.total)
-    alpha = scan.weights.astype(np.result_type(asked.query, np.float32), copy=False)
-    return _build_answer(asked, alpha, entropy, bound.top + np.log(bound.total), error, bound)
+    alpha = scan.weights.astype(np.result_type(scores.query, np.float32), copy=False)
+    return _build_answer(scores, alpha, entropy, bound.top + np.log(bound.total), error, bound)
 
 
 def _answer_from_few_rows(
-    asked: QuantizedScores, scan: WeightScan, kept: PrunedWeights
+    scores: QuantizedScores, scan: WeightScan, pruned: PrunedWeights
 ) -> WeighedRows:
-    """The answer of few rows, with the others at 0."""
-    at, w, bound = kept
-    w = (w / bound.total[:, None]).astype(np.result_type(asked.query, np.float32))
+    """Build the answer from the heaviest rows; all others get weight 0."""
+    at, w, bound = pruned
+    w = (w / bound.total[:, None]).astype(np.result_type(scores.query, np.float32))
     alpha = scan.keep_only(at, w)
     lse = bound.top + np.log(bound.total)
     return _build_answer(
-        asked, alpha, forward.compute_entropy(w), lse, bound.max_error, bound, SparseWeights(at, w)
+        scores, alpha, forward.compute_entropy(w), lse, bound.max_error, bound, SparseWeights(at, w)
     )
 
 
 def _answer_from_intervals(
-    asked: QuantizedScores, doubt: ScoreIntervals, bound: ErrorBound, error: np.ndarray
+    scores: QuantizedScores, intervals: ScoreIntervals, bound: ErrorBound, error: np.ndarray
 ) -> WeighedRows:
     empty = ~(bound.total > 0)
-    if empty.any() and (asked.profile is None or empty.all()):
-        return _weigh_exactly(asked, error)
-    # Scores in float64 were needed for digits that float32 would lose again.
-    alpha = np.empty(doubt.scores.shape, np.result_type(asked.query, doubt.scores))
-    entropy = doubt.fill_weights(alpha)
-    lse = bound.top + np.log(bound.total) if asked.weighting.has_lse else None
+    if empty.any() and (scores.profile is None or empty.all()):
+        return _weigh_exactly(scores, error)
+    # Float64 scores were computed for their precision, so the weights keep their dtype.
+    alpha = np.empty(intervals.scores.shape, np.result_type(scores.query, intervals.scores))
+    entropy = intervals.fill_weights(alpha)
+    lse = bound.top + np.log(bound.total) if scores.weighting.has_lse else None
     if not empty.any():
-        return _build_answer(asked, alpha, entropy, lse, error, bound)
-    found = _weigh_exactly(asked, error, empty)
-    alpha[empty], entropy[empty] = found.weights, forward.get_entropy(found)
+        return _build_answer(scores, alpha, entropy, lse, error, bound)
+    exact = _weigh_exactly(scores, error, empty)
+    alpha[empty], entropy[empty] = exact.weights, forward.get_entropy(exact)
     error = error.copy()
-    error[empty] = found.weight_error
-    return _build_answer(asked, alpha, entropy, lse, error, bound)
+    error[empty] = exact.weight_error
+    return _build_answer(scores, alpha, entropy, lse, error, bound)
 
 
 def _weigh_exactly(
-    asked: QuantizedScores, error: np.ndarray, some: np.ndarray | slice = slice(None)
+    scores: QuantizedScores, error: np.ndarray, selected: np.ndarray | slice = slice(None)
 ) -> WeighedRows:
-    """Nothing lies within the window of some queries, no row is allowed, or nothing is known: the
-    weighting says what then, of keys that are exact or, where these are lost, of their codes."""
-    rows = asked.rows
-    found = forward.weigh_rows(rows, asked.query[some], asked.score, asked.weighting)
-    known = not asked.keys_are_lost or (rows.allowed is not None and not rows.allowed.any())
-    return found._replace(weight_error=np.zeros_like(error[some]) if known else error[some])
+    """Return the answer of the exact scan for the selected queries.
+
+    Used if no row is inside a query's window, if no row is allowed, or if nothing can be proven. If
+    the keys are lost, the scan uses their codes.
+    """
+    rows = scores.rows
+    weighed = forward.weigh_rows(rows, scores.query[selected], scores.score, scores.weighting)
+    is_exact = not scores.keys_are_lost or (rows.allowed is not None and not rows.allowed.any())
+    return weighed._replace(
+        weight_error=np.zeros_like(error[selected]) if is_exact else error[selected]
+    )
 
 
 def _build_answer(
-    asked: QuantizedScores,
+    scores: QuantizedScores,
     alpha: np.ndarray,
     entropy: np.ndarray,
     lse: np.ndarray | None,
     error: np.ndarray,
     bound: ErrorBound,
-    few: SparseWeights | None = None,
+    sparse: SparseWeights | None = None,
 ) -> WeighedRows:
-    best = (bound.top + asked.shift) * asked.temperature
-    if asked.profile is not None:
-        best = asked.profile(np.maximum(-asked.largest_scores, 0))
-    lse = None if lse is None else lse + asked.shift
-    sums = forward.pool_values(asked.rows, alpha if few is None else few, mean=True)
-    read, out = min(asked.rows_read, alpha.shape[1]), forward.finish_sums(sums)
+    best = (bound.top + scores.shift) * scores.temperature
+    if scores.profile is not None:
+        best = scores.profile(np.maximum(-scores.largest_scores, 0))
+    lse = None if lse is None else lse + scores.shift
+    sums = forward.pool_values(scores.rows, alpha if sparse is None else sparse, mean=True)
+    read, out = min(scores.rows_read, alpha.shape[1]), forward.finish_sums(sums)
     return WeighedRows(out, alpha, entropy, lse, best, error, read, bound, partial_sums=sums)

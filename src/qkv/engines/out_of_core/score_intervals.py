@@ -1,4 +1,4 @@
-"""Scores that are known to within δ, one by one: what their weights come to, which rows to read."""
+"""Scores with one error bound δ per row and query, and bounds on the weights computed from them."""
 
 from __future__ import annotations
 
@@ -13,78 +13,87 @@ from qkv.util.types import Span
 from qkv.weightings.error_bound import ErrorBound
 
 MAX_CACHED_SCORES = 2**18
-"""Scores of a run of rows whose passes find them in the cache."""
+"""Scores of a span of rows that fits the processor's cache."""
 
 
 class ScoreIntervals:
-    """Scores (n, m), each off by at most δ: the slack of terms (3, m), as `scan.Terms` has them."""
+    """Scores (n, m), each with an error of at most δ.
 
-    def __init__(self, scores: np.ndarray, slack: ErrorFactors):
+    δ is computed from error terms (3, m) and the factors of the queries, as `scan.ErrorTerms` and
+    `scan.ErrorFactors` define them.
+    """
+
+    def __init__(self, scores: np.ndarray, factors: ErrorFactors):
         n, m = scores.shape
-        self.scores, self.factors = scores, slack
+        self.scores, self.factors = scores, factors
         self.terms = np.zeros((3, m), np.float32)
         self.excluded_rows: np.ndarray | None = None
         self.top, self.rounding_slack, self.total = np.zeros((3, n))
         self.profile: Callable[..., Any] | None = None
         self.offset: Any = 0.0
         self.rounded: Any = 0.0
-        """What a score (n,) may be off by rounding beside the slack of its terms."""
+        """Rounding error (n,) of a score in addition to that of its terms."""
 
     @property
     def rounding_unit(self) -> float:
         return float(np.finfo(self.scores.dtype).eps / 2)
 
     def exclude_disallowed(self, allowed: np.ndarray | None) -> None:
-        """Leave out the rows that are not allowed."""
+        """Set the scores of rows that are not allowed to −∞."""
         if allowed is not None:
             self.excluded_rows = np.flatnonzero(~allowed)
             self.scores[:, self.excluded_rows] = -np.inf
             self.terms[:, self.excluded_rows] = 0
 
-    def with_exact_scores(self, scores: np.ndarray, slack: ErrorFactors) -> ScoreIntervals:
-        """The same rows with scores that were made of their keys."""
-        found = ScoreIntervals(scores, slack)
-        found.terms[1:], found.excluded_rows, found.rounded = (
+    def with_exact_scores(self, scores: np.ndarray, factors: ErrorFactors) -> ScoreIntervals:
+        """Return the same rows with scores computed from their keys."""
+        intervals = ScoreIntervals(scores, factors)
+        intervals.terms[1:], intervals.excluded_rows, intervals.rounded = (
             self.terms[1:],
             self.excluded_rows,
             self.rounded,
         )
         if self.excluded_rows is not None:
-            found.scores[:, self.excluded_rows] = -np.inf
-        return found
+            intervals.scores[:, self.excluded_rows] = -np.inf
+        return intervals
 
-    # What the weights come to
+    # Weights and their bounds
 
     def set_weight_unit(
         self, profile: Callable[..., Any] | None = None, offset: Any = None
     ) -> np.ndarray:
-        """Fix the unit of the weights: e^(score − largest), or the `profile` of −score. Gives the
-        largest scores (n,)."""
+        """Set how weights follow from scores: e^(score − largest), or the `profile` of −score.
+
+        Return the largest scores (n,).
+        """
         self.profile, self.offset = profile, 0.0 if offset is None else np.abs(offset)
         return self._update_top()
 
     def _update_top(self) -> np.ndarray:
-        lowest = np.full(len(self.scores), -np.inf)
-        most = self._reduce_spans(lambda at: self.scores[:, at].max(axis=1), np.maximum, lowest)
-        most = np.where(np.isfinite(most), most, 0.0).astype(float)
-        # Subtraction and exponential round too.
+        lower_bound = np.full(len(self.scores), -np.inf)
+        largest = self._reduce_spans(
+            lambda at: self.scores[:, at].max(axis=1), np.maximum, lower_bound
+        )
+        largest = np.where(np.isfinite(largest), largest, 0.0).astype(float)
+        # The subtraction of the largest score and the exponential round, too.
         self.rounding_slack = (
-            self.rounding_unit * (4 * np.abs(most) + 16 + 8 * self.offset) + self.rounded
+            self.rounding_unit * (4 * np.abs(largest) + 16 + 8 * self.offset) + self.rounded
         )
         if self.profile is None:
-            self.top = most
-        return np.asarray(most)
+            self.top = largest
+        return np.asarray(largest)
 
     def score_errors(self, at: Any) -> np.ndarray:
-        """δ (n, c) of some rows."""
-        # Numbers that the dtype rounds to 0 are none.
-        faint = np.finfo(self.scores.dtype).tiny * (self.factors.norm > 0)
+        """Return δ (n, c) of the rows `at`."""
+        # The dtype may have rounded small numbers to 0.
+        underflow = np.finfo(self.scores.dtype).tiny * (self.factors.norm > 0)
         return np.asarray(
-            self.factors.multiply_terms(self.terms[:, at]) + (self.rounding_slack + faint)[:, None]
+            self.factors.multiply_terms(self.terms[:, at])
+            + (self.rounding_slack + underflow)[:, None]
         )
 
     def _weights_from(self, x: np.ndarray) -> np.ndarray:
-        """The weights, not yet divided by their sum, of scores below the top."""
+        """Return the unnormalized weights of score differences x = score − top."""
         if self.profile is None:
             return np.asarray(np.exp(x))
         return np.asarray(self.profile(np.maximum(-x, 0)))
@@ -104,16 +113,16 @@ class ScoreIntervals:
             return get_framework(self.scores).reduce_spans(apply_to_span, merge, start, spans)
 
     def error_bound(self) -> ErrorBound:
-        """How far the weights may be off."""
+        """Return bounds on the errors of all weights."""
         n, m = self.scores.shape
-        found: ErrorBound = self._reduce_spans(
+        bound: ErrorBound = self._reduce_spans(
             self._span_bound, ErrorBound.merge, ErrorBound(self.top, *np.zeros((3, n)))
         )
-        self.total = found.total
+        self.total = bound.total
         if self.profile is None:
-            return found._replace(gain=found.gain + UNDERFLOW_WEIGHT * m)
-        # what the quotient and its numbers are rounded by
-        return found._replace(gain=found.gain + 8 * self.rounding_unit * found.total)
+            return bound._replace(gain=bound.gain + UNDERFLOW_WEIGHT * m)
+        # The quotient and both of its numbers are rounded.
+        return bound._replace(gain=bound.gain + 8 * self.rounding_unit * bound.total)
 
     def _span_bound(self, at: slice) -> ErrorBound:
         x = self._scores_below_top(at).astype(float)
@@ -123,8 +132,10 @@ class ScoreIntervals:
         return ErrorBound(self.top, w.sum(axis=1), gain, loss)
 
     def error_from_largest(self) -> np.ndarray:
-        """The same error with all scores measured from the largest, whose own is then 0: where one
-        row has all weight, however high, that is known."""
+        """Return the error (n,) that follows from the score differences to the largest score.
+
+        This bound is small if one row has nearly all the weight, even if its score is uncertain.
+        """
         out = np.ones(len(self.scores))
         with np.errstate(all="ignore"):
             deltas = self.score_errors(slice(None)).astype(float)
@@ -133,50 +144,52 @@ class ScoreIntervals:
         return np.minimum(out + 8 * self.rounding_unit, 1.0)  # the quotients are rounded too
 
     def fill_weights(self, out: np.ndarray) -> np.ndarray:
-        """Put α into `out` (n, m), and give its entropy (n,)."""
+        """Write α to `out` (n, m) and return its entropy (n,)."""
         total = np.where(self.total > 0, self.total, 1.0)
 
-        def fill_span(run: slice) -> np.ndarray:
-            x = self._scores_below_top(run)
+        def fill_span(at: slice) -> np.ndarray:
+            x = self._scores_below_top(at)
             w = self._weights_from(x)
-            if self.profile is None:  # −Σ w ln w, with 0 of −∞ left out
-                along = np.einsum("ij,ij->i", w, np.maximum(x, -200))
+            if self.profile is None:  # 0 · −∞ must count as 0
+                entropy_sum = np.einsum("ij,ij->i", w, np.maximum(x, -200))
             else:
-                along = np.einsum("ij,ij->i", w, np.log(np.where(w > 0, w, 1)))
+                entropy_sum = np.einsum("ij,ij->i", w, np.log(np.where(w > 0, w, 1)))
             w /= total.astype(w.dtype)[:, None]
-            out[:, run] = w
-            return np.asarray(along, float)
+            out[:, at] = w
+            return np.asarray(entropy_sum, float)
 
-        along = self._reduce_spans(fill_span, np.add, np.zeros(len(out)))
-        return np.asarray(np.fmax(np.log(total) - along / total, 0.0))
+        entropy_sum = self._reduce_spans(fill_span, np.add, np.zeros(len(out)))
+        return np.asarray(np.fmax(np.log(total) - entropy_sum / total, 0.0))
 
-    # Which rows to look at
+    # Selection of rows
 
-    def rows_to_read(self, budget: float, most: int) -> np.ndarray:
-        """Places, ascending, of the rows without which the bound is at most so much; of as many as
-        may be read, the first. `error_bound` must have been asked before."""
-        share = np.empty(self.scores.shape[1], np.float32)
+    def rows_to_read(self, budget: float, max_rows: int) -> np.ndarray:
+        """Return the positions, ascending, of the rows to read so that the bound meets the budget.
+
+        At most `max_rows`, those with the largest errors. Call `error_bound` first.
+        """
+        max_shares = np.empty(self.scores.shape[1], np.float32)
         total = np.where(self.total > 0, self.total, 1e-30)[:, None]
 
         def fill_span(at: slice) -> None:
             x, delta = self._scores_below_top(at), self.score_errors(at)
-            share[at] = (
+            max_shares[at] = (
                 (self._weights_from(x + delta) - self._weights_from(x - delta)) / total
             ).max(axis=0)
 
         self._reduce_spans(fill_span, lambda one, two: None, None)
-        return _largest_over_budget(share, budget, most)
+        return _largest_over_budget(max_shares, budget, max_rows)
 
     def set_exact_scores(self, at: np.ndarray, scores: np.ndarray) -> None:
-        """Rows whose keys were read: their scores (n, c)."""
+        """Replace the scores of rows by exact ones (n, c)."""
         self.scores[:, at] = np.where(np.isfinite(self.scores[:, at]), scores, -np.inf)
         self.terms[0, at] = 0
         self._update_top()
 
     def top_k_candidates(self, k: int) -> np.ndarray:
-        """Places, ascending, of all rows that may be among the k largest of a query."""
+        """Return the positions, ascending, of all rows that may be among a query's k largest."""
         n, m = self.scores.shape
-        least = np.full((n, k), -np.inf)
+        lower_bounds = np.full((n, k), -np.inf)
 
         def best_of_span(at: slice) -> np.ndarray:
             low = self.scores[:, at] - self.score_errors(at)
@@ -187,37 +200,41 @@ class ScoreIntervals:
             both = np.concatenate([one, two], axis=1)
             return -np.partition(-both, k - 1, axis=1)[:, :k]
 
-        floor = self._reduce_spans(best_of_span, merge_best, least).min(axis=1)[:, None]
-        found = np.empty(m, bool)
+        threshold = self._reduce_spans(best_of_span, merge_best, lower_bounds).min(axis=1)[:, None]
+        is_candidate = np.empty(m, bool)
 
         def mark_candidates(at: slice) -> None:
-            found[at] = (~(self.scores[:, at] + self.score_errors(at) < floor)).any(axis=0)
+            is_candidate[at] = (~(self.scores[:, at] + self.score_errors(at) < threshold)).any(
+                axis=0
+            )
 
         self._reduce_spans(mark_candidates, lambda one, two: None, None)
         if self.excluded_rows is not None:
-            found[self.excluded_rows] = False
-        return np.flatnonzero(found)
+            is_candidate[self.excluded_rows] = False
+        return np.flatnonzero(is_candidate)
 
 
-def softmax_error_from_largest(s: np.ndarray, slack: np.ndarray) -> float:
-    """How far softmax of scores (m,) may be off, measured from the largest."""
-    t = int(s.argmax())
-    x, delta = s - s[t], slack + slack[t]
-    delta[t] = 0
+def softmax_error_from_largest(s: np.ndarray, errors: np.ndarray) -> float:
+    """Return the error of the softmax of scores (m,), from their differences to the largest."""
+    largest = int(s.argmax())
+    x, delta = s - s[largest], errors + errors[largest]
+    delta[largest] = 0
     w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
     sums = w.sum(), (high - w).sum(), (w - low).sum()
     return float(ErrorBound(np.zeros(1), *map(np.atleast_1d, sums)).max_error[0])
 
 
-def _largest_over_budget(x: np.ndarray, budget: float, most: int) -> np.ndarray:
-    """Places, ascending, of the numbers without which the sum is at most so much; the largest of
-    them where they are more than so many."""
+def _largest_over_budget(x: np.ndarray, budget: float, max_count: int) -> np.ndarray:
+    """Return the positions, ascending, of the numbers without which the sum meets the budget.
+
+    At most about `max_count`, the largest. Numbers are selected by bins of ⅛ octave.
+    """
     x = np.where(np.isnan(x), np.float32(np.inf), x).astype(np.float32, copy=False)
     at = np.flatnonzero(x > budget / (2 * len(x)))
-    some = x[at]
-    kind = some.view(np.int32) >> 20  # an eighth of an octave
-    sums, counts = (np.bincount(kind, y, 2048) for y in (np.minimum(some, 1e30), None))
-    low = int(np.searchsorted(np.cumsum(sums), budget / 2, side="right"))
-    if counts[low:].sum() > most:
-        low = 2048 - int(np.searchsorted(np.cumsum(counts[::-1]), most, side="right"))
-    return np.asarray(at[kind >= low])
+    values = x[at]
+    bins = values.view(np.int32) >> 20  # bins of an eighth of an octave
+    sums, counts = (np.bincount(bins, y, 2048) for y in (np.minimum(values, 1e30), None))
+    first_bin = int(np.searchsorted(np.cumsum(sums), budget / 2, side="right"))
+    if counts[first_bin:].sum() > max_count:
+        first_bin = 2048 - int(np.searchsorted(np.cumsum(counts[::-1]), max_count, side="right"))
+    return np.asarray(at[bins >= first_bin])
