@@ -218,7 +218,7 @@ class Answer(Displayable):
         [1.0, 2.0]
         """
         if not validate_fraction("above: weight", weight) > 0:
-            raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
+            raise ArgumentError(f"above: weight must be between 0 and 1, not {weight!r}")
         return self._backend.rows_above(weight)
 
     def _collect_source(self, most: int) -> SourceRows | None:

@@ -171,7 +171,7 @@ def validate_fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise DtypeError(f"{name} must be a number from 0 to 1, not {value!r}")
     if not 0 <= as_float(value) <= 1:
-        raise ArgumentError(f"{name} must lie between 0 and 1, not {value!r:.40}")
+        raise ArgumentError(f"{name} must be between 0 and 1, not {value!r:.40}")
     return float(value)
 
 

@@ -50,10 +50,10 @@ class TestAsk:
         path.write_text('{"k": [0.6, 0.7], "v": "short"}\n{"k": [3.0, 4.0], "v": "long"}\n')
         asked = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]
         shown = qkv(*asked).stdout.splitlines()
-        assert shown[0] == "long" and "score='cosine' goes by direction" in shown[-1]
-        assert "score='cosine' goes by direction" in data(*asked)["hint"]
+        assert shown[0] == "long" and "score='cosine' to compare directions" in shown[-1]
+        assert "score='cosine' to compare directions" in data(*asked)["hint"]
         other = qkv(*asked, "--score", "cosine").stdout
-        assert other.startswith("short\n") and "goes by direction" not in other
+        assert other.startswith("short\n") and "to compare directions" not in other
 
     def test_no_row_decides_where_the_value_is_a_blend(self, table: Path) -> None:
         asked = ["ask", table, "the alchmist", "-k", "title", "-v", "year"]

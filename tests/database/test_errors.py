@@ -201,7 +201,7 @@ def test_paths_that_are_none(path, error, says):
         (lambda: TEXT.value_of_rows(5), DtypeError, "^value_of_rows: pairs must be a list.*int"),
         (lambda: TEXT.learn(None), DtypeError, "^learn: pairs must be a list.*NoneType"),
         (lambda: TEXT.calibrate([], None), DtypeError, "^calibrate: coverage must be a number"),
-        (lambda: TEXT.calibrate([], 2), ArgumentError, "^calibrate: coverage must lie between"),
+        (lambda: TEXT.calibrate([], 2), ArgumentError, "^calibrate: coverage must be between"),
         (lambda: TEXT.extend(None), DtypeError, "^rows must be a list of mappings.*NoneType"),
         (lambda: TEXT.extend({"key": "c"}), DtypeError, r"^rows must be a list.*pass \[rows\]"),
         (lambda: TEXT.learn({"aa": "c"}), ArgumentError, r"^learn: pairs\[0\] has .* key 'c'"),

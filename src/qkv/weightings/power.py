@@ -18,7 +18,7 @@ MIN_ARGUMENT = -1e30
 
 
 def scaled_log1p(u: Array, c: Array, live: LiveMask) -> tuple[Array, Array]:
-    """Return log(1 + c u)/c where it is defined, else 0; and where it is. c broadcasts to u."""
+    """Return log(1 + c u)/c, 0 where it is undefined, and a mask of where it is defined."""
     fw = get_framework(u)
     xp, u = fw.xp, fw.fill_unless(u, live)
     never = u == -float("inf")

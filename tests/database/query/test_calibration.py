@@ -157,7 +157,7 @@ def test_a_promise_that_is_none_is_not_read() -> None:
 
 def test_what_it_refuses() -> None:
     D = made()
-    with pytest.raises(ArgumentError, match="coverage must lie between 0 and 1, not 90"):
+    with pytest.raises(ArgumentError, match="coverage must be between 0 and 1, not 90"):
         D.calibrate(PAIRS, 90)
     with pytest.raises(ArgumentError, match=r"coverage of 0\.99 needs at least 132 pairs, not 40"):
         D.calibrate(PAIRS[:40], 0.99)

@@ -319,7 +319,7 @@ def test_an_answer_says_where_length_decided(tmp_path):
         stored.add(keys, names)
         for D in (qkv.Database(keys, names), qkv.Database(keys.tolist(), names), stored):
             answer = D.ask([0.6, 0.7])
-            assert answer.value == "long" and "score='cosine' goes by direction" in answer.hint
+            assert answer.value == "long" and "score='cosine' to compare directions" in answer.hint
             assert answer.hint in str(answer) and answer.hint[1:] in answer.explain()
             assert answer.hint[1:] in answer._repr_html_().replace("&#x27;", "'")
             assert pickle.loads(pickle.dumps(answer)).hint == deepcopy(answer).hint == answer.hint

@@ -729,7 +729,7 @@ def test_what_means_nothing_is_refused():
     D = qkv.Database(np.eye(3), np.arange(3.0))
     with pytest.raises(ArgumentError, match="tolerance must be 0 or above"):
         D.ask(np.ones(3), tolerance=-1.0)
-    with pytest.raises(ArgumentError, match="confidence must lie between"):
+    with pytest.raises(ArgumentError, match="confidence must be between"):
         D.ask(np.ones(3), tolerance=0.1, confidence=1.0)
     with pytest.raises(ArgumentError, match="pass tolerance"):
         D.attend(np.ones(3), confidence=0.9)

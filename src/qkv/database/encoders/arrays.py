@@ -20,11 +20,12 @@ KEYS_PER_BLOCK = 512
 ROUNDING_FACTOR = 1 + 1e-5
 """A larger ratio is not a rounding error."""
 LONG_KEY_HINT = (
-    "a long key outweighs what the query's very own would have: score='cosine' goes by direction, "
-    "score='gaussian' by distance"
+    "the dot product favours long vectors, so a key equal to the query would not rank first: use "
+    "score='cosine' to compare directions, or score='gaussian' to compare distances"
 )
 SIMILAR_KEYS_HINT = (
-    "q·k/√d hardly tells these keys apart: score=scores.Cosine(0.05) goes by direction, sharply"
+    "q·k/√d gives these keys nearly equal weights: use score=scores.Cosine(0.05), which compares "
+    "directions more sharply"
 )
 
 

@@ -247,7 +247,7 @@ def check_tolerance(tolerance: Any, confidence: Any) -> tuple[float | None, floa
     if tolerance is not None and not tolerance >= 0:
         raise ArgumentError(f"tolerance must be 0 or above, not {tolerance!r}")
     if confidence is not None and not 0 < confidence < 1:
-        raise ArgumentError(f"confidence must lie between 0 and 1, not {confidence!r}")
+        raise ArgumentError(f"confidence must be between 0 and 1, not {confidence!r}")
     if confidence is not None and tolerance is None:
         raise ArgumentError("confidence needs a tolerance: pass tolerance=0.01 too")
     return tolerance, confidence

@@ -117,7 +117,7 @@ def calibrate(
     """
     pairs = list_pairs(pairs, "calibrate", "right key")
     if not 0 < validate_fraction("calibrate: coverage", coverage) < 1:
-        raise ArgumentError(f"calibrate: coverage must lie between 0 and 1, not {coverage!r}")
+        raise ArgumentError(f"calibrate: coverage must be between 0 and 1, not {coverage!r}")
     miss_rate, names = 1 - coverage, _format_components(score, weighting)
     resolved = weightings.resolve(weighting)
     if not resolved.is_convex:

@@ -247,8 +247,8 @@ def _find_error(
     """Return the error for the first malformed record from `begin` on.
 
     This second parse is slower than csv and knows the position of each cell. A record must have
-    `width` cells; 0 means as many as the first one. The position is that of the cell that is too
-    long or one too many.
+    `width` cells; 0 means the number of cells of the first record. The position is that of the
+    first cell that is too long or surplus.
     """
 
     def error_here(what: str, at: int) -> SourceError:

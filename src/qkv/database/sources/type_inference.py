@@ -45,7 +45,7 @@ MIN_COLUMN_CELLS, MAX_ODD_SHARE, SAMPLE_CELLS = 20, 0.1, 1000
 """Warn about a few words among numbers if a column has at least `MIN_COLUMN_CELLS`, and at most
 this share of words. `SAMPLE_CELLS` are checked first."""
 _MAX_DIGITS = 19
-"""Programs print floats with at most so many digits; the limit also bounds the parsing time."""
+"""Most digits with which programs print floats. The limit also bounds the parsing time."""
 
 
 def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> list[Any]:

@@ -52,7 +52,7 @@ TANH_FUNCTION_PAIRS = 8
 """Pairs of functions that approximate tanh in 16 bits."""
 TANH_ERROR = 2.0**-7
 """Their largest error: about what rounding W₁q + W₂k to bfloat16 does to tanh. Without a gradient
-it is half as much again."""
+it is 1.5 times as large."""
 TANH_ERROR_FRACTION = {"bfloat16": 1.0, "float16": 0.125}
 """The fraction of that error within which fewer pairs are enough, by data type."""
 

@@ -31,7 +31,7 @@ def _choose_tile(query: Tensor, kernel: Any, phase: int) -> Tile:
         return Tile(64, 64, 16, 4, 2)
     if w > 128:
         return Tile(128, 64, 64, 8, 2)
-    # With at most so many registers, four programs share a processor (three for wide entmax).
+    # With 128 registers four programs share a processor (three with 168, for wide entmax).
     few = w <= 64 or kernel is topk_kernel
     return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=128 if few else 168)
 
