@@ -201,13 +201,13 @@ class LostRows(NamedTuple):
         lost = self._repeat_state(lift(self.max_score.copy(), None, _TIE_WINNING_POSITION), merge)
         return merge(self.shards.fold(lift, merge, init), lost)  # type: ignore[no-any-return]
 
-    def state(self, found: State) -> State:
+    def state(self, row_facts: State) -> State:
         one = np.ones((1, 1), self.max_score.dtype)
         lost = self.weighting.partial_state(
-            self.max_score.copy(), None, _TIE_WINNING_POSITION, found, one, None
+            self.max_score.copy(), None, _TIE_WINNING_POSITION, row_facts, one, None
         )
         merge = self.weighting.merge
-        return merge(self.shards.state(found, width=1), self._repeat_state(lost, merge))
+        return merge(self.shards.state(row_facts, width=1), self._repeat_state(lost, merge))
 
 
 _TIE_WINNING_POSITION = np.full((1, 1), -1, np.int32)

@@ -357,7 +357,7 @@ class BlockPasses:
 
         return self._reduce(lift_block, merge, init(self.template), self.keys)  # type: ignore[no-any-return]
 
-    def state(self, found: State) -> State:
+    def state(self, row_facts: State) -> State:
         """Return the weighting's state over all keys, given the result of `find_threshold`."""
         call, weighting = self.call, self.weighting
 
@@ -367,7 +367,7 @@ class BlockPasses:
                 self.saved_scores.add_block(cols.start, s)
             value = calls.repeat_shared_heads(call, load_value(call, cols, live))
             return weighting.partial_state(
-                s, live, k, found, value, calls.dropout_factors(call, block)
+                s, live, k, row_facts, value, calls.dropout_factors(call, block)
             )
 
         start = weighting.init(self.template, call.fw.static_shape(call.value)[-1])
@@ -379,8 +379,8 @@ def compute_output(blocks: Any, weighting: Weighting) -> tuple[Array, State, Arr
 
     Return the output, the row facts and the centre.
     """
-    found = weighting.find_threshold(blocks.fold)
-    out, row_facts, centre = weighting.finish(blocks.state(found), found)
+    threshold = weighting.find_threshold(blocks.fold)
+    out, row_facts, centre = weighting.finish(blocks.state(threshold), threshold)
     weighting.check_row_state(row_facts)
     return out, row_facts, centre
 
@@ -406,8 +406,8 @@ def _run_forward(
             keep = calls.dropout_factors(call, part.block)
             return (weighting.pool_whole_rows(s, part.live, part.block.k, value, keep),)
         passes = BlockPasses(call, rows, keys, saved_scores)
-        found = weighting.find_threshold(passes.fold)
-        out, row_facts, centre = weighting.finish(passes.state(found), found)
+        threshold = weighting.find_threshold(passes.fold)
+        out, row_facts, centre = weighting.finish(passes.state(threshold), threshold)
         if not needs_row_facts:
             return (out,)
         return out, *row_facts, *(() if centre is None else (centre,))
@@ -465,12 +465,12 @@ def run_backward(
         return total if new is None else fw.add_to_span(total, new, rows, cols)
 
     def sweep_keys(totals: Any, rows: Span, keys: Any) -> Any:
-        found = tuple(fw.slice_span(x, rows, -2) for x in saved)
-        along_out = fw.slice_span(gradients[0], rows, -2)
+        row_facts = tuple(fw.slice_span(x, rows, -2) for x in saved)
+        output_gradient = fw.slice_span(gradients[0], rows, -2)
         centre = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
         if weighting.needs_centre:
-            found, row_centre = found[:-1], found[-1]
-            centre = fw.xp.sum(row_centre * along_out, axis=-1, keepdims=True)
+            row_facts, row_centre = row_facts[:-1], row_facts[-1]
+            centre = fw.xp.sum(row_centre * output_gradient, axis=-1, keepdims=True)
         if call.wants_lse:
             centre = centre - fw.slice_span(gradients[1], rows, -2)
 
@@ -485,28 +485,30 @@ def run_backward(
                 s, score_vjp = score_block(part, rows)
             else:
                 s = calls.compute_scores(call, *part[2:], part.block)
-            weight, weight_vjp = weigh_block(rows, s, live, part.block.k, found)
+            weight, weight_vjp = weigh_block(rows, s, live, part.block.k, row_facts)
             value = load_value(call, cols, live)
             if not stored:
                 factors = weighting.value_gradient_weights(weight)
                 factors = factors if keep is None else factors * keep
-                new_dv = fw.xp.matmul(fw.xp.matrix_transpose(factors), along_out)
+                new_dv = fw.xp.matmul(fw.xp.matrix_transpose(factors), output_gradient)
                 dv = fw.add_to_span(
                     dv, calls.sum_shared_heads(call, new_dv, value.shape[:-2]), cols, None
                 )
             if weighting.is_differentiable:
                 shared = calls.repeat_shared_heads(call, value)
-                along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
-                along = along if keep is None else along * keep
+                weight_gradient = fw.xp.matmul(output_gradient, fw.xp.matrix_transpose(shared))
+                weight_gradient = weight_gradient if keep is None else weight_gradient * keep
                 ds = weighting_for_rows(fw, weighting, rows, call.n).score_gradient(
-                    s, weight, along, centre, found
+                    s, weight, weight_gradient, centre, row_facts
                 )
                 new = iter(score_vjp(fw.fill_unless(ds, live)))
                 dq = add_gradient(dq, next(new), rows)
                 dk = dk if stored else add_gradient(dk, next(new), cols)
                 dbias = dbias if call.bias is None else add_gradient(dbias, next(new), rows, cols)
                 shape_gradients = (
-                    () if weight_vjp is None else weight_vjp(fw.fill_unless(along - centre, live))
+                    ()
+                    if weight_vjp is None
+                    else weight_vjp(fw.fill_unless(weight_gradient - centre, live))
                 )
                 # The weighting's arrays are the last of the parameters.
                 padding = [None] * (len(dparameters) - len(shape_gradients))

@@ -41,14 +41,20 @@ class Average(Weighting):
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
     def partial_state(
-        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
+        self,
+        scores: Array,
+        live: LiveMask,
+        k: Array,
+        row_facts: State,
+        value: Array,
+        keep: DropoutMask,
     ) -> State:
         ones = self.live_ones(scores, live)
         return get_framework(ones).row_sum(ones), pool_by_weights(ones, value, live, keep)
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         count, pooled = state
         return pooled / get_framework(count).safe_divisor(count), (count,), None
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
-        return self.live_ones(scores, live) / get_framework(scores).safe_divisor(found[0])
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
+        return self.live_ones(scores, live) / get_framework(scores).safe_divisor(row_facts[0])

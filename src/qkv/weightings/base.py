@@ -45,7 +45,7 @@ class Weighting(tree.Record):
     - `live` marks the keys that the mask allows (None: all).
     - `keep` is the dropout factor of each weight (None: no dropout).
     - `k` (1, c) holds the positions of the keys.
-    - `found` is the result of `find_threshold`, or after `finish` the row facts that it returned.
+    - `row_facts` are the result of `find_threshold`, and after `finish` its second result.
     """
 
     role: ClassVar[str] = "weighting"
@@ -218,33 +218,44 @@ class Weighting(tree.Record):
         return (get_framework(rows).full((*rows.shape[:-1], width), 0.0, rows),)
 
     def partial_state(
-        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
+        self,
+        scores: Array,
+        live: LiveMask,
+        k: Array,
+        row_facts: State,
+        value: Array,
+        keep: DropoutMask,
     ) -> State:
         """Return the state of one block; the method may overwrite the scores."""
-        return (self.pool_values(self.block_weights(scores, live, k, found), value, live, keep),)
+        return (
+            self.pool_values(self.block_weights(scores, live, k, row_facts), value, live, keep),
+        )
 
     def merge(self, one: State, two: State) -> State:
         """Return the state of two disjoint sets of keys; by default the sum of both states."""
         return tuple(a + b for a, b in zip(one, two, strict=True))
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         """Return the output, the row facts for `block_weights`, and the centre c.
 
         The centre (…, r, d_v) is what `score_gradient` needs about the whole row; None: nothing.
         """
-        return state[0], found, None
+        return state[0], row_facts, None
 
-    def check_row_state(self, found: State) -> None:
+    def check_row_state(self, row_facts: State) -> None:
         """Raise an error if a row has no weights and the options forbid that."""
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         """Return the weights of one block, given the row facts of `finish`."""
         raise MissingMethodError(self.missing_methods_reason(False))
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
-        """Return ∂L/∂score of a block; `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂output."""
+        """Return ∂L/∂score of a block.
+
+        `weight_gradient` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂output.
+        """
         raise MissingMethodError(self.missing_methods_reason(True))
 
     def compute_lse(self, scores: Array, live: LiveMask, k: Array) -> Array:
@@ -258,7 +269,7 @@ class Weighting(tree.Record):
         lse = self.compute_lse(scores, live, k) if self.has_lse else None
         return self.weights(scores, live, k), lse
 
-    def lse_from_state(self, found: State) -> Array:
+    def lse_from_state(self, row_facts: State) -> Array:
         """Return the log-sum-exp (…, n, 1) from the row facts of `finish`."""
         raise NotImplementedError(f"{type(self).__name__} has no log-sum-exp")
 
@@ -266,7 +277,7 @@ class Weighting(tree.Record):
 class Elementwise(Weighting):
     """Base of weightings whose weight i depends only on score i."""
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         return self.weights(scores, live, k)
 
     def divisor_without(self, remaining: Array) -> Array:

@@ -101,8 +101,8 @@ class Entmax(Weighting):
                 alpha = fw.from_numpy_view(self.weights(view, live_view, k))
             return (alpha,), (alpha,)
 
-        def backward(given: State, kept: State, along: State) -> State:
-            return (entmax_gradient(kept[0], along[0], self.alpha),)
+        def backward(_: State, saved: State, gradients: State) -> State:
+            return (entmax_gradient(saved[0], gradients[0], self.alpha),)
 
         def reference(scores: Array) -> State:
             return (self.weights_by_search(scores, live, k),)
@@ -121,12 +121,12 @@ class Entmax(Weighting):
         top = fw.replace_nonfinite(live_row_max(scores, live))
         alpha = broadcast_to_rows(self.alpha, scores) if is_array(self.alpha) else self.alpha
         tau = fw.call_graph_node("threshold", scores - top, live, alpha)
-        found = (
+        row_facts = (
             self.find_threshold(fold_whole_row)
             if tau is None
             else self.refined_state(fold_whole_row, top, tau)
         )
-        return self.block_weights(scores, live, k, found)
+        return self.block_weights(scores, live, k, row_facts)
 
     def find_threshold(self, fold: FoldFunction) -> State:
         """Return the largest score of each row, and the threshold τ relative to it.
@@ -281,10 +281,10 @@ class Entmax(Weighting):
             return r * r
         return fw.fill_unless(fw.xp.pow(fw.safe_divisor(r), exponent), r != 0)
 
-    def weight_and_slope(self, scores: Array, live: LiveMask, found: State) -> State:
+    def weight_and_slope(self, scores: Array, live: LiveMask, row_facts: State) -> State:
         """Return α of a block, and its derivative by the score up to a constant factor."""
         r, e = (
-            get_framework(scores).excess_over_threshold(scores, found[0], found[1], live),
+            get_framework(scores).excess_over_threshold(scores, row_facts[0], row_facts[1], live),
             self.exponent,
         )
         return self.positive_power(r, e), self.positive_power(r, e - 1)
@@ -300,27 +300,33 @@ class Entmax(Weighting):
         return *pooled, *pooled, get_framework(rows).full(rows.shape, 0.0, rows)
 
     def partial_state(
-        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
+        self,
+        scores: Array,
+        live: LiveMask,
+        k: Array,
+        row_facts: State,
+        value: Array,
+        keep: DropoutMask,
     ) -> State:
-        weight, lean = self.weight_and_slope(scores, live, found)
+        weight, lean = self.weight_and_slope(scores, live, row_facts)
         pooled = (pool_by_weights(x, value, live, keep, sparse=True) for x in (weight, lean))
         return *pooled, get_framework(lean).row_sum(lean)
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         out, leaning, slope = state
-        return out, found, leaning / get_framework(slope).safe_divisor(slope)
+        return out, row_facts, leaning / get_framework(slope).safe_divisor(slope)
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         return self.positive_power(
-            get_framework(scores).excess_over_threshold(scores, found[0], found[1], live),
+            get_framework(scores).excess_over_threshold(scores, row_facts[0], row_facts[1], live),
             self.exponent,
         )
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
         lean = self.positive_power(weight, (self.exponent - 1) / self.exponent)
-        return lean * (along - centre) * self.exponent
+        return lean * (weight_gradient - centre) * self.exponent
 
 
 @dataclass(frozen=True)
@@ -357,9 +363,9 @@ class Tsallis(Entmax):
 
     def refined_state(self, fold: FoldFunction, top: Array, tau: Array) -> State:
         """Return the row's top, λ, and the log of the mass: a large alpha may not reach mass 1."""
-        found = super().refined_state(fold, top, tau)
-        fw = get_framework(found[0])
-        return *found, fw.xp.log(fw.safe_divisor(self.total_mass(fold, *found)[0]))
+        row_facts = super().refined_state(fold, top, tau)
+        fw = get_framework(row_facts[0])
+        return *row_facts, fw.xp.log(fw.safe_divisor(self.total_mass(fold, *row_facts)[0]))
 
     def total_mass(self, fold: FoldFunction, top: Array, at: Array) -> State:
         """Return Σ α and its decrease per λ, both detached."""
@@ -367,8 +373,8 @@ class Tsallis(Entmax):
         detached = tree.map_arrays(fw, fw.detach, self)
 
         def block_sums(s: Array, live: LiveMask, k: Array) -> State:
-            found = (top, fw.detach(at))
-            return tuple(map(fw.row_sum, detached.weight_and_slope(fw.detach(s), live, found)))
+            row_facts = (top, fw.detach(at))
+            return tuple(map(fw.row_sum, detached.weight_and_slope(fw.detach(s), live, row_facts)))
 
         return fold(block_sums, self.merge, _zero_sums)
 
@@ -419,16 +425,18 @@ class Tsallis(Entmax):
     def newton_step(self, mass: Array, slope: Array) -> Array:
         return (mass - 1) / get_framework(slope).safe_divisor(slope)
 
-    def weight_and_slope(self, scores: Array, live: LiveMask, found: State) -> State:
-        return self.scaled_powers(scores, live, found, 1.0, 1 - self.alpha_minus_one(scores))
+    def weight_and_slope(self, scores: Array, live: LiveMask, row_facts: State) -> State:
+        return self.scaled_powers(scores, live, row_facts, 1.0, 1 - self.alpha_minus_one(scores))
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
-        return self.scaled_powers(scores, live, found, 1.0)[0]
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
+        return self.scaled_powers(scores, live, row_facts, 1.0)[0]
 
-    def scaled_powers(self, scores: Array, live: LiveMask, found: State, *exponents: Any) -> State:
+    def scaled_powers(
+        self, scores: Array, live: LiveMask, row_facts: State, *exponents: Any
+    ) -> State:
         """Return (αᵢ e^λ)^exponent e^−λ for each exponent."""
         fw, c = get_framework(scores), self.alpha_minus_one(scores)
-        top, at, *log_mass = found
+        top, at, *log_mass = row_facts
         grown = c * at
         grown = fw.fill_unless(grown, grown < MAX_LOG_SUM, MAX_LOG_SUM)
         log, some = scaled_log1p((scores - top) * fw.xp.exp(grown), c, live)
@@ -436,11 +444,11 @@ class Tsallis(Entmax):
         return tuple(fw.fill_unless(fw.xp.exp(x * log - divisor), some) for x in exponents)
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
         fw = get_framework(weight)
         lean = fw.xp.exp((1 - self.alpha_minus_one(weight)) * fw.xp.log(fw.safe_divisor(weight)))
-        return fw.fill_unless(lean, weight != 0) * (along - centre)
+        return fw.fill_unless(lean, weight != 0) * (weight_gradient - centre)
 
 
 Tsallis.__name__ = Entmax.__name__  # messages name the class that the user created

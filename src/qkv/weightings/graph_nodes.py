@@ -46,9 +46,9 @@ def pool_node(weight: Array, live: LiveMask, value: Array) -> Array:
     return pool_live_values(weight, value, weight != 0 if live is None else live)
 
 
-def pool_node_backward(weight: Any, value: Any, out: Any, along: Any) -> Gradients:
-    along, some = along.where(out.isfinite(), 0.0), value.isfinite()
-    return along @ value.where(some, 0.0).mT, (weight.mT @ along).where(some, 0.0)
+def pool_node_backward(weight: Any, value: Any, out: Any, gradient: Any) -> Gradients:
+    gradient, is_finite = gradient.where(out.isfinite(), 0.0), value.isfinite()
+    return gradient @ value.where(is_finite, 0.0).mT, (weight.mT @ gradient).where(is_finite, 0.0)
 
 
 GRAPH_NODES["threshold"] = GraphNode(entmax_threshold, lambda x, alpha: 1)

@@ -82,9 +82,9 @@ class Hard(Weighting):
         at = fw.xp.where(is_top, k, fw.astype(k * 0 + NO_POSITION, fw.dtype_name(k)))
         return fw.xp.min(at, axis=-1, keepdims=True)
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         fw = get_framework(scores)
-        at, top = found[:2]
+        at, top = row_facts[:2]
         here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype_name(scores))
         nan_scores = fw.fill_unless(scores * 0.0, fw.xp.isnan(top))  # a live NaN must propagate
         return fw.fill_unless(here + nan_scores, live)
@@ -97,7 +97,13 @@ class Hard(Weighting):
         return top, at, *super().init(rows, width), *soft
 
     def partial_state(
-        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
+        self,
+        scores: Array,
+        live: LiveMask,
+        k: Array,
+        row_facts: State,
+        value: Array,
+        keep: DropoutMask,
     ) -> State:
         top = live_row_max(scores, live)
         at = self.argmax_position(scores, live, k, top)
@@ -116,7 +122,7 @@ class Hard(Weighting):
         hard = (xp.where(second, b, a) for a, b in zip(one[:3], two[:3], strict=True))
         return *hard, *(SOFTMAX.merge(one[3:], two[3:]) if self.straight_through else ())
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         top, at, pooled, *soft = state
         if not self.straight_through:
             return pooled, (at, top), None
@@ -124,7 +130,7 @@ class Hard(Weighting):
         return pooled, (at, top, *known), centre
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
-        soft = SOFTMAX.block_weights(scores, None, scores, found[2:])
-        return SOFTMAX.score_gradient(scores, soft, along, centre, found[2:])
+        soft = SOFTMAX.block_weights(scores, None, scores, row_facts[2:])
+        return SOFTMAX.score_gradient(scores, soft, weight_gradient, centre, row_facts[2:])

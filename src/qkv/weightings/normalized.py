@@ -26,7 +26,7 @@ class NanWeights(Average):
     def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
         return self.live_ones(scores, live)
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         return self.live_ones(scores, live)
 
 
@@ -136,11 +136,11 @@ class Normalized(Weighting):
         known = fw.xp.all(weight == weight, axis=-1, keepdims=True)
         return fw.fill_unless(out, known, float("nan"))
 
-    def check_row_state(self, found: State) -> None:
+    def check_row_state(self, row_facts: State) -> None:
         if not self.raises_on_empty:
             return
-        fw = get_framework(found[0])
-        empty = fw.concrete_value(fw.xp.logical_and(found[0] == 0, fw.xp.isnan(found[1])))
+        fw = get_framework(row_facts[0])
+        empty = fw.concrete_value(fw.xp.logical_and(row_facts[0] == 0, fw.xp.isnan(row_facts[1])))
         if empty is None:
             raise FrameworkError(
                 "on_empty='raise' cannot read values while the call is traced: use 'nan'"
@@ -160,7 +160,13 @@ class Normalized(Weighting):
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width), *other
 
     def partial_state(
-        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
+        self,
+        scores: Array,
+        live: LiveMask,
+        k: Array,
+        row_facts: State,
+        value: Array,
+        keep: DropoutMask,
     ) -> State:
         inside = self.zero_outside(scores, live, scores)
         state = (
@@ -178,7 +184,7 @@ class Normalized(Weighting):
         state, other = super().merge(one[:2], two[:2]), self.empty_row_weighting
         return state if other is None else (*state, *other.merge(one[2:], two[2:]))
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         total, pooled = state[:2]
         out = pooled / divisor_or_infinity(total)
         if self.empty_row_weighting is None:
@@ -186,8 +192,8 @@ class Normalized(Weighting):
         other, known, _ = self.empty_row_weighting.finish(state[2:], ())
         return get_framework(total).xp.where(total == 0, other, out), (total, *known), out
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
-        total, *known = found
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
+        total, *known = row_facts
         alpha = self.zero_outside(scores, live, scores) / divisor_or_infinity(total)
         if self.empty_row_weighting is None:
             return alpha
@@ -195,9 +201,11 @@ class Normalized(Weighting):
         return get_framework(total).xp.where(total == 0, other, alpha)
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
-        return self.zero_outside((along - centre) / divisor_or_infinity(found[0]), None, scores)
+        return self.zero_outside(
+            (weight_gradient - centre) / divisor_or_infinity(row_facts[0]), None, scores
+        )
 
 
 @suggest_keywords
@@ -218,9 +226,9 @@ class Raw(Elementwise):
         return get_framework(scores).fill_unless(scores, live)
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
-        return along
+        return weight_gradient
 
 
 @suggest_keywords
@@ -238,9 +246,9 @@ class Sigmoid(Elementwise):
         return fw.fill_unless(fw.sigmoid(scores), live)
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
-        return weight * (1.0 - weight) * along
+        return weight * (1.0 - weight) * weight_gradient
 
 
 def divisor_or_infinity(total: Array) -> Array:

@@ -46,12 +46,12 @@ def expm1_ratio(y: Array) -> Array:
     )
 
 
-def entmax_gradient(weight: Any, along: Any, alpha: Any) -> Array:
+def entmax_gradient(weight: Any, weight_gradient: Any, alpha: Any) -> Array:
     """Return the gradient of (alpha − 1) · scores of whole rows, from that of their weights."""
     slope = weight ** (2 - alpha) * (weight > 0)
     total = slope.sum(-1, keepdims=True)
-    centre = (slope * along).sum(-1, keepdims=True) / (total + (total == 0))
-    gradient: Array = slope * (along - centre) / (alpha - 1)
+    centre = (slope * weight_gradient).sum(-1, keepdims=True) / (total + (total == 0))
+    gradient: Array = slope * (weight_gradient - centre) / (alpha - 1)
     return gradient
 
 

@@ -47,12 +47,12 @@ class ExponentialWeighting(Weighting):
     needs_centre = True
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+        self, scores: Array, weight: Array, weight_gradient: Array, centre: Array, row_facts: State
     ) -> Array:
-        return weight * (along - centre)
+        return weight * (weight_gradient - centre)
 
-    def lse_from_state(self, found: State) -> Array:
-        return log_of_total(found[0], found[1])
+    def lse_from_state(self, row_facts: State) -> Array:
+        return log_of_total(row_facts[0], row_facts[1])
 
 
 @suggest_keywords
@@ -128,7 +128,13 @@ class Softmax(ExponentialWeighting):
         return top, fw.full(rows.shape, 0.0, rows), *super().init(rows, width)
 
     def partial_state(
-        self, scores: Array, live: LiveMask, k: Array, found: State, value: Array, keep: DropoutMask
+        self,
+        scores: Array,
+        live: LiveMask,
+        k: Array,
+        row_facts: State,
+        value: Array,
+        keep: DropoutMask,
     ) -> State:
         top = live_row_max(scores, live)
         e = shifted_exponentials(scores, live, top, spend=True)
@@ -140,15 +146,15 @@ class Softmax(ExponentialWeighting):
         a, b = (fw.xp.exp(x[0] - fw.replace_nonfinite(top)) for x in (one, two))
         return top, one[1] * a + two[1] * b, one[2] * a + two[2] * b
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         top, total, pooled = state
         out = pooled / get_framework(total).safe_divisor(total)
         return out, (top, total), out
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
-        return shifted_exponentials(scores, live, found[0]) / get_framework(scores).safe_divisor(
-            found[1]
-        )
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
+        return shifted_exponentials(scores, live, row_facts[0]) / get_framework(
+            scores
+        ).safe_divisor(row_facts[1])
 
 
 @suggest_keywords
@@ -188,8 +194,10 @@ class TopK(ExponentialWeighting):
         fw, limited = get_framework(scores), self
         if not fw.has_unknown_length(scores) and (fw.needs_equal_spans or not fw.is_traced(scores)):
             limited = self.limit_to_keys(scores.shape[-1])
-        found = limited.find_threshold(lambda lift, merge, init: lift(fw.detach(scores), live, k))
-        return limited.chosen_mask(scores, live, k, found)
+        row_facts = limited.find_threshold(
+            lambda lift, merge, init: lift(fw.detach(scores), live, k)
+        )
+        return limited.chosen_mask(scores, live, k, row_facts)
 
     def find_threshold(self, fold: FoldFunction) -> State:
         """Return the largest score, the sum of exponentials, the k-th score and its position."""
@@ -228,17 +236,17 @@ class TopK(ExponentialWeighting):
         scores, at = (fw.take_along_last(x, order) for x in (scores, at))
         return self.select_best(scores, at)
 
-    def chosen_mask(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
+    def chosen_mask(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         xp = get_framework(scores).xp
-        _, _, least, at = found
+        _, _, least, at = row_facts
         # The position identifies the k-th key even if a compiler rounds its score differently.
         last = xp.logical_or(xp.logical_and(scores == least, k <= at), k == at)
         chosen = xp.logical_or(xp.logical_or(scores > least, last), xp.isnan(least + scores))
         return chosen if live is None else xp.logical_and(chosen, live)
 
-    def block_weights(self, scores: Array, live: LiveMask, k: Array, found: State) -> Array:
-        e = shifted_exponentials(scores, self.chosen_mask(scores, live, k, found), found[0])
-        return e / get_framework(e).safe_divisor(found[1])
+    def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
+        e = shifted_exponentials(scores, self.chosen_mask(scores, live, k, row_facts), row_facts[0])
+        return e / get_framework(e).safe_divisor(row_facts[1])
 
-    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
-        return state[0], found, state[0]
+    def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
+        return state[0], row_facts, state[0]

@@ -199,13 +199,15 @@ class ScorePasses:
         )
         return state
 
-    def state(self, found: State, width: int = 0) -> State:
+    def state(self, row_facts: State, width: int = 0) -> State:
         """Return the weighting's state, for values that are all 0."""
         zeros = np.zeros((self.scores.shape[1], width), self.scores.dtype)
 
         def lift_span(span: Span) -> State:
             x, live, k = self._slice_block(span)
-            return self.weighting.partial_state(x.copy(), live, k, found, zeros[: span.size], None)
+            return self.weighting.partial_state(
+                x.copy(), live, k, row_facts, zeros[: span.size], None
+            )
 
         start = self.weighting.init(self.template, width)
         state: State = self.fw.reduce_spans(lift_span, self.weighting.merge, start, self.spans)
@@ -253,10 +255,10 @@ def weight_sums(alpha: np.ndarray, sparse: bool = False) -> tuple[np.ndarray, np
     )
 
 
-def entropy_from_sums(total: np.ndarray, along: np.ndarray) -> np.ndarray:
+def entropy_from_sums(total: np.ndarray, entropy_sum: np.ndarray) -> np.ndarray:
     """Return −Σ p ln p with p = |α| / Σ |α|; 0 for rows without weight or with NaN."""
-    some = get_framework(total).safe_divisor(total)
-    return np.asarray(np.fmax(np.log(some) - along / some, 0))
+    divisor = get_framework(total).safe_divisor(total)
+    return np.asarray(np.fmax(np.log(divisor) - entropy_sum / divisor, 0))
 
 
 def sums_from_entropy(total: np.ndarray, entropy: np.ndarray) -> np.ndarray:
@@ -322,8 +324,8 @@ def finish_sums(sums: PooledSums) -> np.ndarray:
     out, *more = sums
     if more and more[1] is not None:
         (mass, common), out = more, np.array(out)
-        some = np.flatnonzero(mass > 0)
-        out[some] = np.where(np.isnan(common), out[some] / mass[some, None], common)
+        rows = np.flatnonzero(mass > 0)
+        out[rows] = np.where(np.isnan(common), out[rows] / mass[rows, None], common)
     return np.asarray(out)
 
 
@@ -336,12 +338,12 @@ def _common_value(value: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
     if not used.any():
         return None
     first, last = value[used.argmax()], value[len(used) - 1 - used[::-1].argmax()]
-    found = np.where(first == last, first, np.nan)
-    near = np.flatnonzero(first == last)
-    if len(near):
-        differ = ((value[:, near] != found[near]) & used[:, None]).any(axis=0)
-        found[near[differ]] = np.nan
-    return found
+    common = np.where(first == last, first, np.nan)
+    candidates = np.flatnonzero(first == last)
+    if len(candidates):
+        differ = ((value[:, candidates] != common[candidates]) & used[:, None]).any(axis=0)
+        common[candidates[differ]] = np.nan
+    return common
 
 
 def _merge_common(one: np.ndarray | None, two: np.ndarray | None) -> np.ndarray | None:
