@@ -4,7 +4,7 @@ export type Child = Node | string | number | null | undefined | false;
 type Handler = (event: any) => void;
 export interface Props {
   class?: string;
-  /** `data-testid`: what a test finds it by. */
+  /** `data-testid`, by which tests find the element. */
   test?: string;
   style?: Record<string, string>;
   on?: Record<string, Handler>;
@@ -32,7 +32,7 @@ function fill<E extends Element>(element: E, props: Props, children: Child[]): E
     else if (value !== false) element.setAttribute(name, String(value));
   }
   add(element, ...children);
-  // A select takes its value once its options are there.
+  // A select accepts its value only after its options were added.
   if ("value" in props && element instanceof HTMLSelectElement) element.value = String(props.value);
   return element;
 }
@@ -114,7 +114,7 @@ export function select(
   );
 }
 
-/** Letters up to which a text is shown whole among others. */
+/** Longest text that is shown in full, in letters. */
 const SHOWN = 100;
 
 /** A text that shows only its first lines if it is long; with the focus it shows all. */

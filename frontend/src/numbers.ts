@@ -12,7 +12,7 @@ export function clamp(x: number, least: number, most: number): number {
   return Math.min(Math.max(x, least), most);
 }
 
-/** 1, 2, 5, 10, 20, … and their tenths: the first that is no smaller, but for rounding. */
+/** The smallest of …, 0.5, 1, 2, 5, 10, 20, … that is not smaller, up to rounding. */
 export function roundUp(step: number): number {
   const ten = 10 ** Math.floor(Math.log10(step));
   return [1, 2, 5, 10].map((n) => n * ten).find((n) => n >= step * (1 - 1e-9))!;
@@ -29,14 +29,14 @@ export function numeral(x: number, error = 0, most = 4): string {
   return error ? `${text} ± ${error.toFixed(digits)}` : text;
 }
 
-/** Numbers of one axis, all with the decimals that tell its `most` largest digits apart. */
+/** Numbers of one axis, all with the decimals that its `most` leading digits need. */
 export function alike(xs: number[], most = 3): string[] {
   const span = Math.max(...xs) - Math.min(...xs);
   if (!(span > 1e-6 && span < 1e6)) return xs.map((x) => numeral(x, 0, most));
   return xs.map((x) => fixed(x, clamp(most - 1 - Math.floor(Math.log10(span)), 0, 8)));
 }
 
-/** A number in six digits, and in as many as it takes up to the unit. */
+/** A number with six digits, or with all digits before the point if those are more. */
 export function rounded(x: number): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "missing" : x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
@@ -45,7 +45,7 @@ export function rounded(x: number): string {
   return text.replaceAll("-", "−");
 }
 
-/** A weight or score with its decimals, or with four digits where it is large. */
+/** A weight or score with its decimals, or with four digits if it is large. */
 export function figure(x: number, digits = 3): string {
   return Math.abs(x) < 1e4 || !Number.isFinite(x) ? fixed(x, digits) : x.toExponential(3).replaceAll("-", "−");
 }

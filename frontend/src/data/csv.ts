@@ -12,16 +12,16 @@ const MISSING = new Set(
 );
 /** "007" and "+1" are text; a column with such a cell is a column of text. */
 const NUMBER = /^-?(0|[1-9]\d{0,14}|(?=\.))(\.\d{1,16})?([eE][+-]?\d{1,3})?$/;
-/** Numbers with a comma for the point, thousands parted by points or not; and ones that are whole. */
+/** Numbers with a decimal comma, with or without points between thousands; and such whole numbers. */
 const COMMA = /^-?(0|[1-9]\d*|[1-9]\d{0,2}(\.\d{3})+)(,\d+([eE][+-]?\d{1,3})?)?$/;
-/** Numbers with a point, thousands parted by commas or not. */
-const PARTED = /^-?(0|[1-9]\d*|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$/;
+/** Numbers with a decimal point, with or without commas between thousands. */
+const GROUPED = /^-?(0|[1-9]\d*|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?$/;
 const THOUSANDS = /^-?[1-9]\d{0,2},\d{3}$/;
-/** A price or a share with one or two digits behind its comma, which no mark of thousands has. */
+/** A number with one or two digits after its comma, which cannot separate thousands. */
 const PRICE = /^(([€$£¥%]|[A-Z]{3})\s*-?\d[\d.]*,\d\d?|-?\d[\d.]*,\d\d?\s*([€$£¥%]|[A-Z]{3}))$/;
 const MARKS = [",", ";", "\t", "|"];
 
-/** The cells of a text, line by line; a cell in quotes may hold anything, "" for a quote. */
+/** The cells of a text by lines. A quoted cell may contain anything; "" is a quote. */
 function cells(text: string, mark: string): string[][] {
   const lines: string[][] = [];
   let line: string[] = [];
@@ -53,7 +53,7 @@ function cells(text: string, mark: string): string[][] {
   return lines;
 }
 
-/** The delimiter under which most lines have as many cells as the first, and the cells. */
+/** The delimiter for which most lines have the same number of cells as the first, and the cells. */
 function split(text: string): { mark: string; lines: string[][] } {
   const found = MARKS.flatMap((mark) => {
     try {
@@ -62,7 +62,7 @@ function split(text: string): { mark: string; lines: string[][] } {
       const like = lines.filter((line) => line.length === wide).length / Math.max(lines.length, 1);
       return [{ mark, lines, fits: [Number(wide > 1), like, wide] }];
     } catch {
-      return []; // a quote that opens under another delimiter
+      return []; // with this delimiter a quote is not closed
     }
   });
   if (!found.length) cells(text, ",");
@@ -70,16 +70,16 @@ function split(text: string): { mark: string; lines: string[][] } {
   return found.reduce((best, next) => (more(next.fits, best.fits) > 0 ? next : best));
 }
 
-/** Columns in which numbers have a point, and nothing that parts thousands: between semicolons a comma is the point,
- * elsewhere it parts, once one cell of the table shows it. */
-function pointed(columns: string[][], mark: string): string[][] {
-  const german = mark === ";";
+/** Columns with numbers normalized: a decimal point, and nothing between thousands. With semicolons as delimiters a
+ * comma is the decimal point; otherwise it separates thousands if one cell of the table proves it. */
+function normalizeNumbers(columns: string[][], mark: string): string[][] {
+  const hasDecimalComma = mark === ";";
   const present = columns.map((texts) => texts.map((text) => text.trim()).filter((text) => !MISSING.has(text)));
-  const fits = present.map((texts) => texts.every((text) => (german ? COMMA : PARTED).test(text)));
+  const fits = present.map((texts) => texts.every((text) => (hasDecimalComma ? COMMA : GROUPED).test(text)));
   const commas = present.filter((_, i) => fits[i]).flat().filter((text) => text.includes(","));
-  const shown = commas.some((text) => (german ? !THOUSANDS.test(text) : text.includes(".")));
-  if (!shown && !(german && present.flat().some((text) => PRICE.test(text)))) return columns;
-  const plain = (text: string) => (german ? text.replaceAll(".", "").replace(",", ".") : text.replaceAll(",", ""));
+  const isProven = commas.some((text) => (hasDecimalComma ? !THOUSANDS.test(text) : text.includes(".")));
+  if (!isProven && !(hasDecimalComma && present.flat().some((text) => PRICE.test(text)))) return columns;
+  const plain = (text: string) => (hasDecimalComma ? text.replaceAll(".", "").replace(",", ".") : text.replaceAll(",", ""));
   return columns.map((texts, i) => (fits[i] ? texts.map((text) => (MISSING.has(text.trim()) ? text : plain(text))) : texts));
 }
 
@@ -99,7 +99,7 @@ export function parse(text: string): Table {
   if (new Set(columns).size < columns.length) throw new Error("two columns have the same name");
   const odd = lines.findIndex((line) => line.length !== columns.length);
   if (odd >= 0) throw new Error(`row ${odd + 1} has ${lines[odd].length} cells, and the header line has ${columns.length}`);
-  const read = pointed(columns.map((_, i) => lines.map((line) => line[i])), mark).map(column);
+  const read = normalizeNumbers(columns.map((_, i) => lines.map((line) => line[i])), mark).map(column);
   const rows = lines.map((_, i) => Object.fromEntries(columns.map((name, j) => [name, read[j][i]])));
   return { columns, rows };
 }

@@ -12,7 +12,7 @@ function header(name: string, size: number): Uint8Array {
   put(116, "0000000\0");
   put(124, `${octal(size, 11)}\0`);
   put(136, "00000000000\0");
-  put(148, "        "); // the sum is of a head without it
+  put(148, "        "); // the checksum counts its own field as spaces
   put(156, "0");
   put(257, "ustar\u000000");
   put(148, `${octal(head.reduce((sum, byte) => sum + byte, 0), 6)}\0 `);

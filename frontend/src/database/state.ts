@@ -345,7 +345,7 @@ export class State {
     this.computed = { mark: JSON.stringify(args), result: { scores: scores.data, weights: weights.data, convex, sparse } };
   }
 
-  /** Python's scores and weights of the rows here, null where it must be asked for them. */
+  /** Python's scores and weights of the rows here; null if they must be requested. */
   private fromPython(): Computed | null {
     const answer = this.data?.answer;
     if (this.touched === 0 && answer?.scores && answer.scores.data.length === this.table().length) {

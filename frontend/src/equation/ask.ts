@@ -25,7 +25,7 @@ export interface Asking {
   vectors?: { keys: Vector[]; query: Vector; score: Like };
   score?: Like | null;
   weighting?: Like;
-  /** Python's numbers, used in the place of the page's own. A weighting of `hard` uses only the scores. */
+  /** Python's numbers, used instead of the page's own. A weighting of `hard` uses only the scores. */
   computed?: Computed | null;
   top?: number;
   /** Columns to pool, if the values are records of numbers. */

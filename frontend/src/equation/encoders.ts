@@ -49,11 +49,11 @@ const DATE = /^(\d{4}-\d\d-\d\d|\d\d:\d\d)/;
 
 /** Days since the year 1 of a date in ISO text, with the time as a fraction; in UTC if it has a zone. */
 function days(text: string): number {
-  if (!DATE.test(text)) return NaN; // a year alone is a date to JavaScript
+  if (!DATE.test(text)) return NaN; // JavaScript also accepts a year alone
   const moment = /^\d\d:/.test(text) ? `0001-01-01T${text}` : text;
   const utc = /^[^T]*$|(Z|[+-]\d\d:\d\d)$/.test(moment) ? moment : `${moment}Z`;
   const day = new Date(moment.slice(0, 10));
-  if (day.getUTCDate() !== Number(moment.slice(8, 10))) return NaN; // the 30th of February is one in March there
+  if (day.getUTCDate() !== Number(moment.slice(8, 10))) return NaN; // JavaScript reads 30 February as a day of March
   return Date.parse(utc) / 864e5 + 719162;
 }
 
@@ -77,7 +77,7 @@ function numbers(keys: Key[]): Encoder {
   const mean = columns.map((column) => column.reduce((a, b) => a + b, 0) / column.length);
   const spread = columns.map((column, j) => {
     const found = Math.sqrt(column.reduce((a, x) => a + (x - mean[j]) ** 2, 0) / column.length);
-    return found > 0 ? found : 1; // one value only: it has no spread to measure by
+    return found > 0 ? found : 1; // a single value has no spread
   });
   const unit = spread.map((x) => (x > 1e-30 && x < 1e30 ? 1 : x));
   const told = spread.map((x, j) => x / unit[j]);
@@ -94,7 +94,7 @@ function numbers(keys: Key[]): Encoder {
   };
 }
 
-/** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) how often each is in the key.
+/** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) the count of each word in the key.
  *
  * There is a column for each word of the keys, and a last one for the length of all others. */
 function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {

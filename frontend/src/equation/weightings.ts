@@ -68,7 +68,7 @@ function hard(s: Float64Array): Float64Array {
   return s.map((_, i) => Number(i === at));
 }
 
-/** The scores but for the k largest at −∞; ties by the lowest row. */
+/** The scores, with all but the k largest set to −∞; of equal scores the first rows count. */
 function best(s: Float64Array, k: number): Float64Array {
   const order = Array.from(s.keys()).sort((i, j) => s[j] - s[i] || i - j);
   if (s.some(Number.isNaN)) return s;
@@ -79,8 +79,7 @@ function best(s: Float64Array, k: number): Float64Array {
 
 /** αᵢ = e^−λ (1 + c zᵢ e^cλ)^(1/c), c = alpha − 1, z = s − top: the λ that makes them sum to one.
  *
- * It is the logarithm of 1 over the largest weight, so it lies between 0 and ln m, and the sum falls
- * in it. At c = 0 this is softmax, and λ its log-sum-exp; at c = 1 sparsemax. */
+ * λ = −ln of the largest weight, so it is between 0 and ln m. The sum decreases with λ. At c = 0 this is softmax, and λ its log-sum-exp; at c = 1 sparsemax. */
 function entmax(s: Float64Array, alpha: number): Float64Array {
   const top = largest(s);
   if (Number.isNaN(top)) return s.map(() => NaN);
@@ -102,7 +101,7 @@ function entmax(s: Float64Array, alpha: number): Float64Array {
     else high = middle;
   }
   const found = weights(low);
-  const sum = total(found); // for a large alpha no λ gives just 1
+  const sum = total(found); // for a large alpha no λ gives exactly 1
   return found.map((x) => x / sum);
 }
 

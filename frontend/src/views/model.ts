@@ -11,14 +11,14 @@ import { type Tensor, part } from "../wire";
 interface Heads {
   /** The layers' names. */
   names: string[];
-  /** (layers, heads, rows, columns), bytes: a weight is its byte's square times its head's scale. */
+  /** Bytes (layers, heads, rows, columns): a weight is byte² × the scale of its head. */
   weights: Tensor;
-  /** The same at most 64 × 64: the largest of each block. */
+  /** The heads reduced to at most 64 × 64: the maximum of each block. */
   small: Tensor;
   scale: Tensor;
-  /** Nats, a row's mean; NaN where the weights are not all there. */
+  /** The mean entropy of the rows in nats; NaN if not all weights were captured. */
   entropy: Tensor;
-  /** Queries and keys, of which rows and columns may be fewer. */
+  /** The numbers of queries and keys; there may be fewer rows and columns. */
   queries: number;
   keys: number;
   tokens?: string[];

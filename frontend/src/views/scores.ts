@@ -24,12 +24,12 @@ type Values = Record<string, number>;
 
 /** All numbers that are shown, computed here or by Python. */
 interface Numbers {
-  /** Scores and weights of every query (row) and key (column); no weights where they are refused. */
+  /** Scores and weights of every query (row) and key (column); no weights if the weighting refuses the scores. */
   scores: Float64Array[];
   weights: Float64Array[];
   /** Why there are no weights, or null. */
   reason: string | null;
-  /** Scores and weights of the one query, its scores along the axis, and that of the marked key. */
+  /** Scores and weights of the chosen query, its scores along the axis, and the score of the marked key. */
   row: Float64Array;
   rowWeights: Float64Array | null;
   line: ArrayLike<number>;
