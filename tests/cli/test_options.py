@@ -38,9 +38,9 @@ class TestHelp:
         for name in COMMAND_MODULES:
             assert f"`qkv {name}" in page
         for option in re.findall(
-            r"^  (?:-\w, )?(--\w+)", qkv("ask", "--help").stdout, re.MULTILINE
+            r"^  (?:-\w, )?(--[\w-]+)", qkv("ask", "--help").stdout, re.MULTILINE
         ):
-            assert option in page or option == "--help"
+            assert f"`{option}" in page or option == "--help"
 
     def test_help_loads_neither_numpy_nor_rich(self) -> None:
         code = (
