@@ -23,8 +23,12 @@ import qkv
 from bench._results import show
 from bench._side_by_side import keep, size
 from qkv.database.storage.catalog import SEGMENT_COLUMNS, VersionEntry, row_crc
-from qkv.database.storage.layout import IDS_TENSOR
-from qkv.database.storage.segments import SEGMENT_SUFFIX, SegmentEntry, iterate_file_chunks
+from qkv.database.storage.segments import (
+    IDS_TENSOR,
+    SEGMENT_SUFFIX,
+    SegmentEntry,
+    iterate_file_chunks,
+)
 
 BYTES = size(40 * 10**9, 3 * 10**9)
 D, THERE = 4096, 512

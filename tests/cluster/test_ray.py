@@ -173,5 +173,5 @@ def test_wrong_arguments() -> None:
         Cluster([])
     with pytest.raises(ArgumentError, match="shards must be"):
         Cluster("x.qkv", shards=0)
-    with pytest.raises(TypeError, match="a path or a URL"):
+    with pytest.raises(TypeError, match="paths or URLs"):
         Cluster([3])  # type: ignore[list-item]

@@ -175,9 +175,9 @@ def test_arrays_of_text_dates_and_objects_are_cells():
 @pytest.mark.parametrize(
     ("path", "error", "says"),
     [
-        ("a\0b", ArgumentError, "path holds a NUL character"),
-        ("a\ud800", ArgumentError, "path holds half a character"),
-        ("a" * 5000, StoreUnwritableError, "cannot be looked at"),
+        ("a\0b", ArgumentError, "path contains a NUL character"),
+        ("a\ud800", ArgumentError, "path contains a lone surrogate"),
+        ("a" * 5000, StoreUnwritableError, "cannot be accessed"),
         (5, DtypeError, "path must be the name of a folder, not a int"),
     ],
 )

@@ -211,7 +211,7 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
 @pytest.mark.parametrize("table", ["generations", "segments"])
 def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table, cell):
     monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 12)
-    place, told = tmp_path / "names.qkv", "what it says of a file is not what was written"
+    place, told = tmp_path / "names.qkv", "an entry for a file has wrong types"
     with qkv.open(place) as D:
         D.add([f"name {i}" for i in range(300)], range(300))
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:

@@ -1,5 +1,8 @@
-"""The same equation on more than one machine: `Cluster` asks shards of a database, on Ray;
-`qkv.cluster.torch` attends to keys that the processes of a group hold."""
+"""Attention on several machines.
+
+- `Cluster` queries the shards of a database on Ray.
+- `qkv.cluster.torch` attends to keys and values that are sharded over a torch.distributed group.
+"""
 
 from __future__ import annotations
 

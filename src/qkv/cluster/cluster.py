@@ -1,4 +1,4 @@
-"""A database in shards: the same questions, each answered by all shards together."""
+"""`Cluster`: a database in shards, with the queries of a single database."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ StorePath = str | os.PathLike[str]
 
 
 class Cluster(ReadableDatabase[Any, Any]):
-    """The database at a path, or in several stores that are its shards, asked on Ray.
+    """A database whose rows are split into shards, queried on Ray.
 
-    `sources` is the path or URL of a store, which `shards` actors share out by its rows, or a list
-    of stores with rows of their own. Each actor opens its segments where it runs: a path must lead
-    to them on every machine; what a URL names is copied to the machine's `cache` by fsspec. Each
-    shard has `replicas`, each with `cores`. `address` is that of a Ray that runs, as in `ray.init`,
-    and `options` are Ray's for actors, such as resources; without them one is started here.
+    `sources` is the path or URL of one store, whose rows are divided among `shards` actors, or a
+    list of stores. Each actor opens its segments on the machine where it runs: a path must exist on
+    every machine; a URL is copied to the machine's `cache` by fsspec. Each shard has `replicas`
+    actors with `cores` CPU cores each. `address` is a running Ray, as in `ray.init`; without it,
+    Ray is started here. `options` are Ray's options for actors, such as resources.
 
-    A shard that ends is started again, and its query asked again. One that is not back after
-    `timeout` seconds is an error, or with `partial` left out: then `answer.error_bound` counts the
-    largest share that its rows can have. With `hedge` seconds, a second replica is asked where the
-    first has not answered by then.
+    An actor that dies is restarted, and its query is sent again. If a shard does not answer within
+    `timeout` seconds, the query raises `LostShardError`. With `partial=True` the shard is skipped
+    instead, and `answer.error_bound` includes the largest weight that its rows can have. With
+    `hedge` seconds, a second replica is queried if the first has not answered by then.
 
     >>> import qkv
     >>> with qkv.cluster.Cluster("big.qkv", shards=2) as c:  # doctest: +SKIP
@@ -59,17 +59,17 @@ class Cluster(ReadableDatabase[Any, Any]):
         hedge: float | None = None,
         partial: bool = False,
     ):
-        given = [sources] if isinstance(sources, str | os.PathLike) else sources
-        places = [_normalize_source(x) for x in given]
+        paths = [sources] if isinstance(sources, str | os.PathLike) else sources
+        places = [_normalize_source(path) for path in paths]
         if not places:
-            raise ArgumentError("sources: name the path or the URL of at least one store")
+            raise ArgumentError("sources: pass the path or the URL of at least one store")
         count = (len(places) if len(places) > 1 else 2) if shards is None else shards
         validate_sizes(shards=count, replicas=replicas, cores=cores)
         from qkv.cluster.ray import ActorPool
 
-        held = assign_stores(len(places), count)
+        assigned = assign_stores(len(places), count)
         workers = ActorPool(
-            [{i: places[i] for i in own} for own in held],
+            [{i: places[i] for i in own} for own in assigned],
             replicas=replicas,
             cores=cores,
             address=address,
@@ -79,8 +79,8 @@ class Cluster(ReadableDatabase[Any, Any]):
             hedge=hedge,
         )
         try:
-            super().__init__(ShardSet(places, held, workers, partial))  # type: ignore[arg-type]
-            self._view  # noqa: B018, so that stores that do not fit are told of now
+            super().__init__(ShardSet(places, assigned, workers, partial))  # type: ignore[arg-type]
+            self._view  # noqa: B018, raises now for stores that do not match
         except BaseException:
             workers.close()
             raise
@@ -91,23 +91,23 @@ class Cluster(ReadableDatabase[Any, Any]):
 
     @property
     def _view(self) -> ShardedView:
-        many = self._shard_set.open_snapshot(self._pinned_version)
-        held = self._cached_view
-        if not isinstance(held, ShardedView) or held.snapshot is not many:
-            old, held = held, ShardedView(many, self._requested_encoder)  # type: ignore[arg-type]
+        snapshot = self._shard_set.open_snapshot(self._pinned_version)
+        view = self._cached_view
+        if not isinstance(view, ShardedView) or view.snapshot is not snapshot:
+            old, view = view, ShardedView(snapshot, self._requested_encoder)  # type: ignore[arg-type]
             if old is not None:
-                held.inherit_encoder(old)
-            self._cached_view = held
-        return held
+                view.inherit_encoder(old)
+            self._cached_view = view
+        return view
 
     def _find_value(self, key: Any, default: Any) -> Any:
-        return self._view.find_value(
-            key, default
-        )  # the shards know of no newer version than it has
+        return self._view.find_value(key, default)
 
-    def _get_executor(self, view: Any, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
-        meant = self._check_ask_options(view, score, weighting, *how)
-        return ShardedQueryExecutor(view, view.resolve_score(score), weighting, where, *meant)
+    def _get_executor(
+        self, view: Any, score: Any, weighting: Any, where: Any, *options: Any
+    ) -> Any:
+        checked = self._check_ask_options(view, score, weighting, *options)
+        return ShardedQueryExecutor(view, view.resolve_score(score), weighting, where, *checked)
 
     def _attend_encoded(
         self,
@@ -120,22 +120,22 @@ class Cluster(ReadableDatabase[Any, Any]):
     ) -> Array:
         if get_framework(code.code).is_abstract(code.code):
             raise FrameworkError(
-                "attend asks other processes while it runs, so it cannot be traced: call it "
+                "attend queries other processes while it runs and cannot be traced: call it "
                 "outside of jit, compile or tf.function"
             )
 
-        near_to, fw = bound_options["tolerance"], get_framework(code.code)
-        if near_to is not None and not fw.needs_gradient(
+        tolerance, fw = bound_options["tolerance"], get_framework(code.code)
+        if tolerance is not None and not fw.needs_gradient(
             [code.code, *tree.array_leaves(fw, (score, weighting))]
         ):
-            given = EncodedQuery(to_numpy(code.code), code.sparse_positions)
-            found = ShardedQueryExecutor(
-                view, score, weighting, where, 1, near_to
-            ).attend_within_tolerance(given)
-            if found is not None:
-                if where is not None and not found.any():
+            query = EncodedQuery(to_numpy(code.code), code.sparse_positions)
+            out = ShardedQueryExecutor(
+                view, score, weighting, where, 1, tolerance
+            ).attend_within_tolerance(query)
+            if out is not None:
+                if where is not None and not out.any():
                     warn_no_rows(view.why_none_pass(where))
-                return to_framework_array(fw, found, code.code)
+                return to_framework_array(fw, out, code.code)
 
         def send_job(query: Array, score: Score, weighting: Weighting) -> DifferentiableJob:
             job = view.build_job(
@@ -151,11 +151,14 @@ class Cluster(ReadableDatabase[Any, Any]):
             warn_no_rows(view.why_none_pass(where))
         return fw.astype(out, fw.dtype_name(code.code))
 
-    # Rows in and out
+    # Writing
 
     def add(self, keys: Any, values: Any = UNSET) -> None:
-        """One row, or many, as `Database.add`: on disk when this returns. Of several stores, a
-        row's key says which has it, and what goes to one store goes in together."""
+        """Add one or many rows, as `Database.add`; they are on disk when this returns.
+
+        With several stores, a row's key decides to which store it goes. Each store gets its rows in
+        one commit.
+        """
         self._check_writable()
         if len(self._shard_set.sources) == 1:
             self._shard_set.write_store(0, "add", keys, *(() if values is UNSET else (values,)))
@@ -163,88 +166,96 @@ class Cluster(ReadableDatabase[Any, Any]):
         pairs = as_pairs(
             keys, values, has_several_keys(keys, getattr(self._schema, "key_kind", None))
         )
-        for source, some in self._route_to_stores(pairs, lambda pair: pair[0]).items():
-            self._shard_set.write_store(source, "add", some)
+        for source, part in self._route_to_stores(pairs, lambda pair: pair[0]).items():
+            self._shard_set.write_store(source, "add", part)
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows with named columns, as `Database.extend`."""
+        """Add rows with named columns, as `Database.extend`."""
         self._check_writable()
         schema = self._view.schema
-        for source, some in self._route_to_stores(list(rows), schema.row_key).items():
-            self._shard_set.write_store(source, "extend", some)
+        for source, part in self._route_to_stores(list(rows), schema.row_key).items():
+            self._shard_set.write_store(source, "extend", part)
 
     def update(self, key: Any, value: Any = UNSET) -> int:
-        """Give a key another value, or each of a mapping or of pairs; how many were absent, and
-        inserted."""
+        """Set the value of a key, or of each key of a mapping or list of pairs.
+
+        Return the number of keys that did not exist and were added.
+        """
         if value is UNSET and not isinstance(key, Mapping | list):
             raise DtypeError("update takes a key and its value, or a mapping of them")
         pairs = as_pairs(key, value, False)
         absent = {self._view.schema.key_digest(key) for key, _ in pairs if key not in self}
-        for source, some in self._route_to_stores(pairs, lambda pair: pair[0]).items():
-            self._shard_set.write_store(source, "update", some)
+        for source, part in self._route_to_stores(pairs, lambda pair: pair[0]).items():
+            self._shard_set.write_store(source, "update", part)
         return len(absent)
 
     def remove(self, keys: Any) -> int:
-        """Take out every row of these keys (one, or a list); how many rows went."""
+        """Remove all rows of a key or a list of keys; return the number of removed rows."""
         keys = (
             list(keys)
             if has_several_keys(keys, getattr(self._schema, "key_kind", None))
             else [keys]
         )
-        dead: set[int] = set()
+        removed: set[int] = set()
         for key in keys:
-            found = self._view.find_ids(key)
-            if not found:
+            ids = self._view.find_ids(key)
+            if not ids:
                 raise KeyNotFoundError(key, bound(self._nearest_keys, key))
-            dead.update(found)
-        for source, some in self._route_to_stores(keys, lambda key: key).items():
-            self._shard_set.write_store(source, "remove", some)
-        return len(dead)
+            removed.update(ids)
+        for source, part in self._route_to_stores(keys, lambda key: key).items():
+            self._shard_set.write_store(source, "remove", part)
+        return len(removed)
 
     def _check_writable(self) -> None:
         if self._pinned_version is not None:
             raise CombinationError(
-                f"version {self._pinned_version} is past and cannot change: write to the cluster "
-                "itself"
+                f"version {self._pinned_version} is an old version and read-only: write to the "
+                "cluster itself"
             )
 
     def _route_to_stores(self, things: list[Any], key_of: Any) -> dict[int, list[Any]]:
-        """What goes to each store: a key to that which has it already, else as its digest says."""
+        """Group things by store: the one that has the key, or else the one its digest selects."""
         self._check_writable()
-        count, found = len(self._shard_set.sources), dict[int, list[Any]]()
+        count, routed = len(self._shard_set.sources), dict[int, list[Any]]()
         if count == 1:
             return {0: things} if things else {}
-        many, schema = self._view.snapshot, self._schema
-        digest = cells.key_digest if schema is None else schema.key_digest
-        digests = [digest(key_of(thing)) for thing in things]
-        owners = [int.from_bytes(some[:8], "big") % count for some in digests]
-        for (_, slice), there in zip(
-            many.slices, many.run_on_slices("find_digests", digests), strict=True
-        ):
-            for i in there:
+        snapshot, schema = self._view.snapshot, self._schema
+        key_digest = cells.key_digest if schema is None else schema.key_digest
+        digests = [key_digest(key_of(thing)) for thing in things]
+        owners = [int.from_bytes(digest[:8], "big") % count for digest in digests]
+        positions = snapshot.run_on_slices("find_digests", digests)
+        for (_, slice), existing in zip(snapshot.slices, positions, strict=True):
+            for i in existing:
                 owners[i] = slice.source
-        for thing, own in zip(things, owners, strict=True):
-            found.setdefault(own, []).append(thing)
-        return found
+        for thing, owner in zip(things, owners, strict=True):
+            routed.setdefault(owner, []).append(thing)
+        return routed
 
-    # What it is
+    def calibrate(self, *_: Any, **__: Any) -> Any:
+        """Raise: a cluster uses the calibration of its store, and cannot calibrate."""
+        raise CombinationError(
+            "a cluster cannot calibrate: call calibrate on the database itself, "
+            "qkv.open(path).calibrate(pairs), before qkv.cluster.split. The cluster then uses it"
+        )
+
+    # Information
 
     def process_ids(self) -> list[int]:
-        """The process of each shard."""
+        """Return the process id of one actor of each shard."""
         return [process for process, _ in self._shard_set.process_stats()]
 
     def busy_seconds(self) -> list[float]:
-        """The seconds that the process of each shard has worked."""
+        """Return the CPU seconds that one actor of each shard has used."""
         return [seconds for _, seconds in self._shard_set.process_stats()]
 
     def __repr__(self) -> str:
-        shards, told = len(self._shard_set.shards), ", ".join(self._shard_set.sources)
-        return f"<Cluster {told}: {len(self):,} rows in {shards} shards>"
+        shards, sources = len(self._shard_set.shards), ", ".join(self._shard_set.sources)
+        return f"<Cluster {sources}: {len(self):,} rows in {shards} shards>"
 
 
 def _normalize_source(source: Any) -> str:
-    """A URL, or a path as it is on any machine."""
+    """Return a URL, or an absolute path."""
     if not isinstance(source, str | os.PathLike):
-        raise DtypeError(f"sources: a path or a URL is wanted, not {type(source).__name__}")
-    told = os.fspath(source)
-    return told if "://" in told else str(Path(told).absolute())
+        raise DtypeError(f"sources must be paths or URLs, not {type(source).__name__}")
+    text = os.fspath(source)
+    return text if "://" in text else str(Path(text).absolute())

@@ -1,7 +1,7 @@
-"""`cluster.torch.attend` as one operator of a compiled graph, which does not look into it.
+"""`cluster.torch.attend` as one custom operator for torch.compile.
 
-How many keys the others have is told by the run alone, so the operator is the eager call. What it
-is given beside arrays is spelled as text, which a graph that was kept on disk still has.
+The number of keys of the other processes is known only at run time, so the operator runs the eager
+call. All arguments but arrays are passed as JSON, which survives in a graph that is cached on disk.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ AUTOGRAD_DISPATCH_KEYS = [
     getattr(torch._C.DispatchKey, name)
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 ]
-"""What autograd records by."""
+"""The dispatch keys with which autograd records."""
 
 
 def attend_compiled(
-    query: Tensor, key: Tensor, value: Tensor, group: Any, return_lse: bool, **how: Any
+    query: Tensor, key: Tensor, value: Tensor, group: Any, return_lse: bool, **options: Any
 ) -> Any:
-    """`process_group.attend_in_group` of these arguments."""
+    """Run `process_group.attend_in_group` as one operator."""
     query, key, value = (get_framework(x).apply_autocast(x) for x in (query, key, value))
-    held: list[Tensor] = []
-    told = encode_arguments({**how, "group": None if group is None else group.group_name}, held)
-    found = torch.ops.qkv.attend_in_group([query, key, value, *held], told, return_lse)
-    return tuple(found) if return_lse else found[0]
+    arrays: list[Tensor] = []
+    group_name = None if group is None else group.group_name
+    text = encode_arguments({**options, "group": group_name}, arrays)
+    outputs = torch.ops.qkv.attend_in_group([query, key, value, *arrays], text, return_lse)
+    return tuple(outputs) if return_lse else outputs[0]
 
 
-def encode_arguments(thing: Any, held: list[Tensor]) -> str:
-    """As JSON: records by the place of their class, arrays by their place in `held`."""
+def encode_arguments(thing: Any, arrays: list[Tensor]) -> str:
+    """Return arguments as JSON: objects with the name of their class, arrays as indices.
+
+    Arrays are appended to `arrays`.
+    """
     if thing is None or isinstance(thing, bool):
         return {None: "null", True: "true", False: "false"}[thing]
     if isinstance(thing, int):
@@ -50,10 +54,10 @@ def encode_arguments(thing: Any, held: list[Tensor]) -> str:
         return _quote_json(thing)
     if is_array(thing):
         numpy = get_framework(thing).name == "numpy"
-        held.append(torch.as_tensor(thing) if numpy else thing)
-        return f'{{"array": {len(held) - 1}, "numpy": {"true" if numpy else "false"}}}'
+        arrays.append(torch.as_tensor(thing) if numpy else thing)
+        return f'{{"array": {len(arrays) - 1}, "numpy": {"true" if numpy else "false"}}}'
     if isinstance(thing, list | tuple):
-        return f"[{', '.join([encode_arguments(x, held) for x in thing])}]"
+        return f"[{', '.join([encode_arguments(x, arrays) for x in thing])}]"
     kind = type(thing)
     if kind is dict:
         items = thing.items()
@@ -61,49 +65,50 @@ def encode_arguments(thing: Any, held: list[Tensor]) -> str:
         names = field_names(thing)
         if names is None:
             raise CombinationError(
-                "keys that several processes hold cannot be compiled with a function inside of "
-                "score or mask: leave attend out of the graph, torch.compiler.disable(attend)"
+                "cluster.torch.attend cannot be compiled with a function in score or mask: "
+                "exclude it from the graph with torch.compiler.disable(attend)"
             )
         items = [(name, getattr(thing, name)) for name in names]
-    inside = ", ".join([f"{_quote_json(name)}: {encode_arguments(x, held)}" for name, x in items])
-    where = "" if kind is dict else f"{kind.__module__}:{kind.__qualname__}"
-    return f'{{"kind": "{where}", "fields": {{{inside}}}}}'
+    inside = ", ".join([f"{_quote_json(name)}: {encode_arguments(x, arrays)}" for name, x in items])
+    class_name = "" if kind is dict else f"{kind.__module__}:{kind.__qualname__}"
+    return f'{{"kind": "{class_name}", "fields": {{{inside}}}}}'
 
 
 def _quote_json(text: str) -> str:
-    """As JSON has it, but for control characters: Dynamo reads no `json.dumps`."""
+    """Quote a string as JSON, except control characters: Dynamo cannot trace `json.dumps`."""
     text = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
 
 
-def decode_arguments(told: Any, held: list[Tensor]) -> Any:
-    """What `encode_arguments` spelled, once it is JSON no more."""
-    if isinstance(told, list):
-        return tuple(decode_arguments(x, held) for x in told)
-    if not isinstance(told, dict):
-        return told
-    if "float" in told:
-        return float(told["float"])
-    if "array" in told:
-        x = held[told["array"]]
-        return x.numpy() if told["numpy"] else x
-    inside = {name: decode_arguments(x, held) for name, x in told["fields"].items()}
-    if not told["kind"]:
+def decode_arguments(data: Any, arrays: list[Tensor]) -> Any:
+    """Return the arguments from the parsed JSON of `encode_arguments`."""
+    if isinstance(data, list):
+        return tuple(decode_arguments(x, arrays) for x in data)
+    if not isinstance(data, dict):
+        return data
+    if "float" in data:
+        return float(data["float"])
+    if "array" in data:
+        x = arrays[data["array"]]
+        return x.numpy() if data["numpy"] else x
+    inside = {name: decode_arguments(x, arrays) for name, x in data["fields"].items()}
+    if not data["kind"]:
         return inside
-    module, _, name = told["kind"].partition(":")
+    module, _, name = data["kind"].partition(":")
     record = object.__new__(getattr(import_module(module), name))
     for field, x in inside.items():
         object.__setattr__(record, field, x)
     return record
 
 
-def _run_eager(arrays: list[Tensor], told: str, lse: bool) -> list[Tensor]:
-    query, key, value, *held = arrays
-    how = decode_arguments(json.loads(told, strict=False), held)
-    name = how.pop("group")
+def _run_eager(tensors: list[Tensor], text: str, lse: bool) -> list[Tensor]:
+    query, key, value, *arrays = tensors
+    options = decode_arguments(json.loads(text, strict=False), arrays)
+    name = options.pop("group")
     group = None if name is None else _resolve_process_group(name)
-    found = attend_in_group(query, key, value, group, return_lse=lse, **how)
-    return [x.clone() for x in found] if lse else [found]  # no two of them from one storage
+    outputs = attend_in_group(query, key, value, group, return_lse=lse, **options)
+    # Outputs of a custom operator must not share storage.
+    return [x.clone() for x in outputs] if lse else [outputs]
 
 
 @torch.library.custom_op("qkv::attend_in_group", mutates_args=())
@@ -116,7 +121,7 @@ def _(arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
     query, key, value = arrays[:3]
     size = max(x.ndim for x in (query, key, value)) - 2
     leads = [(1,) * (size + 2 - x.ndim) + tuple(x.shape[:-2]) for x in (query, key, value)]
-    # The last of the leading axes is the heads, of which a key may have fewer.
+    # The last leading axis is the heads; a key may have fewer.
     lead = [next((n for n in sizes if n != 1), 1) for sizes in zip(*leads, strict=True)]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = (*lead, query.shape[-2])
@@ -129,16 +134,16 @@ def _attend_backward_op(
     gradients: list[Tensor], arrays: list[Tensor], how: str, lse: bool
 ) -> list[Tensor]:
     with ExitStack() as stack:
-        for kind in AUTOGRAD_DISPATCH_KEYS:  # which stand aside inside of an operator
+        for kind in AUTOGRAD_DISPATCH_KEYS:  # excluded inside of an operator
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(kind, False))
         stack.enter_context(torch.enable_grad())
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in arrays]
         outputs = _run_eager(leaves, how, lse)
-        smooth = [x for x in leaves if x.requires_grad]
+        differentiable = [x for x in leaves if x.requires_grad]
         zeros = {"allow_unused": True, "materialize_grads": True}
-        found = iter(torch.autograd.grad(outputs, smooth, gradients, **zeros))
-        # Those that were summed over the processes are parts of one vector.
-        return [next(found).clone() if x.requires_grad else torch.zeros_like(x) for x in leaves]
+        computed = iter(torch.autograd.grad(outputs, differentiable, gradients, **zeros))
+        # Gradients that were summed over the processes are views of one vector: copy them.
+        return [next(computed).clone() if x.requires_grad else torch.zeros_like(x) for x in leaves]
 
 
 @_attend_backward_op.register_fake
@@ -152,10 +157,10 @@ def _save_for_backward(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 
 def _run_backward(ctx: Any, gradients: list[Tensor]) -> Any:
-    found = torch.ops.qkv.attend_in_group_backward(
+    input_gradients = torch.ops.qkv.attend_in_group_backward(
         list(gradients), list(ctx.saved_tensors), ctx.how, ctx.lse
     )
-    return found, None, None
+    return input_gradients, None, None
 
 
 _attend_op.register_autograd(_run_backward, setup_context=_save_for_backward)

@@ -1,4 +1,4 @@
-"""The processes of a torch.distributed group, and `attend` among them."""
+"""Collective operations of a torch.distributed group, and `attend` with them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ State = tuple[Tensor, ...]
 
 
 def attend_in_group(
-    query: Tensor, key: Tensor, value: Tensor, group: Any, *, queries: str, **how: Any
+    query: Tensor, key: Tensor, value: Tensor, group: Any, *, queries: str, **options: Any
 ) -> Any:
-    """`attend` to the keys of all processes of the group, by the lengths that they tell."""
+    """Attend to the keys of all processes of the group."""
     ranks = RankGroup(group)
     rows, cols = ranks.gather_lengths(query, key)
     at = ShardPosition(0, sum(cols[: ranks.rank]), rows[0], sum(cols))
@@ -32,26 +32,26 @@ def attend_in_group(
         raise ShapeError(
             f"query: the processes have {rows} queries: pass the same on all, or queries='sharded'"
         )
-    return attention.attend_sharded(ranks, at, query, key, value, **how)
+    return attention.attend_sharded(ranks, at, query, key, value, **options)
 
 
 class RankGroup:
-    """The processes of a group, as `attention.attend_sharded` asks for them."""
+    """The collective operations that `attention.attend_sharded` needs."""
 
     def __init__(self, group: Any):
         if not dist.is_available() or not dist.is_initialized():
             raise FrameworkError(
-                "there is no group of processes yet: call torch.distributed.init_process_group, or "
+                "there is no process group yet: call torch.distributed.init_process_group, or "
                 "start with torchrun"
             )
         self.group = group
         self.query_counts: Sequence[int] = ()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ArgumentError("group: this process is none of its members")
+            raise ArgumentError("group: this process is not a member")
 
     def gather_lengths(self, *arrays: Tensor) -> list[list[int]]:
-        """How many rows each of the arrays has on each process."""
+        """Return, for each array, its number of rows on each process."""
         own = torch.tensor([x.shape[-2] for x in arrays], device=arrays[0].device)
         return torch.stack(self._all_gather(own)).T.tolist()  # type: ignore[no-any-return]
 
@@ -59,29 +59,31 @@ class RankGroup:
         rows = state[0].shape[-2]
         if self.size < 3 or rows < self.size:
             return self._merge_states([state], merge)
-        # Each process merges its share of the rows: less travels than all states to all of them.
+        # Each process merges its share of the rows, which sends less than all states to all.
         share = -(-rows // self.size)
         padded = [pad(x, (0, 0, 0, share * self.size - rows)) for x in state]
-        mine = self._merge_states(zip(*(x.split(share, -2) for x in padded), strict=True), merge)
-        flat, unpack = pack_by_dtype(mine)
+        merged = self._merge_states(zip(*(x.split(share, -2) for x in padded), strict=True), merge)
+        flat, unpack = pack_by_dtype(merged)
         shares = map(unpack, zip(*map(self._all_gather, flat), strict=True))
         return tuple(torch.cat(x, -2)[..., :rows, :] for x in zip(*shares, strict=True))
 
     def _merge_states(
         self, states: Iterable[State], merge: Callable[[State, State], State]
     ) -> State:
-        """The states of all processes merged: of several, one for each process, this one's."""
+        """Merge the states of all processes; of several states, one per process, merge ours."""
         sent = [pack_by_dtype(state) for state in states]
         unpack, kinds = sent[0][1], zip(*(flat for flat, _ in sent), strict=True)
-        found = [self._all_gather(x[0]) if len(x) == 1 else self._exchange_parts(x) for x in kinds]
-        return reduce(merge, map(unpack, zip(*found, strict=True)))
+        gathered = [
+            self._all_gather(x[0]) if len(x) == 1 else self._exchange_parts(x) for x in kinds
+        ]
+        return reduce(merge, map(unpack, zip(*gathered, strict=True)))
 
     def _exchange_parts(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The parts that all processes have for this one, of one length."""
-        together = torch.cat(list(parts))
-        boxes = torch.empty_like(together)
-        dist.all_to_all_single(boxes, together, group=self.group)
-        return boxes.chunk(self.size)
+        """Send one part to each process; return the parts of this one. All have one length."""
+        sent = torch.cat(list(parts))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received.chunk(self.size)
 
     def all_reduce_sum(self, arrays: Sequence[Tensor]) -> State:
         flat, unpack = pack_by_dtype([x.contiguous() for x in arrays])
@@ -99,40 +101,40 @@ class RankGroup:
         if self.size == 1:
             return tuple(arrays)
         flat, _ = pack_by_dtype(arrays)
-        due = [x.new_empty((*x.shape[:-2], rows, x.shape[-1])) for x in arrays]
-        boxes, unpack = pack_by_dtype(due)
+        buffers = [x.new_empty((*x.shape[:-2], rows, x.shape[-1])) for x in arrays]
+        received, unpack = pack_by_dtype(buffers)
         after, before = ((self.rank + step) % self.size for step in (1, -1))
         moves = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in flat]
-        moves += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in boxes]
+        moves += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in received]
         moves = [op for op in moves if op.tensor.numel()]
-        for move in dist.batch_isend_irecv(moves) if moves else ():  # it takes no empty batch
+        for move in dist.batch_isend_irecv(moves) if moves else ():  # an empty batch is an error
             move.wait()
-        return unpack(boxes)
+        return unpack(received)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
-        """x of every process, in the order of the ranks."""
-        boxes = [
+        """Return x of every process, ordered by rank."""
+        gathered = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
         if x.numel():
-            dist.all_gather(boxes, x.contiguous(), group=self.group)
-        return boxes
+            dist.all_gather(gathered, x.contiguous(), group=self.group)
+        return gathered
 
 
 def pack_by_dtype(
     arrays: Sequence[Tensor],
 ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], State]]:
-    """The numbers of all arrays, one vector for each dtype, and the way back from such vectors."""
-    kinds = list(dict.fromkeys(x.dtype for x in arrays))
-    flat = [torch.cat([x.reshape(-1) for x in arrays if x.dtype == kind]) for kind in kinds]
+    """Return the elements of all arrays as one vector per dtype, and a function to unpack these."""
+    dtypes = list(dict.fromkeys(x.dtype for x in arrays))
+    flat = [torch.cat([x.reshape(-1) for x in arrays if x.dtype == dtype]) for dtype in dtypes]
 
     def unpack(flat: Sequence[Tensor]) -> State:
         parts: dict[int, Tensor] = {}
-        for kind, numbers in zip(kinds, flat, strict=True):
-            of = [i for i, x in enumerate(arrays) if x.dtype == kind]
-            ends = list(accumulate(arrays[i].numel() for i in of))
-            cut = numbers.tensor_split(ends[:-1]) if len(of) > 1 else (numbers,)
-            parts |= {i: x.reshape(arrays[i].shape) for i, x in zip(of, cut, strict=True)}
+        for dtype, vector in zip(dtypes, flat, strict=True):
+            indices = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+            ends = list(accumulate(arrays[i].numel() for i in indices))
+            pieces = vector.tensor_split(ends[:-1]) if len(indices) > 1 else (vector,)
+            parts |= {i: x.reshape(arrays[i].shape) for i, x in zip(indices, pieces, strict=True)}
         return tuple(parts[i] for i in range(len(arrays)))
 
     return flat, unpack

@@ -1,4 +1,4 @@
-"""Answers from shards: the same as a database's, of which no shard has seen all rows."""
+"""Views and queries of a cluster: the results of its shards, merged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from qkv import partial_attention as parts
+from qkv import partial_attention
 from qkv.answer_backend import SourceRows
 from qkv.cluster.shard import Job, SliceResult, SliceSoftmax, SoftmaxNormalizer
 from qkv.cluster.shard_set import SentJob, ShardedSnapshot
@@ -29,11 +29,11 @@ from qkv.weightings.error_bound import ErrorBound
 from qkv.weightings.softmax import Softmax
 
 MAX_PRECISE_LSE = 1e6
-"""A log-sum-exp from which on a float has too few digits left for the sum of its exponentials."""
+"""Above this log-sum-exp, a float has too few digits for the sum of the exponentials."""
 
 
 class ShardedView(TableView):
-    """One version of rows that shards hold; what looks at all of them is done by the shards."""
+    """A view of one version of all shards. Operations on all rows run in the shards."""
 
     snapshot: ShardedSnapshot  # type: ignore[assignment]
 
@@ -49,18 +49,18 @@ class ShardedView(TableView):
         )
 
     def find_value(self, key: Any, default: Any) -> Any:
-        found = self.find_ids(key)
-        return self.read_values(found[-1:])[0] if found else default
+        ids = self.find_ids(key)
+        return self.read_values(ids[-1:])[0] if ids else default
 
-    def filter_rows(self, wish: Any) -> np.ndarray | None:
-        return self._collect_marks("filter_rows", self._shard_condition(wish))
+    def filter_rows(self, where: Any) -> np.ndarray | None:
+        return self._collect_masks("filter_rows", self._shard_condition(where))
 
-    def _shard_condition(self, wish: Any, without: Collection[int] = ()) -> Any:
-        """A condition as the leaves are told it: what may be compared is the same for all."""
-        if wish is None or callable(wish):
-            return wish
+    def _shard_condition(self, where: Any, without: Collection[int] = ()) -> Any:
+        """Return the condition for the shards, with the cell types of the whole table."""
+        if where is None or callable(where):
+            return where
         return PartialTableCondition(
-            wish, self._count_cell_kinds(without) if without else self._all_cell_kinds
+            where, self._count_cell_kinds(without) if without else self._all_cell_kinds
         )
 
     @cached_property
@@ -68,26 +68,28 @@ class ShardedView(TableView):
         return self._count_cell_kinds()
 
     def _count_cell_kinds(self, without: Collection[int] = ()) -> dict[str, np.ndarray]:
-        """The census of every column but those of vectors."""
+        """Return the counts of cell types for every column without vectors."""
         schema = self.schema if self.is_initialized else None
         names = [x for x in schema.columns if x not in schema.vector_columns] if schema else []
-        found = self.snapshot.run_on_slices("count_cell_kinds", names, without=without)
-        return {name: sum(each[name] for each in found) for name in names}
+        counts = self.snapshot.run_on_slices("count_cell_kinds", names, without=without)
+        return {name: sum(each[name] for each in counts) for name in names}
 
     @cached_property
     def value_mask(self) -> np.ndarray | None:
-        return self._collect_marks("value_mask")
+        return self._collect_masks("value_mask")
 
-    def _collect_marks(self, name: str, *args: Any) -> np.ndarray | None:
-        """Which rows the leaves mark, (m,); None where all do."""
-        found = zip(
-            self.snapshot.run_on_slices("read_view", name, *args), self.snapshot.slices, strict=True
+    def _collect_masks(self, name: str, *args: Any) -> np.ndarray | None:
+        """Return the concatenated masks (m,) of all slices, or None if no slice has one."""
+        masks = self.snapshot.run_on_slices("read_view", name, *args)
+        if all(mask is None for mask in masks):
+            return None
+        slices = [slice for _, slice in self.snapshot.slices]
+        return np.concatenate(
+            [
+                np.ones(slice.row_count, bool) if mask is None else mask
+                for mask, slice in zip(masks, slices, strict=True)
+            ]
         )
-        parts = [
-            (np.ones(slice.row_count, bool), False) if some is None else (some, True)
-            for some, (_, slice) in found
-        ]
-        return np.concatenate([some for some, _ in parts]) if any(x for _, x in parts) else None
 
     def cell_kind_counts(self, name: str) -> np.ndarray:
         if name in self._all_cell_kinds:
@@ -106,7 +108,10 @@ class ShardedView(TableView):
         return code[1][0], 0 if value is None else value[1][0]
 
     def open_vectors(self, *_: Any, **__: Any) -> Any:
-        raise CombinationError("the rows lie in shards: open the database itself for this")
+        raise CombinationError(
+            "the rows are in shards, and this needs all vectors in one process: open the database "
+            "itself with qkv.open"
+        )
 
     def build_job(
         self,
@@ -115,7 +120,7 @@ class ShardedView(TableView):
         score: Score,
         weighting: Weighting,
         where: Any,
-        but: int | None = None,
+        excluded_position: int | None = None,
         without: Collection[int] = (),
     ) -> Job:
         return Job(
@@ -128,38 +133,38 @@ class ShardedView(TableView):
             self._shard_condition(where, without),
             len(self),
             self.schema.can_pool_values,
-            but,
+            excluded_position,
         )
 
 
 class ShardedWeights:
-    """The weights of one query's answer: those of its heaviest rows are here, others are asked."""
+    """The weights of one query. Those of the heaviest rows are here; `np.asarray` reads all."""
 
     def __init__(
         self,
-        asked: SentJob,
-        known: State | SoftmaxNormalizer,
-        i: int,
-        found: list[SliceResult],
-        convex: bool,
+        sent_job: SentJob,
+        normalizer: State | SoftmaxNormalizer,
+        query_index: int,
+        results: list[SliceResult],
+        is_convex: bool,
     ):
-        self.sent_job, self.normalizer, self.query_index = asked, known, i
-        places = np.concatenate([some.places[i] for some in found])
-        weights = np.concatenate([some.weights[i] for some in found])
-        size = weights if convex else np.abs(weights)
+        self.sent_job, self.normalizer, self.query_index = sent_job, normalizer, query_index
+        places = np.concatenate([result.places[query_index] for result in results])
+        weights = np.concatenate([result.weights[query_index] for result in results])
+        size = weights if is_convex else np.abs(weights)
         order = np.lexsort((places, -size))[: np.count_nonzero(size)]
         self.places, self.weights = places[order], weights[order]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         lost = self.sent_job.without
-        found = iter(self.sent_job.run_on_slices("all_weights", self.normalizer, self.query_index))
+        parts = iter(self.sent_job.run_on_slices("all_weights", self.normalizer, self.query_index))
         slices = self.sent_job.snapshot.slices
-        every = [np.zeros(s.row_count) if shard in lost else next(found) for shard, s in slices]
-        return np.concatenate(every).astype(dtype or self.weights.dtype, copy=False)
+        weights = [np.zeros(s.row_count) if shard in lost else next(parts) for shard, s in slices]
+        return np.concatenate(weights).astype(dtype or self.weights.dtype, copy=False)
 
 
 class ShardedQueryExecutor(QueryExecutor):
-    """A score, a weighting and a condition; `answers` asks the shards."""
+    """A `QueryExecutor` that sends queries to the shards and merges their results."""
 
     view: ShardedView
 
@@ -171,20 +176,23 @@ class ShardedQueryExecutor(QueryExecutor):
         where: Any,
         top: int,
         tolerance: float | None,
-        promise: Calibration | str = "",
+        calibration: Calibration | str = "",
         library: str | None = None,
         confidence: float | None = None,
-        but: int | None = None,
+        excluded_position: int | None = None,
     ):
         self.view, self.score, self.where, self.top = view, score, where, top
-        self._read_as, known = parts.resolve_score_and_weighting(score, weighting, None)
-        self.weighting, self.tolerance = known.limit_to_keys(len(view)), tolerance
-        self.calibration, self.frame_library, self._excluded_position = promise, library, but
+        self._read_as, resolved = partial_attention.resolve_score_and_weighting(
+            score, weighting, None
+        )
+        self.weighting, self.tolerance = resolved.limit_to_keys(len(view)), tolerance
+        self.calibration, self.frame_library = calibration, library
+        self._excluded_position = excluded_position
         self._rounded = tolerance is not None and view.is_int8 and view.vector_precision.has_codes
         if self._rounded and type(self.weighting) is not Softmax:
             raise CombinationError(
-                "tolerance: shards prove it for softmax alone, and the vectors are kept in 8 bits. "
-                "Ask without one, or keep them as float32"
+                "tolerance: on shards with 8-bit vectors, only softmax has an error bound. Query "
+                "without a tolerance, or store the vectors as float32"
             )
         self.allowed_rows = self.candidate_positions = None
         self.refused = ""
@@ -192,126 +200,136 @@ class ShardedQueryExecutor(QueryExecutor):
         self._row_cache: dict[int, dict[str, Any]] = {}
 
     def without_row(self, place: int) -> ShardedQueryExecutor:
-        how = (self.top, self.tolerance, self.calibration, self.frame_library, None, place)
-        return ShardedQueryExecutor(self.view, self.score, self.weighting, self.where, *how)
+        options = (self.top, self.tolerance, self.calibration, self.frame_library, None, place)
+        return ShardedQueryExecutor(self.view, self.score, self.weighting, self.where, *options)
 
     def compute_weights(self, queries: Any, value: bool) -> tuple[WeighedRows, str]:
-        many, lost = self.view.snapshot, dict[int, LostShardError]()
+        snapshot, lost = self.view.snapshot, dict[int, LostShardError]()
         while True:
             try:
                 with load_framework("numpy").compute_context():
                     return self._gather_weights(queries, lost)
-            except LostShardError as fault:
-                held = {shard for shard, _ in many.slices}
-                if not many.shard_set.partial or held <= {*lost, fault.shard}:
+            except LostShardError as error:
+                shards = {shard for shard, _ in snapshot.slices}
+                if not snapshot.shard_set.partial or shards <= {*lost, error.shard}:
                     raise
-                lost[fault.shard] = fault
+                lost[error.shard] = error
 
     def _gather_weights(
-        self, queries: Any, lost: dict[int, LostShardError], wide: bool = False
+        self, queries: Any, lost: dict[int, LostShardError], use_float64: bool = False
     ) -> tuple[WeighedRows, str]:
         view, weighting = self.view, self.weighting
-        keyed = self.score.compares_keys
-        code = EncodedQuery(None) if keyed else self._encode_queries(queries)
-        code = code._replace(code=code.code.astype(float)) if wide else code
-        keys = queries if keyed else None
+        compares_keys = self.score.compares_keys
+        code = EncodedQuery(None) if compares_keys else self._encode_queries(queries)
+        code = code._replace(code=code.code.astype(float)) if use_float64 else code
+        keys = queries if compares_keys else None
         job = view.build_job(
             code, keys, self._read_as, weighting, self.where, self._excluded_position, lost
         )
-        asked = SentJob(view.snapshot, job, lost)
+        sent_job = SentJob(view.snapshot, job, lost)
         top = self.top if view.schema.can_pool_values else max(self.top, MAX_VOTING_ROWS)
-        near = None if keyed or (lost and not self._rounded) else self.tolerance
-        known, found, bound, read = self._ask_shards(asked, top, near, code.code)
+        skips_tolerance = compares_keys or (lost and not self._rounded)
+        tolerance = None if skips_tolerance else self.tolerance
+        normalizer, results, bound, read = self._ask_shards(sent_job, top, tolerance, code.code)
         self.row_count, self.missing_value_count = np.sum(
-            [some.row_counts for some in found], axis=0
+            [result.row_counts for result in results], axis=0
         ).tolist()
-        if lost and near is None:
-            bound = self._bound_lost_share(asked, code.code, lost)
-        each = [
-            ShardedWeights(asked, known, i, found, weighting.is_convex) for i in range(len(queries))
+        if lost and tolerance is None:
+            bound = self._bound_lost_share(sent_job, code.code, lost)
+        weights = [
+            ShardedWeights(sent_job, normalizer, i, results, weighting.is_convex)
+            for i in range(len(queries))
         ]
-        self._prefetch_rows(each, top, found)
+        self._prefetch_rows(weights, top, results)
         weighed = WeighedRows(
-            parts.finish_sums(
-                parts.merge_pairwise([some.sums for some in found], parts.merge_sums)
+            partial_attention.finish_sums(
+                partial_attention.merge_pairwise(
+                    [result.sums for result in results], partial_attention.merge_sums
+                )
             ),
-            each,  # type: ignore[arg-type]
-            parts.entropy_from_sums(
-                *parts.merge_pairwise([some.entropy_terms for some in found], np.add)
+            weights,  # type: ignore[arg-type]
+            partial_attention.entropy_from_sums(
+                *partial_attention.merge_pairwise(
+                    [result.entropy_terms for result in results], np.add
+                )
             ),
-            self._final_lse(known),
-            np.max([some.best for some in found], axis=0),
+            self._final_lse(normalizer),
+            np.max([result.best for result in results], axis=0),
             bound,
             self.row_count if read is None else read,
         )
-        told = weighed.best_score if weighed.lse is None else weighed.best_score + weighed.lse
-        if self.row_count and not (keyed or wide or np.isfinite(told).all()):
-            return self._gather_weights(
-                queries, lost, wide=True
-            )  # float32 does not hold the scores
+        scores = weighed.best_score if weighed.lse is None else weighed.best_score + weighed.lse
+        if self.row_count and not (compares_keys or use_float64 or np.isfinite(scores).all()):
+            # The scores overflow float32.
+            return self._gather_weights(queries, lost, use_float64=True)
         return weighed, self._describe_engine(lost, read)
 
     def _ask_shards(
-        self, asked: SentJob, top: int, tolerance: float | None, query: Any
+        self, sent_job: SentJob, top: int, tolerance: float | None, query: Any
     ) -> tuple[State | SoftmaxNormalizer, list[SliceResult], Any, int | None]:
-        """What is known of the weights, and the heaviest; how far they may be off, and the keys
-        that were read for it: None where they are exact."""
-        found: list[SliceSoftmax] = []
+        """Return the normalizer, the results of the slices, the error of the weights, and the
+        number of keys read in full (None if the weights are exact)."""
+        softmaxes: list[SliceSoftmax] = []
         if type(self.weighting) is Softmax:
-            found = asked.run_on_slices("run_softmax", tolerance, top)
+            softmaxes = sent_job.run_on_slices("run_softmax", tolerance, top)
         error: Any = 0.0
-        if found and tolerance is not None:
-            # Each keeps to the tolerance, and so do all: quotients of sums lie between theirs.
-            bound = parts.merge_pairwise(
-                [x.bound for x in found if x.bound is not None], ErrorBound.merge
+        if softmaxes and tolerance is not None:
+            # If each slice keeps the tolerance, so does the whole: a quotient of sums lies between
+            # the quotients of its terms.
+            bound = partial_attention.merge_pairwise(
+                [x.bound for x in softmaxes if x.bound is not None], ErrorBound.merge
             )
             if not self._rounded and not (bound.max_error <= tolerance).all():
-                return self._ask_shards(asked, top, None, query)
-            error = (
-                bound.merge(self._bound_lost_rows(asked, query)) if asked.without else bound
-            ).max_error
-        if not found or any(
-            (np.abs(x.lse[np.isfinite(x.lse)]) > MAX_PRECISE_LSE).any() for x in found
+                return self._ask_shards(sent_job, top, None, query)
+            if sent_job.without:
+                bound = bound.merge(self._bound_lost_rows(sent_job, query))
+            error = bound.max_error
+        if not softmaxes or any(
+            (np.abs(x.lse[np.isfinite(x.lse)]) > MAX_PRECISE_LSE).any() for x in softmaxes
         ):
-            state = parts.compute_output(asked, self.weighting)[1]
+            state = partial_attention.compute_output(sent_job, self.weighting)[1]
             return (
                 state,
-                asked.run_on_slices("finish_result", state, top),
+                sent_job.run_on_slices("finish_result", state, top),
                 error if self._rounded else 0.0,
                 None,
             )
         read = None
         if tolerance is not None:
-            self.refused = found[0].refused_reason if all(x.refused_reason for x in found) else ""
-            read = None if self.refused else sum(x.keys_read for x in found)
-        known = SoftmaxNormalizer(
-            parts.merge_pairwise([x.lse for x in found], np.logaddexp), tolerance
+            all_refused = all(x.refused_reason for x in softmaxes)
+            self.refused = softmaxes[0].refused_reason if all_refused else ""
+            read = None if self.refused else sum(x.keys_read for x in softmaxes)
+        normalizer = SoftmaxNormalizer(
+            partial_attention.merge_pairwise([x.lse for x in softmaxes], np.logaddexp), tolerance
         )
-        return known, [x.result.rescale_to(known, x.lse) for x in found], error, read
+        results = [x.result.rescale_to(normalizer, x.lse) for x in softmaxes]
+        return normalizer, results, error, read
 
     def attend_within_tolerance(self, code: EncodedQuery) -> np.ndarray | None:
-        """The output (n, d_v) within the tolerance; None where none is proven."""
+        """Return the output (n, d_v) within the tolerance, or None if there is no error bound."""
         if type(self.weighting) is not Softmax:
             return None
         query, outs = np.asarray(code.code), list[np.ndarray]()
         query = query.astype(np.result_type(query, np.float32), copy=False)
         step = max(MAX_SCORES_PER_BATCH // len(self.view), 1)
         for at in range(0, len(query), step):
-            some = EncodedQuery(query[at : at + step], code.sparse_positions)
-            job = self.view.build_job(some, None, self._read_as, self.weighting, self.where)
-            asked = SentJob(self.view.snapshot, job)
-            found = self._ask_shards(asked, 1, self.tolerance, some.code)[1]
+            batch = EncodedQuery(query[at : at + step], code.sparse_positions)
+            job = self.view.build_job(batch, None, self._read_as, self.weighting, self.where)
+            sent_job = SentJob(self.view.snapshot, job)
+            results = self._ask_shards(sent_job, 1, self.tolerance, batch.code)[1]
             outs.append(
-                parts.finish_sums(
-                    parts.merge_pairwise([some.sums for some in found], parts.merge_sums)
+                partial_attention.finish_sums(
+                    partial_attention.merge_pairwise(
+                        [result.sums for result in results], partial_attention.merge_sums
+                    )
                 )
             )
         return np.concatenate(outs)
 
-    def _final_lse(self, known: State | SoftmaxNormalizer) -> Any:
-        if isinstance(known, SoftmaxNormalizer):
-            return known.lse
-        return self.weighting.lse_from_state(known)[:, 0] if self.weighting.has_lse else None
+    def _final_lse(self, normalizer: State | SoftmaxNormalizer) -> Any:
+        if isinstance(normalizer, SoftmaxNormalizer):
+            return normalizer.lse
+        return self.weighting.lse_from_state(normalizer)[:, 0] if self.weighting.has_lse else None
 
     def _describe_engine(self, lost: dict[int, LostShardError], read: int | None) -> str:
         slices = self.view.snapshot.slices
@@ -319,66 +337,66 @@ class ShardedQueryExecutor(QueryExecutor):
         kind = "exact index" if self.score.compares_keys else f"scan of {self.row_count:,} rows"
         if read is not None:
             kind = f"codes of {self.row_count:,} rows, {read:,} of them read in full,"
-        told = f"{kind} by {format_plural(shards, 'shard')}"
-        told += f", exactly: {self.refused}" if self.refused else ""
+        text = f"{kind} by {format_plural(shards, 'shard')}"
+        text += f", exactly: {self.refused}" if self.refused else ""
         if not lost:
-            return told
+            return text
         rows = sum(slice.row_count for shard, slice in slices if shard in lost)
-        return f"{told}; {rows:,} rows are lost ({'; '.join(map(str, lost.values()))})"
+        return f"{text}; {rows:,} rows are lost ({'; '.join(map(str, lost.values()))})"
 
     def _bound_lost_share(
-        self, asked: SentJob, query: Any, lost: dict[int, LostShardError]
+        self, sent_job: SentJob, query: Any, lost: dict[int, LostShardError]
     ) -> np.ndarray:
-        """The largest share that the rows of lost shards can have."""
-        balls = asked.snapshot.lost_balls(lost)
+        """Return the largest share of the weight that the rows of lost shards can have."""
+        balls = sent_job.snapshot.lost_balls(lost)
         if self.score.compares_keys or self.view.has_sparse_vectors:
-            most = np.full(len(asked.job.keys if query is None else query), np.inf)
+            max_scores = np.full(len(sent_job.job.keys if query is None else query), np.inf)
         else:
-            most = np.max([ball.max_score(query, self._read_as) for ball in balls], axis=0)
-        return parts.max_lost_share(
-            asked, self.weighting, sum(ball.row_count for ball in balls), most
+            max_scores = np.max([ball.max_score(query, self._read_as) for ball in balls], axis=0)
+        return partial_attention.max_lost_share(
+            sent_job, self.weighting, sum(ball.row_count for ball in balls), max_scores
         )
 
-    def _bound_lost_rows(self, asked: SentJob, query: Any) -> ErrorBound:
-        """What the rows of lost shards can have, before they were kept in 8 bits."""
-        balls = asked.snapshot.lost_balls(asked.without)
-        most = np.max(
+    def _bound_lost_rows(self, sent_job: SentJob, query: Any) -> ErrorBound:
+        """Return the error bound for the rows of lost shards, before quantization to 8 bits."""
+        balls = sent_job.snapshot.lost_balls(sent_job.without)
+        max_scores = np.max(
             [ball.before_quantization().max_score(query, self._read_as) for ball in balls], axis=0
         )
-        top = self.weighting.scale_scores(most[:, None])[:, 0] + np.log(
+        top = self.weighting.scale_scores(max_scores[:, None])[:, 0] + np.log(
             sum(ball.row_count for ball in balls)
         )
         none = np.zeros(len(top))
         return ErrorBound(top, none, none + 1, none)
 
     def _prefetch_rows(
-        self, each: list[ShardedWeights], top: int, found: list[SliceResult]
+        self, weights: list[ShardedWeights], top: int, results: list[SliceResult]
     ) -> None:
-        """Bring the rows that answers name, all at once."""
-        known = {place: row for some in found for place, row in some.rows.items()}
-        named = np.unique(np.concatenate([one.places[:top] for one in each])).tolist()
-        new = [place for place in named if place not in known]
-        self._row_cache = known | (
+        """Read the heaviest rows of all queries in one request."""
+        cached = {place: row for result in results for place, row in result.rows.items()}
+        named = np.unique(np.concatenate([one.places[:top] for one in weights])).tolist()
+        new = [place for place in named if place not in cached]
+        self._row_cache = cached | (
             dict(zip(new, self.view.read_rows(new), strict=True)) if new else {}
         )
 
     def find_heaviest(self, alpha: Any, top: int) -> tuple[np.ndarray, np.ndarray]:
         if not isinstance(alpha, ShardedWeights):
             return super().find_heaviest(alpha, top)
-        some = alpha.weights[:top]
-        return alpha.places[: len(some)], some
+        weights = alpha.weights[:top]
+        return alpha.places[: len(weights)], weights
 
     def _read_records(self, places: np.ndarray) -> list[dict[str, Any]]:
-        known, wanted = self._row_cache, places.tolist()
-        new = [place for place in wanted if place not in known]
-        rows = known | (dict(zip(new, self.view.read_rows(new), strict=True)) if new else {})
+        cached, wanted = self._row_cache, places.tolist()
+        new = [place for place in wanted if place not in cached]
+        rows = cached | (dict(zip(new, self.view.read_rows(new), strict=True)) if new else {})
         return [rows[place] for place in wanted]
 
     def sum_squared_deviations(self, alpha: Any, mean: np.ndarray) -> ScaledSquareSum:
-        found: list[ScaledSquareSum] = alpha.sent_job.run_on_slices(
+        sums: list[ScaledSquareSum] = alpha.sent_job.run_on_slices(
             "sum_squared_deviations", alpha.normalizer, alpha.query_index, mean
         )
-        return parts.merge_pairwise(found, merge_square_sums)
+        return partial_attention.merge_pairwise(sums, merge_square_sums)
 
     def collect_source(self, query: Any, alpha: Any, most: int) -> SourceRows:
         view = self.view

@@ -1,4 +1,4 @@
-"""Actors on Ray: one for each shard and replica, asked again where one does not answer."""
+"""Ray actors: one per shard and replica, with retries."""
 
 from __future__ import annotations
 
@@ -22,39 +22,41 @@ except ImportError:
     raise MissingExtraError('a cluster needs ray: pip install "qkv[ray]"') from None
 
 RESTART_POLL_SECONDS = 0.05
-"""Seconds between two looks at an actor that starts again."""
+"""Seconds between two checks of an actor that is restarting."""
 
 MAX_INLINE_BYTES = 2**16
-"""Bytes of queries that are sent sooner than they are put aside."""
+"""Queries up to this size are sent with each call; larger ones go to Ray's object store."""
 
 MAX_START_TRIES = 3
-"""How many times Ray is started where it gives up on itself."""
+"""Attempts to start Ray."""
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Bytes of shared memory for a Ray that is started here: queries and states are small."""
+"""Size of Ray's object store if Ray is started here: queries and states are small."""
 
 
 class ShardActor(Shard):
-    """A shard that is asked, and answers, by one string of bytes: Ray wraps every argument, and
-    every array of a result, by itself, which takes as long as the way there."""
+    """A shard whose requests and results are single byte strings.
 
-    def call(self, packed: bytes, *put: Any) -> bytes:
-        method, args, late = cloudpickle.loads(packed)
-        for at, thing in zip(late, put, strict=True):
-            args[at] = thing
+    Ray would serialize every argument and every array separately, which doubles the latency.
+    """
+
+    def call(self, packed: bytes, *objects: Any) -> bytes:
+        method, args, positions = cloudpickle.loads(packed)
+        for at, value in zip(positions, objects, strict=True):
+            args[at] = value
         return cloudpickle.dumps(getattr(self, method)(*args))  # type: ignore[no-any-return]
 
 
 def pack_request(request: Request) -> tuple[Any, ...]:
-    """What `ShardActor.call` takes: the request as bytes, and beside it what was put aside."""
+    """Return the arguments of `ShardActor.call`: the request as bytes, and object references."""
     _, method, args = request
-    late = [at for at, thing in enumerate(args) if isinstance(thing, ray.ObjectRef)]
-    plain = [None if at in late else thing for at, thing in enumerate(args)]
-    return cloudpickle.dumps((method, plain, late)), *(args[at] for at in late)
+    positions = [at for at, value in enumerate(args) if isinstance(value, ray.ObjectRef)]
+    plain = [None if at in positions else value for at, value in enumerate(args)]
+    return cloudpickle.dumps((method, plain, positions)), *(args[at] for at in positions)
 
 
 class ActorPool:
-    """`replicas` actors for each shard, of which `sources` are the stores of each."""
+    """The actors of all shards: `replicas` for each. `sources` are the stores of each shard."""
 
     def __init__(
         self,
@@ -71,15 +73,15 @@ class ActorPool:
         self._sources, self._cores, self._cache = sources, cores, cache
         self._options, self.timeout, self.hedge = dict(options), timeout, hedge
         self._started_ray = not ray.is_initialized()
-        wanted = len(sources) * replicas * cores
+        needed = len(sources) * replicas * cores
         if self._started_ray:
-            start_ray(address, wanted)
-        have = ray.cluster_resources().get("CPU", 0)
-        if "num_cpus" not in self._options and have < wanted:
+            start_ray(address, needed)
+        available = ray.cluster_resources().get("CPU", 0)
+        if "num_cpus" not in self._options and available < needed:
             self.close()
             raise ArgumentError(
-                f"{len(sources)} shards × {replicas} replicas × {cores} cores are {wanted} cores, "
-                f"and Ray has {have:g}: pass fewer, or add machines"
+                f"{len(sources)} shards × {replicas} replicas × {cores} cores are {needed} cores, "
+                f"but Ray has {available:g}: pass fewer, or add machines"
             )
         self._actors: list[list[Any]] = [
             [self._create_actor(shard) for _ in range(replicas)] for shard in range(len(sources))
@@ -92,44 +94,43 @@ class ActorPool:
         return actor.remote(self._sources[shard], self._cache, self._cores)
 
     def put_job(self, job: Job) -> Any:
-        """Where all actors read it, once for each machine; a few queries go with each call."""
+        """Return the job, or a reference to it in Ray's object store if it is large."""
         return job if getattr(job.query, "nbytes", 0) <= MAX_INLINE_BYTES else ray.put(job)
 
     def replicas_of(self, shard: int) -> list[Any]:
-        """The replicas of a shard."""
         return self._actors[shard]
 
     def replace_actor(self, shard: int, replica: int) -> None:
-        """Put a new actor in the place of one that is dead."""
+        """Replace a dead actor by a new one."""
         time.sleep(RESTART_POLL_SECONDS)
         self._actors[shard][replica] = self._create_actor(shard)
 
     def call_each(self, requests: Sequence[Request]) -> list[Any]:
-        """The results, in the order of the requests."""
+        """Send the requests at once; return their results in order."""
         self._turn += 1
-        waiting = [_PendingRequest(self, request, self._turn) for request in requests]
+        pending = [_PendingRequest(self, request, self._turn) for request in requests]
         if self.hedge is None:
-            try:  # all at once, which is quickest
-                found = ray.get([one.first_ref for one in waiting], timeout=self.timeout)
-                return [cloudpickle.loads(some) for some in found]
+            try:  # one call for all results is fastest
+                results = ray.get([one.first_ref for one in pending], timeout=self.timeout)
+                return [cloudpickle.loads(result) for result in results]
             except exceptions.RayError:
-                pass  # each is then looked at by itself
-        return [one.wait_for_result() for one in waiting]
+                pass  # retry each request separately
+        return [one.wait_for_result() for one in pending]
 
     def call_once(self, request: Request) -> Any:
-        """The same of the first replica alone, which is not asked again."""
+        """Send a request to the first replica, without retries."""
         shard = request[0]
         try:
             return cloudpickle.loads(
                 ray.get(self._actors[shard][0].call.remote(*pack_request(request)))
             )
-        except exceptions.RayTaskError as fault:
-            raise fault.cause from None
+        except exceptions.RayTaskError as error:
+            raise error.cause from None
         except exceptions.RayActorError:
-            raise LostShardError(f"shard {shard} ended while it was asked", shard) from None
+            raise LostShardError(f"shard {shard} died during a request", shard) from None
 
     def close(self) -> None:
-        """End the actors, and Ray where it was started for them."""
+        """Kill the actors, and shut down Ray if this pool started it."""
         if not ray.is_initialized():
             return
         for actors in getattr(self, "_actors", []):
@@ -141,14 +142,14 @@ class ActorPool:
 
 
 class _PendingRequest:
-    """A request on its way: to one replica, and to the next where that does not answer."""
+    """A request that was sent to one replica, and is sent to others if that does not answer."""
 
     def __init__(self, actors: ActorPool, request: Request, turn: int):
         self.actors, self.turn = actors, turn
         self.shard, self.packed_request = request[0], pack_request(request)
         self.deadline = time.monotonic() + actors.timeout
         self.replica_by_ref: dict[Any, int] = {}
-        """The replica that each reference was asked of."""
+        """The replica of each result reference."""
         self.send_request()
 
     def send_request(self) -> None:
@@ -161,30 +162,30 @@ class _PendingRequest:
         return next(iter(self.replica_by_ref))
 
     def wait_for_result(self) -> Any:
-        """The first result that comes, of a replica that is there."""
-        shard, told = self.shard, "it did not answer in time"
+        """Return the first result of any replica, or raise `LostShardError`."""
+        shard, reason = self.shard, "it did not answer in time"
         tries = 2 * len(self.actors.replicas_of(shard))
         while tries and (left := self.deadline - time.monotonic()) > 0:
-            late = self.actors.hedge if len(self.replica_by_ref) == 1 else None
-            ready, _ = ray.wait(list(self.replica_by_ref), timeout=min(left, late or left))
+            hedge = self.actors.hedge if len(self.replica_by_ref) == 1 else None
+            ready, _ = ray.wait(list(self.replica_by_ref), timeout=min(left, hedge or left))
             if not ready:
-                if late is not None:
+                if hedge is not None:
                     self.send_request()
                 continue
             replica = self.replica_by_ref.pop(ready[0])
             try:
                 return cloudpickle.loads(ray.get(ready[0]))
-            except exceptions.RayTaskError as fault:
-                if not isinstance(fault.cause, StoreUnreadableError):
-                    raise fault.cause from None
-                told, tries = str(fault.cause), tries - 1
-            except exceptions.ActorDiedError:  # Ray will not start it again
+            except exceptions.RayTaskError as error:
+                if not isinstance(error.cause, StoreUnreadableError):
+                    raise error.cause from None
+                reason, tries = str(error.cause), tries - 1
+            except exceptions.ActorDiedError:  # Ray does not restart it
                 self.actors.replace_actor(shard, replica)
             except exceptions.RayActorError:
                 time.sleep(RESTART_POLL_SECONDS)
             if not self.replica_by_ref:
                 self.send_request()
-        raise LostShardError(f"shard {shard} is lost: {told}", shard)
+        raise LostShardError(f"shard {shard} is lost: {reason}", shard)
 
 
 def start_ray(address: str | None, cores: int) -> None:
@@ -193,28 +194,27 @@ def start_ray(address: str | None, cores: int) -> None:
     if address is not None:
         try:
             ray.init(address=address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as fault:
-            raise ArgumentError(f"address: no Ray answers at {address!r}: {fault}") from None
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"address: no Ray answers at {address!r}: {error}") from None
         return
-    # Ray puts its workers behind all else on the machine; here they are what people wait for.
+    # By default Ray's workers have the lowest priority, but here users wait for them.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    here: dict[str, Any] = {
+    local: dict[str, Any] = {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         **quiet,
     }
-    here["address"] = "local"  # and not one that runs here for others, or that RAY_ADDRESS names
+    local["address"] = "local"  # a new Ray, even if another one runs here or RAY_ADDRESS is set
     for left in reversed(range(MAX_START_TRIES)):
         try:
-            ray.init(num_cpus=max(cores, os.cpu_count() or 1), **here)
+            ray.init(num_cpus=max(cores, os.cpu_count() or 1), **local)
             return
-        except Exception as fault:  # Ray waits half a minute for its parts, a busy machine longer
+        except Exception as error:  # Ray's start times out on a busy machine
             ray.shutdown()
-            if "timed out" not in str(fault):
+            if "timed out" not in str(error):
                 raise
             if not left:
                 raise QkvError(
                     f"Ray did not start in {MAX_START_TRIES} tries of half a minute: the machine "
-                    "is busy. "
-                    "Try later, or run `ray start --head` and pass address='auto'"
-                ) from fault
+                    "is busy. Try later, or run `ray start --head` and pass address='auto'"
+                ) from error

@@ -1,4 +1,4 @@
-"""One shard: rows of one or more stores, read where they lie. It knows nothing of who asks."""
+"""One shard: evaluates jobs on its rows. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from qkv.weightings import State, Weighting
 from qkv.weightings.error_bound import ErrorBound
 
 MAX_JOBS = 2
-"""Jobs whose scores are held: that which is asked, and that which an answer is asked about."""
+"""Jobs whose scores are cached: the current one, and that of an answer that is being read."""
 
 MAX_INLINE_ROWS = 64
-"""Rows that a slice names without being asked for them."""
+"""A slice includes up to this many rows in its result, which saves a call."""
 
 MAX_VIEWS_PER_STORE = 4
-"""Versions of slices that are held."""
+"""Versions of slices that are kept open per store."""
 
 
 class Slice(NamedTuple):
-    """The rows `start … stop` of one version of a store, which stand at `origin` among all."""
+    """The rows start … stop − 1 of one version of a store; the first has the global position
+    `origin`."""
 
     source: int
     version: int
@@ -60,10 +61,10 @@ class Slice(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is asked of every slice; it is sent once, and whoever restarts finds all of it here.
+    """A query for every slice. It is complete, so that a restarted actor can evaluate it.
 
-    `query` (n, d) are vectors, with the `words` that were asked beside them; where the score
-    compares keys, `keys` are the queries. `total` rows are asked in all.
+    `query` (n, d) are vectors and `words` the positions of their sparse part. If the score compares
+    keys, `keys` are the queries instead. `total` is the number of rows in all slices.
     """
 
     token: str
@@ -76,39 +77,44 @@ class Job(NamedTuple):
     total: int
     pools: bool
     excluded_position: int | None = None
-    """The place of a row that is left out."""
+    """Global position of a row to leave out."""
 
 
 class SoftmaxNormalizer(NamedTuple):
-    """What is known of a softmax over all rows: its log-sum-exp (n,), and how near to the exact
-    weights those of each slice are, if they need not be exact."""
+    """The log-sum-exp (n,) of a softmax over all rows, and the tolerance of the slices' weights."""
 
     lse: np.ndarray
     tolerance: float | None
 
     def share_of(self, own: np.ndarray) -> np.ndarray:
-        """What rows have of the weight (n,) whose own log-sum-exp is this."""
+        """Return the share of the weight (n,) of rows with this log-sum-exp."""
         with np.errstate(invalid="ignore"):
-            found = np.exp(own - self.lse)
-        return np.where(np.isfinite(found), found, 0.0)
+            share = np.exp(own - self.lse)
+        return np.where(np.isfinite(share), share, 0.0)
 
-    def rescale_weights(self, found: np.ndarray, i: int, own: Any) -> np.ndarray:
-        """Those among all rows, of scores, so that equal ones weigh the same to the bit; or where
-        `own` is a log-sum-exp, of the weights of rows that have it."""
+    def rescale_weights(self, values: np.ndarray, i: int, own: Any) -> np.ndarray:
+        """Return the weights of query i among all rows.
+
+        `values` are scores if `own` is None: equal scores then get exactly equal weights. Otherwise
+        they are weights among rows with the log-sum-exp `own`.
+        """
         if own is None:
-            some = np.exp(found.astype(float) - self.lse[i])
+            weights = np.exp(values.astype(float) - self.lse[i])
         else:
-            some = found * np.exp(own - self.lse[i])
-        return np.where(np.isfinite(some), some, 0.0).astype(found.dtype)
+            weights = values * np.exp(own - self.lse[i])
+        return np.where(np.isfinite(weights), weights, 0.0).astype(values.dtype)
 
 
 class SliceResult(NamedTuple):
-    """What one slice has to say to n queries once their weights are known.
+    """The result of one slice for n queries.
 
-    `entropy_terms` (2, n) gives the entropy; `sums` the output; `places` and `weights` the heaviest
-    rows of each query, or the scores of these, `scored`; `row_counts` the rows that were asked and
-    those left out for want of a value; `best` is the best score; `rows` are the heaviest
-    themselves, if few.
+    - `entropy_terms` (2, n): the slice's part of the entropy
+    - `sums`: its part of the output
+    - `places`, `weights`: global positions and weights of each query's heaviest rows; `weights` are
+      scores if `scored`
+    - `row_counts`: the rows that took part, and those without a value
+    - `best`: the best scores
+    - `rows`: the heaviest rows themselves, if they are few
     """
 
     entropy_terms: np.ndarray
@@ -121,7 +127,7 @@ class SliceResult(NamedTuple):
     scored: bool = False
 
     def rescale_to(self, known: SoftmaxNormalizer, own: np.ndarray) -> SliceResult:
-        """The same among all rows, of rows whose own log-sum-exp (n,) is this."""
+        """Return the result relative to all rows, where `own` (n,) is this slice's log-sum-exp."""
         (mass, along), share = self.entropy_terms, known.share_of(own)
         log = np.log(np.where(share > 0, share, 1.0))
         share = share.astype(self.sums[0].dtype)
@@ -137,9 +143,10 @@ class SliceResult(NamedTuple):
 
 
 class SliceSoftmax(NamedTuple):
-    """What one slice says of a softmax before others are known: its log-sum-exp (n,), how far its
-    weights may be off from there on, how many keys were read in full, and its heaviest rows; and
-    why its codes were not asked, though a tolerance allowed it."""
+    """The softmax of one slice: its log-sum-exp (n,), error bound, keys read in full, and result.
+
+    `refused_reason` says why the 8-bit codes were not used, although a tolerance was given.
+    """
 
     lse: np.ndarray
     bound: ErrorBound | None
@@ -149,13 +156,13 @@ class SliceSoftmax(NamedTuple):
 
 
 class SliceEvaluator:
-    """One slice, and what was asked of it. Every method may be called again, in a new process."""
+    """Evaluates a job on one slice. Every method may be called again, also in a new process."""
 
     def __init__(self, view: TableView, slice: Slice, job: Job | None):
         self.view, self.slice, self._job = view, slice, job
         self._alpha: np.ndarray | None = None
-        self._scored = False  # whether scores stand in their place
-        self._lse: np.ndarray | None = None  # with which the weights of these rows alone sum to 1
+        self._scored = False  # whether _alpha contains scores
+        self._lse: np.ndarray | None = None  # normalizes the weights of this slice to sum 1
 
     @property
     def job(self) -> Job:
@@ -196,42 +203,55 @@ class SliceEvaluator:
         at = (self.slice.origin, job.total)
         return partial_attention.ShardCall(rows, job.query, job.score, job.weighting, *at)
 
-    # With weights
+    # Weights
 
     def fold(self, lift: Any, merge: Any, init: Any) -> State:
         return self.scored_part.fold(lift, merge, init)
 
-    def state(self, found: State, width: int = 0) -> State:
-        return self.scored_part.state(found, width)
+    def state(self, threshold: State, width: int = 0) -> State:
+        return self.scored_part.state(threshold, width)
 
     def run_softmax(self, tolerance: float | None, top: int) -> SliceSoftmax:
-        """A softmax over these rows alone: others leave its weights in proportion, so that nobody
-        need be asked twice."""
+        """Compute the softmax over this slice only.
+
+        Other slices only rescale its weights, so that one request per slice is enough.
+        """
         job, bound = self.job, None
-        how: dict[str, Any] = {"score": job.score, "weighting": job.weighting}
-        how |= {"tolerance": tolerance, "matches": self._key_matches, "part": True}
-        found = attention.weigh_rows(self._live_rows, job.query, **how)
-        self._lse = lse = _precise_lse(found, job.weighting)
+        weighed = attention.weigh_rows(
+            self._live_rows,
+            job.query,
+            score=job.score,
+            weighting=job.weighting,
+            tolerance=tolerance,
+            matches=self._key_matches,
+            part=True,
+        )
+        self._lse = lse = _precise_lse(weighed, job.weighting)
         if tolerance is not None:
             none = np.zeros(len(lse))
-            bound = found.bound or ErrorBound(none, none + 1, none, none)
+            bound = weighed.bound or ErrorBound(none, none + 1, none, none)
             bound = ErrorBound(lse, *(x / bound.total for x in bound[1:]))
-        told = partial_attention.sums_from_entropy(
-            found.weights.sum(axis=1), partial_attention.get_entropy(found)
+        entropy_terms = partial_attention.sums_from_entropy(
+            weighed.weights.sum(axis=1), partial_attention.get_entropy(weighed)
         )
         heaviest = self._build_result(
-            told, found.partial_sums, found.weights, found.best_score, top, found.scaled_scores
+            entropy_terms,
+            weighed.partial_sums,
+            weighed.weights,
+            weighed.best_score,
+            top,
+            weighed.scaled_scores,
         )
-        return SliceSoftmax(lse, bound, found.rows_read, heaviest, found.refusal)
+        return SliceSoftmax(lse, bound, weighed.rows_read, heaviest, weighed.refusal)
 
     def finish_result(self, known: State, top: int) -> SliceResult:
         part, best = self._part_and_best
-        told, alpha = part.replace_scores_with_weights(known), part.scores
-        del self._part_and_best  # they are weights now
+        entropy_terms, alpha = part.replace_scores_with_weights(known), part.scores
+        del self._part_and_best  # its scores were overwritten by weights
         sums = partial_attention.pool_values(
             self._live_rows, alpha, mean=self.job.weighting.is_convex
         )
-        return self._build_result(told, sums, alpha, best, top)
+        return self._build_result(entropy_terms, sums, alpha, best, top)
 
     @property
     def _live_rows(self) -> StoredRows:
@@ -240,33 +260,38 @@ class SliceEvaluator:
 
     @property
     def _key_matches(self) -> np.ndarray | None:
-        """The scores, where no vectors are compared."""
+        """The scores, if the score compares keys and not vectors."""
         return self.executor.match_keys(self.job.keys) if self.job.score.compares_keys else None
 
     def _build_result(
         self,
-        told: np.ndarray,
+        entropy_terms: np.ndarray,
         sums: partial_attention.PooledSums,
         alpha: np.ndarray,
         best: np.ndarray,
         top: int,
         scaled: np.ndarray | None = None,
     ) -> SliceResult:
-        asked, origin, scored = self.executor, self.slice.origin, scaled is not None
+        executor, origin, scored = self.executor, self.slice.origin, scaled is not None
         self._alpha, self._scored = alpha if scaled is None else scaled, scored
-        orders = [asked.rank_rows(some, top) for some in alpha]
+        orders = [executor.rank_rows(weights, top) for weights in alpha]
         places = [
             origin
-            + (order if asked.candidate_positions is None else asked.candidate_positions[order])
+            + (
+                order
+                if executor.candidate_positions is None
+                else executor.candidate_positions[order]
+            )
             for order in orders
         ]
-        weights = [some[order] for some, order in zip(self._alpha, orders, strict=True)]
-        counts, read = (asked.row_count, asked.missing_value_count), dict[int, dict[str, Any]]()
-        if sum(map(len, places)) <= MAX_INLINE_ROWS:  # which saves another call
+        weights = [row[order] for row, order in zip(self._alpha, orders, strict=True)]
+        counts = (executor.row_count, executor.missing_value_count)
+        rows: dict[int, dict[str, Any]] = {}
+        if sum(map(len, places)) <= MAX_INLINE_ROWS:
             named = np.unique(np.concatenate(places))
-            found = self.view.read_rows(self._ids_at(named).tolist())
-            read = dict(zip(named.tolist(), found, strict=True))
-        return SliceResult(told, sums, places, weights, counts, best, read, scored)
+            read = self.view.read_rows(self._ids_at(named).tolist())
+            rows = dict(zip(named.tolist(), read, strict=True))
+        return SliceResult(entropy_terms, sums, places, weights, counts, best, rows, scored)
 
     def _local_weights(self, known: State | SoftmaxNormalizer, i: int) -> np.ndarray:
         if isinstance(known, SoftmaxNormalizer):
@@ -287,7 +312,7 @@ class SliceEvaluator:
     ) -> ScaledSquareSum:
         return self.executor.sum_squared_deviations(self._local_weights(known, i), mean)
 
-    # With gradients
+    # Gradients
 
     @cached_property
     def block_passes(self) -> Any:
@@ -296,15 +321,15 @@ class SliceEvaluator:
     def fold_passes(self, lift: Any, merge: Any, init: Any) -> State:
         return self.block_passes.fold(lift, merge, init)  # type: ignore[no-any-return]
 
-    def pool_values(self, found: State, width: int = 0) -> State:
-        state: State = self.block_passes.state(found)
-        del self.block_passes  # a weighting may have written over its scores
+    def pool_values(self, threshold: State, width: int = 0) -> State:
+        state: State = self.block_passes.state(threshold)
+        del self.block_passes  # a weighting may have overwritten its scores
         return state
 
-    def compute_gradients(self, kept: State, gradients: Arrays) -> list[Any]:
-        return self._portion.compute_gradients(kept, gradients)
+    def compute_gradients(self, state: State, gradients: Arrays) -> list[Any]:
+        return self._portion.compute_gradients(state, gradients)
 
-    # Without a job
+    # Methods that need no job
 
     def bounding_ball(self) -> partial_attention.KeyBall:
         return partial_attention.KeyBall.enclose_rows(self.view.open_vectors())
@@ -313,7 +338,7 @@ class SliceEvaluator:
         return (self.slice.origin + self._positions_of(self.view.find_ids(key))).tolist()  # type: ignore[no-any-return]
 
     def find_digests(self, digests: list[bytes]) -> list[int]:
-        """Which of the keys are here, by their digests."""
+        """Return the indices of the digests that this slice has."""
         return [i for i, digest in enumerate(digests) if self.view.snapshot.find_ids(digest)]
 
     def _positions_of(self, ids: Any) -> np.ndarray:
@@ -329,45 +354,48 @@ class SliceEvaluator:
         return self.view.snapshot.read_tensor(name, self._ids_at(places))
 
     def read_page(self, start: int) -> list[str]:
-        """The records of some rows from one on."""
+        """Return the records of a page of rows from `start` on."""
         return self.view.snapshot.read_records(self.view.ids[start : start + ROWS_PER_CHUNK])
 
     def count_cell_kinds(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self.view.cell_kind_counts(name) for name in names}
 
     def read_view(self, name: str, *args: Any) -> Any:
-        """What the view of these rows has by a name, or says by it."""
-        found = getattr(self.view, name)
-        return found(*args) if callable(found) else found
+        """Return an attribute of the view, or the result of calling a method of it."""
+        attribute = getattr(self.view, name)
+        return attribute(*args) if callable(attribute) else attribute
 
 
-def _precise_lse(found: WeighedRows, weighting: Weighting) -> np.ndarray:
-    """The log-sum-exp (n,) of a softmax in float64, since shards are weighed by differences of it:
-    that of scores in the thousands has lost its last digits. The best row's weight is e^(s − lse).
+def _precise_lse(weighed: WeighedRows, weighting: Weighting) -> np.ndarray:
+    """Return the log-sum-exp (n,) of a softmax in float64.
+
+    Shards are weighted by its differences, and in float32 it loses digits if scores are in the
+    thousands. It follows from the best row, whose weight is e^(s − lse).
     """
-    assert found.lse is not None
-    lse = found.lse.astype(float)
-    if found.bound is None:
-        top = weighting.scale_scores(found.best_score[:, None])[:, 0].astype(float)
-        most = found.weights.max(axis=1, initial=0).astype(float)
+    assert weighed.lse is not None
+    lse = weighed.lse.astype(float)
+    if weighed.bound is None:
+        top = weighting.scale_scores(weighed.best_score[:, None])[:, 0].astype(float)
+        most = weighed.weights.max(axis=1, initial=0).astype(float)
         known = (most > 0) & np.isfinite(lse)
         lse[known] = top[known] - np.log(most[known])
     return lse
 
 
 class StoreProfile(NamedTuple):
-    """What is to be known of a store to ask it: of one version."""
+    """What a cluster needs to know of one version of a store."""
 
     version: int
     rows: int
     settings: dict[str, Any]
-    names: tuple[str, ...]
-    kinds: dict[str, Any]
+    last_id: int
+    tensor_names: tuple[str, ...]
+    tensor_types: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
 class Shard:
-    """What one actor does: it opens its stores when it is first asked, and maps their segments."""
+    """The state of one actor: it opens its stores on first use and maps their segments."""
 
     def __init__(self, sources: dict[int, str], cache: str | None, cores: int):
         threads.CORE_COUNT = cores
@@ -385,11 +413,11 @@ class Shard:
         if source not in self._stores:
             try:
                 self._stores[source] = Store(self._local_path(source), create=False)
-            except (QkvError, OSError) as fault:
-                if isinstance(fault, StoreNotFoundError | NotAStoreError) or not isinstance(
-                    fault, QkvError
+            except (QkvError, OSError) as error:
+                if isinstance(error, StoreNotFoundError | NotAStoreError) or not isinstance(
+                    error, QkvError
                 ):
-                    raise StoreUnreadableError(str(fault)) from None
+                    raise StoreUnreadableError(str(error)) from None
                 raise
         return self._stores[source]
 
@@ -399,15 +427,15 @@ class Shard:
         except VersionNotFoundError:
             if not stores.is_url(self._sources[source]):
                 raise
-            del self._stores[source]  # an actor that began later has copied a newer state
+            del self._stores[source]  # an actor that started later has copied a newer state
             return self._open_store(source).open_snapshot(version)
 
     def newest_versions(self) -> dict[int, int]:
-        """The newest version of each store."""
+        """Return the newest version of each store."""
         return {source: self._open_store(source).version for source in self._sources}
 
     def process_stats(self) -> tuple[int, float]:
-        """Its number, and the seconds that it has worked."""
+        """Return the process id and its CPU seconds."""
         return os.getpid(), time.process_time()
 
     def list_versions(self, source: int) -> list[Any]:
@@ -415,10 +443,14 @@ class Shard:
 
     def profile_store(self, source: int, version: int | None = None) -> StoreProfile:
         snapshot = self._snapshot_at(source, version)
-        kinds = {name: snapshot.tensor_type(name) for name in snapshot.tensor_names}
-        settings, arrays = snapshot.settings, snapshot.read_arrays()
         return StoreProfile(
-            snapshot.version, len(snapshot), settings, tuple(snapshot.tensor_names), kinds, arrays
+            version=snapshot.version,
+            rows=len(snapshot),
+            settings=snapshot.settings,
+            last_id=snapshot.last_id,
+            tensor_names=tuple(snapshot.tensor_names),
+            tensor_types={name: snapshot.tensor_type(name) for name in snapshot.tensor_names},
+            arrays=snapshot.read_arrays(),
         )
 
     def _get_view(self, slice: Slice) -> TableView:
@@ -434,29 +466,28 @@ class Shard:
     def _get_evaluator(self, slice: Slice, job: Job | None) -> SliceEvaluator:
         if job is None:
             return SliceEvaluator(self._get_view(slice), slice, None)
-        leaf = self._evaluators.pop((slice, job.token), None) or SliceEvaluator(
+        evaluator = self._evaluators.pop((slice, job.token), None) or SliceEvaluator(
             self._get_view(slice), slice, job
         )
-        self._evaluators[slice, job.token] = leaf
+        self._evaluators[slice, job.token] = evaluator
         while len({token for _, token in self._evaluators}) > MAX_JOBS:
             self._evaluators.popitem(last=False)
-        return leaf
+        return evaluator
 
     def run(self, slices: list[Slice], job: Job | None, name: str, *args: Any) -> list[Any]:
-        """A method of each of the slices' leaves."""
+        """Call a method of the evaluator of each slice."""
         try:
-            with load_framework(
-                "numpy"
-            ).compute_context():  # what is ruled out may be larger than a float
+            # The context ignores overflows: masked scores may exceed the largest float.
+            with load_framework("numpy").compute_context():
                 return [getattr(self._get_evaluator(slice, job), name)(*args) for slice in slices]
-        except (StoreDamagedError, OSError) as fault:
+        except (StoreDamagedError, OSError) as error:
             self._stores.clear()
             self._views.clear()
             self._evaluators.clear()
-            raise StoreUnreadableError(str(fault)) from None
+            raise StoreUnreadableError(str(error)) from None
 
     def write_store(self, source: int, name: str, *args: Any) -> None:
-        """A method of the database that changes it."""
+        """Call a method of the database that writes."""
         if source not in self._writers:
             self._writers[source] = open_database(self._local_path(source), create=False)
         getattr(self._writers[source], name)(*args)

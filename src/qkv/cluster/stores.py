@@ -1,5 +1,4 @@
-"""Stores of a cluster: one database as several, so that each machine can have its own rows on its
-own disk; and stores on object storage as folders of this machine, where fsspec reads them."""
+"""Stores of a cluster: split a store into several, and copy stores from object storage."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from qkv.errors import ArgumentError, require_extra
 
 
 def split(source: str | os.PathLike[str], targets: Sequence[str | os.PathLike[str]]) -> None:
-    """Share the rows of a database out among new stores, in its order, with its encoder.
+    """Split the rows of a database into new stores, in order, with the same encoder.
 
     >>> import tempfile, qkv
     >>> with tempfile.TemporaryDirectory() as place:
@@ -33,24 +32,30 @@ def split(source: str | os.PathLike[str], targets: Sequence[str | os.PathLike[st
     ['Hu', 'Smola']
     """
     places = [folder.check_path(target) for target in targets]
-    there = next((place for place in places if os.path.lexists(place)), None)
-    if there is not None:
-        raise ArgumentError(f"targets: {there} is there already: choose another path")
+    existing = next((place for place in places if os.path.lexists(place)), None)
+    if existing is not None:
+        raise ArgumentError(f"targets: {existing} exists already: choose another path")
     with Store(source, create=False) as store, store.open_snapshot() as whole:
         edges = [len(whole) * i // len(places) for i in range(len(places) + 1)]
         if len(whole) < len(places):
-            raise ArgumentError(f"{len(whole)} rows cannot be shared out among {len(places)}")
+            raise ArgumentError(f"{len(whole)} rows cannot be split into {len(places)} stores")
+        dropped_ids = whole.last_id + 1 - len(whole)
         for place, (start, stop) in zip(places, pairwise(edges), strict=True):
-            with folder.build_store_folder(place) as part, Store(part) as made:
-                _copy_rows(TableView(whole.slice_rows(start, stop)), made)
+            with folder.build_store_folder(place) as part, Store(part) as new:
+                _copy_rows(TableView(whole.slice_rows(start, stop)), new, dropped_ids)
 
 
-def _copy_rows(view: TableView, made: Store) -> None:
-    # An encoder that fits itself anew to some of the rows would no longer be that of the others.
+def _copy_rows(view: TableView, target: Store, dropped_ids: int) -> None:
+    """Copy the rows of a view to a new store; `dropped_ids` is the number of unused row ids."""
+    # fitted = 0: an encoder that is fitted again to one part would no longer fit the other parts.
     settings, arrays = {**view.settings, "fitted": 0}, view.snapshot.read_arrays() or None
+    promise = settings.get("promise")
+    if isinstance(promise, dict) and isinstance(promise.get("last"), int):
+        # A calibration counts the rows added since by their ids, which are new in the parts.
+        settings["promise"] = {**promise, "last": promise["last"] - dropped_ids}
     for start in range(0, len(view), ROWS_PER_CHUNK):
         ids = view.ids[start : start + ROWS_PER_CHUNK]
-        made.commit(
+        target.commit(
             records=view.snapshot.read_records(ids),
             digests=view.snapshot.read_digests(ids),
             tensors={
@@ -72,7 +77,7 @@ FILE_STATE_FIELDS = (
     "md5Hash",
     "created",
 )
-"""What tells one state of a file from another, by the names that file systems have for it."""
+"""Metadata that changes with a file's content, by its names in the file systems of fsspec."""
 
 
 def is_url(place: str) -> bool:
@@ -80,25 +85,26 @@ def is_url(place: str) -> bool:
 
 
 def fetch_local_copy(url: str, cache: str | None = None) -> Path:
-    """A copy of the store at the URL as it is now; made once for each state of its files.
+    """Return the folder of a local copy of the store at a URL, in its current state.
 
-    It lies in `cache`, by default in the user's folder of caches. Nothing in it is removed.
+    Copies are in `cache`, by default the user's cache folder. A state is copied once, and never
+    removed.
     """
     with require_extra("ray", "a URL needs fsspec"):
         import fsspec
     try:
         system, root = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as fault:
-        raise ArgumentError(f"{url}: {fault}") from None
+    except (ValueError, ImportError) as error:
+        raise ArgumentError(f"{url}: {error}") from None
     try:
-        found: dict[str, Any] = system.find(root, detail=True)
-    except OSError as fault:
-        raise StoreUnreadableError(f"{url} cannot be listed: {fault}") from None
-    named = {os.path.relpath(name, root): about for name, about in found.items()}
-    # Whoever filled a bucket names its files, "../.." and all: a store's own are plain names.
-    files = {name: about for name, about in named.items() if is_store_file(name)}
+        listing: dict[str, Any] = system.find(root, detail=True)
+    except OSError as error:
+        raise StoreUnreadableError(f"{url} cannot be listed: {error}") from None
+    named = {os.path.relpath(name, root): info for name, info in listing.items()}
+    # An untrusted bucket may contain names such as "../..": accept only those of a store.
+    files = {name: info for name, info in named.items() if is_store_file(name)}
     if not files:
-        raise StoreUnreadableError(f"{url}: there is no store; give the URL of its folder")
+        raise StoreUnreadableError(f"{url}: there is no store; pass the URL of its folder")
     target = _cache_folder(cache) / f"{_state_name(url, files)}.qkv"
     if not target.exists():
         part = target.with_suffix(f".{token_hex(4)}")
@@ -107,9 +113,9 @@ def fetch_local_copy(url: str, cache: str | None = None) -> Path:
             for name in files:
                 system.get_file(f"{root.rstrip('/')}/{name}", str(part / name))
             part.rename(target)
-        except OSError as fault:
+        except OSError as error:
             if not target.exists():  # another process may have been first
-                raise StoreUnreadableError(f"{url} cannot be copied: {fault}") from None
+                raise StoreUnreadableError(f"{url} cannot be copied: {error}") from None
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return target
@@ -123,9 +129,9 @@ def _cache_folder(cache: str | None) -> Path:
 
 
 def _state_name(url: str, files: dict[str, Any]) -> str:
-    """A name for this state of the store."""
-    told = [
-        [name, *(str(about[mark]) for mark in FILE_STATE_FIELDS if mark in about)]
-        for name, about in sorted(files.items())
+    """Return a name for this state of the store: a hash of its files' metadata."""
+    state = [
+        [name, *(str(info[field]) for field in FILE_STATE_FIELDS if field in info)]
+        for name, info in sorted(files.items())
     ]
-    return blake2b(json.dumps([url, told]).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps([url, state]).encode(), digest_size=16).hexdigest()

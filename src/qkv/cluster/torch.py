@@ -1,4 +1,4 @@
-"""`attend` to keys and values that the processes of a torch.distributed group hold together."""
+"""`attend` to keys and values that are sharded over a torch.distributed group."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ def attend(
     *,
     queries: Literal["same", "sharded"] = "same",
     return_lse: bool = False,
-    **meaning: Unpack[FormulaOptions],
+    **options: Unpack[FormulaOptions],
 ) -> Any:
-    """Σᵢ α(q, kᵢ) vᵢ over the keys of all processes: query (…, n, d_q), own key (…, m_r, d_k), own
-    value (…, m_r, d_v) → (…, n, d_v), as one process would give for all of them. score, weighting,
-    mask, dropout_p, seed and tolerance are as for `qkv.attend`.
+    """Compute Σᵢ α(q, kᵢ) vᵢ over the keys of all processes of a group.
 
-    Every process of the group calls it; the keys count in the order of the ranks, and each may have
-    as many as it likes. Keys and values stay where they are. With `queries="same"` all pass the
-    same queries, states are merged, and the output is the same on all. With "sharded" each passes
-    its own, which go round in a ring with their states; the output is that of one's own queries.
+    query (…, n, d_q), this process's key (…, m_r, d_k) and value (…, m_r, d_v) → (…, n, d_v). The
+    result is the same as in one process with all keys. score, weighting, mask, dropout_p, seed and
+    tolerance are those of `qkv.attend`.
 
-    Positions, in masks and score_mods, are those of the whole. An array in a mask has a row for
-    each query of the whole, and a column for each key that is here.
+    Every process of the group calls it. Keys are ordered by rank, and ranks may have different
+    numbers of keys. Keys and values are not sent. With `queries="same"` all processes pass the same
+    queries, and all get the same output. With `queries="sharded"` each process passes its own
+    queries, which are sent around in a ring, and gets the output for its own queries.
 
-    Gradients, where the queries are the same, are those of the one loss that all compute: whole for
-    the query and for the arrays in score and weighting, one's own for key and value. Where they are
-    sharded, they are those of the sum of the losses; arrays in score and weighting get the part of
-    one's own keys, so that DDP averages them as it does all others.
+    Positions in masks and score_mods are global. An array in a mask has a row for each query of
+    all processes, and a column for each key of this process.
 
-    To torch.compile it is one operator, which looks at the keys again on the way back. Functions
-    in score or mask cannot go with it; `torch.compiler.disable` leaves a call out of the graph.
+    Gradients with `queries="same"` are those of one loss that all processes compute: complete for
+    query and for arrays in score and weighting, and for this process's key and value. With
+    "sharded" they are those of the sum of the losses. Arrays in score and weighting then get the
+    part of this process's keys, so that DDP averages them like other parameters.
+
+    torch.compile sees one operator, which recomputes the scores in the backward pass. Functions in
+    score or mask are not supported there; exclude the call with `torch.compiler.disable`.
 
     >>> import torch
     >>> from torch import distributed as dist
@@ -61,22 +63,22 @@ def attend(
         raise unknown_name_error("queries", queries, ("same", "sharded"))
     if torch.compiler.is_compiling():
         return custom_op.attend_compiled(
-            query, key, value, group, return_lse, queries=queries, **meaning
+            query, key, value, group, return_lse, queries=queries, **options
         )
     return attend_in_group(
-        query, key, value, group, queries=queries, return_lse=return_lse, **meaning
+        query, key, value, group, queries=queries, return_lse=return_lse, **options
     )
 
 
 def sum_gradient(x: Tensor, group: Any = None) -> Tensor:
-    """x, whose gradient is summed over the processes of the group.
+    """Return x; in the backward pass its gradient is summed over the processes of the group.
 
-    For a parameter of which each process sees its own part of the use, as a projection of its own
-    keys: `key = mine @ whole(w_key)`. Then all have the whole gradient, and DDP's mean is that too.
-    No score that is a function may hold it: a function is differentiated once for each block.
+    For a parameter that each process applies to its own keys: `key = mine @ sum_gradient(w_key)`.
+    Every process then gets the complete gradient, and so does the mean of DDP. Do not use it inside
+    a score that is a function: a function is differentiated once per block.
     """
-    found: Tensor = _SumGradient.apply(x, group)
-    return found
+    result: Tensor = _SumGradient.apply(x, group)
+    return result
 
 
 class _SumGradient(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Rows that are read when they are needed, in place of the arrays key (m, d) and value (m, d_v)."""
+"""Rows that are read when needed, in place of the arrays key (m, d) and value (m, d_v)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from qkv.util.progress import progress_bar
 from qkv.util.types import Array, Arrays, MergeFunction, PartialStateFunction, Shape, Span
 
 MAX_FLOATS_PER_SPAN = 2**18
-"""Numbers of keys that are made floats at a time, so that they are compared in cache."""
+"""Key elements that are converted to floats at a time, so that they stay in the CPU cache."""
 
 
 class QuantizedKeys(NamedTuple):
-    """8-bit codes beside rows: each key lies within `residual` of scale · code.
+    """8-bit codes of keys: the distance of each key to scale · code is at most `residual`.
 
-    code (c, d), and for each row: `scale`, `residual` and `norm` ‖k‖. Rows with the same number in
-    `block` were rounded together: Σ (φ·(k − scale · code))² over them is at most `block_spread`²
-    ‖φ‖², for any φ. Every bound is rounded up. Where the keys are the codes themselves there is
-    nothing but them and their scale.
+    `code` is (c, d); each row has a `scale`, a `residual` and a `norm` ‖k‖. Rows with the same
+    number in `block` were quantized together: for any φ, Σ (φ·(k − scale · code))² over them is at
+    most `block_spread`² ‖φ‖². Every bound is rounded up. If the keys are stored only as codes, the
+    optional fields are None.
     """
 
     code: np.ndarray
@@ -36,16 +36,16 @@ class QuantizedKeys(NamedTuple):
     block: np.ndarray | None = None
 
     def slice_rows(self, at: Any) -> QuantizedKeys:
-        rest = (None if x is None else x[at] for x in self[2:])
-        return QuantizedKeys(self.code[at], self.scale[at], *rest)
+        bounds = (None if x is None else x[at] for x in self[2:])
+        return QuantizedKeys(self.code[at], self.scale[at], *bounds)
 
 
 class RowChunk(NamedTuple):
-    """Rows that lie together: key (c, d), value (c, d_v), and which of them live (None: all).
+    """Consecutive stored rows: key (c, d), value (c, d_v), and which are `live` (None: all).
 
-    Where there is a `scale` (c,), the vectors of the keys are scale · key, kept in 8 bits. `near`
-    are codes beside the keys, or what is known of keys that are codes. `check_readable` refuses
-    rows whose file is not there any more.
+    With a `scale` (c,), the keys are stored in 8 bits and the vectors are scale · key. `quantized`
+    are the codes of the keys, or the error bounds of keys that are codes. `check_readable` raises
+    if the file of the rows was truncated.
     """
 
     key: np.ndarray | DenseAndSparse
@@ -57,7 +57,7 @@ class RowChunk(NamedTuple):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the vectors that were given are nowhere, but for a bound."""
+        """Whether the original vectors are not stored, but only codes with an error bound."""
         return (
             self.scale is not None
             and self.quantized is not None
@@ -65,19 +65,19 @@ class RowChunk(NamedTuple):
         )
 
     def slice_rows(self, at: slice) -> RowChunk:
-        near = None if self.quantized is None else self.quantized.slice_rows(at)
+        quantized = None if self.quantized is None else self.quantized.slice_rows(at)
         value, live, scale = (None if x is None else x[at] for x in self[1:4])
-        return RowChunk(self.key[at], value, live, scale, near, self.check_readable)
+        return RowChunk(self.key[at], value, live, scale, quantized, self.check_readable)
 
     def live_keys_and_scale(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The keys that live, and what each is to be multiplied by."""
+        """Return the stored keys of the live rows, and their scale (None: 1)."""
         if self.live is None:
             return np.asarray(self.key), self.scale
         scale = None if self.scale is None else self.scale[self.live]
         return np.asarray(self.key[self.live]), scale
 
     def live_vectors(self) -> np.ndarray:
-        """The keys that live, as vectors."""
+        """Return the key vectors of the live rows."""
         key, scale = self.live_keys_and_scale()
         if scale is None:
             return key
@@ -87,7 +87,7 @@ class RowChunk(NamedTuple):
 
 
 class RowSpan(NamedTuple):
-    """The rows at `start … start + size` among all that live, read when asked for."""
+    """The live rows start … start + size − 1, read when needed."""
 
     start: int
     size: int
@@ -97,7 +97,7 @@ class RowSpan(NamedTuple):
     is_unmasked: bool = False
 
     def check_readable(self) -> None:
-        """Before the rows are read: the system ends a process that reads what was cut off."""
+        """Raise if the file was truncated: reading missing pages would kill the process."""
         if self.chunk.check_readable is not None:
             self.chunk.check_readable()
 
@@ -105,22 +105,22 @@ class RowSpan(NamedTuple):
         return self.chunk.live_vectors()
 
     def read_keys_at(self, at: np.ndarray) -> np.ndarray:
-        """The keys of some of the rows."""
-        stored = self.chunk
-        at = at if stored.live is None else np.flatnonzero(stored.live)[at]
-        scale = None if stored.scale is None else stored.scale[at]
-        return RowChunk(np.asarray(stored.key[at]), scale=scale).live_vectors()
+        """Return the key vectors at these positions of the span."""
+        chunk = self.chunk
+        at = at if chunk.live is None else np.flatnonzero(chunk.live)[at]
+        scale = None if chunk.scale is None else chunk.scale[at]
+        return RowChunk(np.asarray(chunk.key[at]), scale=scale).live_vectors()
 
     def quantized_at(self, at: np.ndarray) -> QuantizedKeys:
-        """What bounds the codes of some of the rows, without the codes."""
-        near, live = self.chunk.quantized, self.chunk.live
-        assert near is not None
+        """Return the error bounds at these positions of the span, without the codes."""
+        quantized, live = self.chunk.quantized, self.chunk.live
+        assert quantized is not None
         at = at if live is None else np.flatnonzero(live)[at]
-        known = (None if x is None else x[at] for x in near[2:4])
-        return QuantizedKeys(near.code[:0], near.scale[at], *known)
+        bounds = (None if x is None else x[at] for x in quantized[2:4])
+        return QuantizedKeys(quantized.code[:0], quantized.scale[at], *bounds)
 
     def read_values(self, at: np.ndarray | None = None) -> np.ndarray:
-        """The values, or those of some of the rows."""
+        """Return the values, or those at these positions of the span."""
         value, live = self.chunk.value, self.chunk.live
         assert value is not None
         if at is not None:
@@ -128,44 +128,49 @@ class RowSpan(NamedTuple):
         return np.asarray(value if live is None else value[live])
 
     def allowed_mask(self, fw: Framework, like: Array) -> Array | None:
-        """Which of the rows are allowed, (1, c); None where all are."""
+        """Return which rows are allowed, (1, c), or None if all are."""
         return (
             None if self.allowed is None else fw.array_from_host(self.allowed[None], like, "bool")
         )
 
 
 class StoredRows:
-    """m live rows. `read()` goes through them in their order; where they lie
-    `reads_chunks_separately`, each of the stored is done with before the next is read. `allowed`
-    (m,) rules some of them out. `key_terms_cache` has what scores have found out about the keys,
-    (m,), by the kind of the score; `bounds_cache` what the rows of a cut have at most, by its start
-    and size, and sums over blocks of rows. `ahead` is `read` that is told which fields are wanted
-    of all rows.
+    """m live rows that are read in chunks.
+
+    - `read_chunks()` yields all chunks in order.
+    - `shape` is (m, d), and `value_width` is d_v.
+    - `allowed` (m,) excludes rows; None allows all.
+    - `reads_chunks_separately`: each chunk is processed before the next one is read, because the
+      rows do not fit in memory.
+    - `key_terms_cache` caches the key terms (m,) of scores, by the type of the score.
+    - `bounds_cache` caches bounds of row spans, by start and size, and sums over blocks of rows.
+    - `prefetch_chunks(fields)` is like `read_chunks`, and may read the named fields in advance.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = StoredRows(lambda: [RowChunk(keys, live=np.array([True, False, True]))], (2, 2))
-    >>> [[cut.read_keys().tolist() for cut in cuts] for cuts in rows.iter_spans(2)]
+    >>> [[span.read_keys().tolist() for span in spans] for spans in rows.iter_spans(2)]
     [[[[0.0, 1.0]], [[4.0, 5.0]]]]
     """
 
     def __init__(
         self,
-        read: Callable[[], Iterable[RowChunk]],
+        read_chunks: Callable[[], Iterable[RowChunk]],
         shape: Shape,
-        width: int = 0,
+        value_width: int = 0,
         allowed: np.ndarray | None = None,
-        apart: bool = False,
-        kept: dict[Any, np.ndarray] | None = None,
-        bounds: dict[Any, Any] | None = None,
-        ahead: Callable[[Collection[str]], Iterable[RowChunk]] | None = None,
+        reads_chunks_separately: bool = False,
+        key_terms_cache: dict[Any, np.ndarray] | None = None,
+        bounds_cache: dict[Any, Any] | None = None,
+        prefetch_chunks: Callable[[Collection[str]], Iterable[RowChunk]] | None = None,
     ):
-        self.prefetch_chunks = ahead or (lambda fields: read())
-        self.read_chunks, self.allowed, self.reads_chunks_separately = read, allowed, apart
-        self.key_terms_cache = {} if kept is None else kept
-        self.bounds_cache = {} if bounds is None else bounds
-        self.shape, self.value_width = shape, width
+        self.read_chunks = read_chunks
+        self.prefetch_chunks = prefetch_chunks or (lambda fields: read_chunks())
+        self.shape, self.value_width, self.allowed = shape, value_width, allowed
+        self.reads_chunks_separately = reads_chunks_separately
+        self.key_terms_cache = {} if key_terms_cache is None else key_terms_cache
+        self.bounds_cache = {} if bounds_cache is None else bounds_cache
 
-    # Not attributes: a ring of references would hold the rows until the collector comes by.
+    # Not attributes: a reference cycle would keep the rows until the garbage collector runs.
 
     @property
     def key(self) -> UnreadArray:
@@ -176,25 +181,32 @@ class StoredRows:
         return UnreadArray(self, (self.shape[0], self.value_width))
 
     def iter_spans(
-        self, size: int, codes: bool = False, ahead: Collection[str] = ("key", "value")
+        self,
+        size: int,
+        codes_only: bool = False,
+        prefetch_fields: Collection[str] = ("key", "value"),
     ) -> RowSpans:
-        """All rows in cuts; those whose `codes_only` alone are read need not be as short. The
-        fields that are wanted of all rows may be read `ahead`."""
-        return RowSpans(self, size, codes, ahead)
+        """Return all rows in spans of at most `size` rows.
+
+        With `codes_only` the keys are not converted to floats, so that spans of 8-bit keys need not
+        be shorter. `prefetch_fields` may be read in advance.
+        """
+        return RowSpans(self, size, codes_only, prefetch_fields)
 
     def first_chunk(self) -> RowChunk | None:
-        """Some of the rows, to be looked at."""
+        """Return the first chunk, or None if there are no rows."""
         return next(iter(self.read_chunks()), None)
 
     def load_all(self, fw: Framework, like: Array) -> tuple[Array, Array, Array | None]:
-        """Every live row: key, value, and which are allowed, (1, m)."""
-        held: list[list[np.ndarray]] = [[], []]
-        for stored in self.read_chunks():
-            live = slice(None) if stored.live is None else stored.live
-            value = np.empty((len(stored.key), 0)) if stored.value is None else stored.value
-            held[0].append(stored.live_vectors())
-            held[1].append(value[live])
-        key, value = (to_framework_array(fw, np.concatenate(x), like) for x in held)
+        """Return key and value of all live rows, and which are allowed, (1, m)."""
+        keys: list[np.ndarray] = []
+        values: list[np.ndarray] = []
+        for chunk in self.read_chunks():
+            live = slice(None) if chunk.live is None else chunk.live
+            value = np.empty((len(chunk.key), 0)) if chunk.value is None else chunk.value
+            keys.append(chunk.live_vectors())
+            values.append(value[live])
+        key, value = (to_framework_array(fw, np.concatenate(x), like) for x in (keys, values))
         allowed = self.allowed
         return (
             key,
@@ -204,16 +216,20 @@ class StoredRows:
 
 
 class WeighedRows(NamedTuple):
-    """What is known when all rows were read, for n queries: Σᵢ αᵢ vᵢ (n, d_v), α (n, m), the
-    entropy (n,) of |α|, log Σ exp(score) (n,) for a weighting that has one, and the best score
-    (n,).
+    """The result of attention over stored rows, for n queries.
 
-    `weight_error` (n,) is how far α may lie from the exact weights (½ Σ |difference|), 0 where it
-    is as exact as the dtype, `bound_is_probabilistic` where rows were drawn for it; `read` is how
-    many keys were read in full; `bound` is the same as a monoid, where codes were read first;
-    `refusal` says why none were, though a tolerance allowed it; `partial_sums` are what the output
-    was made of, which those of other rows can be added to, and `scaled` (n, m) the scores behind α,
-    if they were kept.
+    - `output` (n, d_v): Σᵢ αᵢ vᵢ
+    - `weights` (n, m): α
+    - `entropy` (n,): the entropy of |α|
+    - `lse` (n,): log Σ exp(score), for weightings that have one
+    - `best_score` (n,)
+    - `weight_error` (n,): bound of ½ Σ |α − exact α|; 0 if exact up to rounding
+    - `rows_read`: number of keys that were read in full
+    - `bound`: the error bound in mergeable form, if codes were read first
+    - `bound_is_probabilistic`: whether the bound is from sampled rows
+    - `refusal`: why codes were not used, although a tolerance was given
+    - `partial_sums`: sums from which the output was computed, mergeable with those of other rows
+    - `scaled_scores` (n, m): the scores of α, if they were kept
     """
 
     output: np.ndarray
@@ -231,7 +247,7 @@ class WeighedRows(NamedTuple):
 
 
 class UnreadArray(NamedTuple):
-    """The keys or the values of rows, in the place of an array."""
+    """A placeholder for the keys or values of stored rows, with the shape of an array."""
 
     rows: StoredRows
     shape: Shape
@@ -239,7 +255,7 @@ class UnreadArray(NamedTuple):
 
 @dataclass(eq=False)
 class RowSpans:
-    """All rows in cuts of at most so many, in groups that are read together."""
+    """All rows in spans of at most `span_size` rows, in groups that are read together."""
 
     rows: StoredRows
     span_size: int
@@ -248,52 +264,52 @@ class RowSpans:
 
     def __iter__(self) -> Iterator[list[RowSpan]]:
         if not self.rows.reads_chunks_separately:
-            yield [cut for group in self._span_groups(self.rows.read_chunks()) for cut in group]
+            yield [span for group in self._span_groups(self.rows.read_chunks()) for span in group]
             return
-        # What is more than memory holds takes a while.
+        # Rows that do not fit in memory take a while to read: show progress.
         done, total = 0, self.rows.shape[0]
-        with progress_bar("rows", total) as tell:
+        with progress_bar("rows", total) as report:
             for group in self._span_groups(self.rows.prefetch_chunks(self.prefetch_fields)):
                 yield group
-                done += sum(cut.size for cut in group)
-                tell(done, total)
+                done += sum(span.size for span in group)
+                report(done, total)
 
-    def _span_groups(self, parts: Iterable[RowChunk]) -> Iterator[list[RowSpan]]:
+    def _span_groups(self, chunks: Iterable[RowChunk]) -> Iterator[list[RowSpan]]:
         at, allowed = 0, self.rows.allowed
-        for stored in parts:
-            rows, step, group = len(stored.key), self.span_size, []
+        for chunk in chunks:
+            rows, step, group = len(chunk.key), self.span_size, []
             if not self.codes_only and (
-                stored.scale is not None or isinstance(stored.key, DenseAndSparse)
+                chunk.scale is not None or isinstance(chunk.key, DenseAndSparse)
             ):
-                step = min(step, max(MAX_FLOATS_PER_SPAN // max(stored.key.shape[1], 1), 512))
+                step = min(step, max(MAX_FLOATS_PER_SPAN // max(chunk.key.shape[1], 1), 512))
             for start in range(0, rows, step):
                 check_deadline()
-                some = stored if rows <= step else stored.slice_rows(slice(start, start + step))
-                size = rows if some is stored else len(some.key)
-                if some.live is not None:
-                    size, whole = int(np.count_nonzero(some.live)), size
-                    some = some._replace(live=None) if size == whole else some
-                own = None if allowed is None else allowed[at : at + size]
+                part = chunk if rows <= step else chunk.slice_rows(slice(start, start + step))
+                size = rows if part is chunk else len(part.key)
+                if part.live is not None:
+                    size, stored_size = int(np.count_nonzero(part.live)), size
+                    part = part._replace(live=None) if size == stored_size else part
+                span_allowed = None if allowed is None else allowed[at : at + size]
                 if size:
-                    group.append(RowSpan(at, size, some, own))
+                    group.append(RowSpan(at, size, part, span_allowed))
                 at += size
             yield group
 
 
 class RowReader:
-    """The loops of a framework over rows that are read: no compiled loop can open a file."""
+    """Loops over stored rows. They run in Python, because a compiled loop cannot read files."""
 
     def __init__(self, fw: Framework):
         self.fw = fw
 
     def fold_spans(
-        self, step: Callable[[Any, RowSpan], Any], carry: Any, cuts: Iterable[list[RowSpan]]
+        self, step: Callable[[Any, RowSpan], Any], carry: Any, spans: Iterable[list[RowSpan]]
     ) -> Any:
-        for group in cuts:
-            for cut in group:
+        for group in spans:
+            for span in group:
                 check_deadline()
-                cut.check_readable()
-                carry = step(carry, cut)
+                span.check_readable()
+                carry = step(carry, span)
         return carry
 
     def reduce_spans(
@@ -301,17 +317,17 @@ class RowReader:
         lift: PartialStateFunction,
         merge: MergeFunction,
         start: Any,
-        cuts: Iterable[list[RowSpan]],
+        spans: Iterable[list[RowSpan]],
     ) -> Any:
         if self.fw.needs_equal_spans:
-            return self.fold_spans(lambda state, cut: merge(state, lift(cut)), start, cuts)
+            return self.fold_spans(lambda state, span: merge(state, lift(span)), start, spans)
 
-        def lift_checked(cut: RowSpan) -> Any:
+        def lift_checked(span: RowSpan) -> Any:
             check_deadline()
-            cut.check_readable()
-            return lift(cut)
+            span.check_readable()
+            return lift(span)
 
-        for group in cuts:
+        for group in spans:
             if len(group) == 1:
                 start = merge(start, lift_checked(group[0]))
             else:
@@ -326,8 +342,9 @@ class RowReader:
 
 
 def to_framework_array(fw: Framework, x: np.ndarray | DenseAndSparse, like: Array) -> Array:
-    """An array that was read, as the framework's own beside `like`; where it can, not copied."""
+    """Convert an array that was read to the framework, dtype and device of `like`, if possible
+    without a copy."""
     with warnings.catch_warnings():
-        # Torch warns that the file must not be written to; nothing here writes.
+        # Torch warns about arrays that are not writable; nothing here writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return fw.block_from_host(np.asarray(x), like, fw.dtype_name(like))

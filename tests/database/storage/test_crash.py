@@ -268,5 +268,5 @@ def test_a_repair_that_is_interrupted_leaves_no_lock(tmp_path):
     taken = lock.__file__, garbage.__file__
     for _ in moments(lambda: check(tmp_path / "s", repair=True), taken):
         other = lock.WriteLock(tmp_path / "s")
-        other.acquire(patience=0)
+        other.acquire(wait_seconds=0)
         other.release()

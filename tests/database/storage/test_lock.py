@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from qkv.database.errors import StoreUnwritableError
-from qkv.database.storage import Store, fork_handlers, lock
+from qkv.database.storage import Store, lock
 from qkv.util import types
 from tests.interrupt import STORE, moments, stopped
 
@@ -80,7 +80,7 @@ def test_a_writer_that_is_stopped_leaves_no_lock(tmp_path):
         writer, other = lock.WriteLock(tmp_path), lock.WriteLock(tmp_path)
         early = stopped(writer.acquire, after)
         writer.release()
-        other.acquire(patience=0)
+        other.acquire(wait_seconds=0)
         other.release()
         return early
 
@@ -117,20 +117,16 @@ def test_a_fork_that_is_stopped_leaves_no_lock():
 
     def free():
         with thing.fork_lock():
-            fork_handlers.register_fork_handler(thing)
+            lock.register_fork_handler(thing)
 
     for first in (True, False):  # Python runs the second hook whatever became of the first
         for after in itertools.count():
-            early = stopped(
-                fork_handlers._before_fork, after if first else 10**6, fork_handlers.__file__
-            )
-            early |= stopped(
-                fork_handlers._after_fork, 10**6 if first else after, fork_handlers.__file__
-            )
+            early = stopped(lock._before_fork, after if first else 10**6, lock.__file__)
+            early |= stopped(lock._after_fork, 10**6 if first else after, lock.__file__)
             later = threading.Thread(target=free, daemon=True)
             later.start()
             later.join(300)
-            assert not later.is_alive() and fork_handlers._held_locks == []
+            assert not later.is_alive() and lock._held_locks == []
             if not early:
                 break
         assert after > 1
@@ -166,7 +162,8 @@ def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(errno.EMFILE, "close other files$"), (errno.EROFS, "or only read$")]
+    ("number", "step"),
+    [(errno.EMFILE, "close other files$"), (errno.EROFS, "or open it only for reading$")],
 )
 def test_a_lock_that_cannot_be_opened_says_what_to_do(tmp_path, monkeypatch, number, step):
     def opened(*_):

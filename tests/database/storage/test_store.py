@@ -33,7 +33,7 @@ from qkv.database.errors import (
     StoreUnwritableError,
     VersionNotFoundError,
 )
-from qkv.database.storage import Commit, Store, blob_storage, check, fork_handlers, lock, segments
+from qkv.database.storage import Commit, Store, blob_storage, check, lock, segments
 from qkv.database.storage import limits as sizes
 from qkv.database.storage import store as store_module
 from qkv.database.storage.snapshot import build_buffered_segment
@@ -238,10 +238,10 @@ def test_unique_names_the_position(make):
     s = make()
     add(s, 2)
     tensors = {"key": keys([2, 3]), "value": np.array([2, 3])}
-    with pytest.raises(DuplicateKeyError, match="position 1 is there already, as row 1") as caught:
+    with pytest.raises(DuplicateKeyError, match="position 1 exists already, as row 1") as caught:
         s.commit(records=["a", "b"], digests=[b"x", b"digest 1"], tensors=tensors, unique=True)
     assert caught.value.position == 1
-    with pytest.raises(DuplicateKeyError, match="position 1 is the one at position 0 again"):
+    with pytest.raises(DuplicateKeyError, match="position 1 repeats the one at position 0"):
         s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
     assert s.version == 1 and whole(s.open_snapshot()) == expected(range(2))
 
@@ -274,11 +274,11 @@ def test_bad_input_changes_nothing(make):
     bad(ShapeError, r"\(1, 2\), not \(2, 2\)", tensors=good | {"key": keys([2, 3])})
     bad(ShapeError, r"\(1, 2\), not \(1, 1\)", tensors=good | {"key": keys([2])[:, :1]})
     bad(DtypeError, "float32.*not float64", tensors=good | {"key": keys([2]).astype(float)})
-    bad(DtypeError, r"records\[0\] must be text", records=[3])
+    bad(DtypeError, r"records\[0\] must be str", records=[3])
     bad(DtypeError, r"digest bytes", digests=["d"])
     bad(ArgumentError, "not valid Unicode", records=["\ud800"])
     bad(RowNotFoundError, "row 7 cannot be removed", remove=[0, 7])
-    bad(DtypeError, "integers, not 'x'", remove=["x"])
+    bad(DtypeError, "integer row ids, not 'x'", remove=["x"])
     bad(ArgumentError, "settings must be JSON", settings={"a": object()})
     s.commit(remove=[0])
     bad(RowNotFoundError, "row 0 cannot be removed", remove=[0])
@@ -300,7 +300,7 @@ def test_names_and_types_that_cannot_be_stored():
                 s.commit(records=["r"], digests=[b"d"], tensors={name: np.zeros(1)})
         with pytest.raises(DtypeError, match="complex128, which cannot be stored"):
             s.commit(records=["r"], digests=[b"d"], tensors={"key": np.zeros(1, complex)})
-        with pytest.raises(ShapeError, match="one entry for each row"):
+        with pytest.raises(ShapeError, match="one entry per row"):
             s.commit(records=["r"], digests=[b"d"], tensors={"key": np.float32(1)})
 
 
@@ -399,10 +399,10 @@ def test_recode_wants_every_row_in_order(make):
             s.rewrite_tensors([(ids, {"key": keys(ids)}) for ids in blocks])
         assert s.version == 2
 
-    bad([0, 1, 3], match="2 live rows got no tensors, the first is row 4")
-    bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
-    bad([0, 1, 2], match="expected row 3, not row 2")
-    bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
+    bad([0, 1, 3], match="2 live rows have no new tensors; the first is row 4")
+    bad([0, 1], [4, 3, 5], match="expected row 3, got row 4")
+    bad([0, 1, 2], match="expected row 3, got row 2")
+    bad([0, 1, 3, 4, 5], [6], match="expected the end, got row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
         s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
     assert s.version == 2 and whole(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
@@ -427,9 +427,9 @@ def test_compaction_drops_the_dead_and_the_past(make, small):
     assert seen[-1][0] == seen[-1][1] > 0
     assert (report.rows, report.dropped_rows, report.dropped_versions) == (65, 85, 5)
     assert report.held == () and report.files_after < report.files_before
-    assert "dropped 85 dead rows" in str(report)
+    assert "dropped 85 deleted rows" in str(report)
     assert whole(s.open_snapshot()) == expected(left) and s.version == 6
-    with pytest.raises(VersionNotFoundError, match=r"version 3 was dropped.*oldest kept is 6"):
+    with pytest.raises(VersionNotFoundError, match=r"version 3 was dropped.*oldest is 6"):
         s.open_snapshot(3)
     with pytest.raises(VersionNotFoundError, match="version 9 does not exist: the newest is 6"):
         s.open_snapshot(9)
@@ -730,15 +730,15 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
 def test_a_store_that_is_made_while_another_thread_forks_waits_for_it():
     made = []
     maker = threading.Thread(target=lambda: made.append(Store()))
-    fork_handlers._before_fork()
+    lock._before_fork()
     try:
         maker.start()
         maker.join(0.05)
         assert not made
     finally:
-        fork_handlers._after_fork()
+        lock._after_fork()
     maker.join()
-    assert made[0] in fork_handlers._REGISTERED
+    assert made[0] in lock._REGISTERED
     made[0].close()
 
 
@@ -766,7 +766,7 @@ def test_what_is_not_a_store(tmp_path):
     with sqlite3.connect(other / "catalogue.sqlite") as connection:
         connection.execute("CREATE TABLE t (a)")
     connection.close()
-    with pytest.raises(NotAStoreError, match="not a qkv catalogue"):
+    with pytest.raises(NotAStoreError, match="not a qkv catalog"):
         Store(other)
 
 
@@ -778,7 +778,9 @@ def test_another_format(tmp_path, number, mend):
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite")
     connection.execute(f"PRAGMA user_version = {number}")
     connection.close()
-    with pytest.raises(NotAStoreError, match=f"format {number}, and this qkv reads 5: {mend}"):
+    with pytest.raises(
+        NotAStoreError, match=f"format {number}, but this qkv reads format 5: {mend}"
+    ):
         Store(tmp_path)
 
 
@@ -870,7 +872,7 @@ def test_a_damaged_segment(tmp_path, small, harm):
             s.compact()
     with Store(tmp_path, skip_damaged=True) as s:
         snap = s.open_snapshot()
-        with pytest.warns(SkippedRowsWarning, match=f"20 rows were left out.*{path.name}"):
+        with pytest.warns(SkippedRowsWarning, match=f"20 rows were skipped.*{path.name}"):
             seen = np.concatenate([part.ids for part in snap.iterate_segments()])
         assert seen.tolist() == [*range(20), *range(40, 63)]
         add(s, 10)
@@ -946,7 +948,7 @@ def test_a_damaged_resting_row(tmp_path, small):
     assert problem.what == "the tensors of row 62 are not what was written"
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
         list(s.open_snapshot().iterate_segments())
-    skipped = pytest.warns(SkippedRowsWarning, match=r"1 rows were left out.*row 62")
+    skipped = pytest.warns(SkippedRowsWarning, match=r"1 rows were skipped.*row 62")
     with Store(tmp_path, skip_damaged=True) as s, skipped:
         assert s.open_snapshot().read_tensor("key", [60]).tolist() == keys([60]).tolist()
     told = check(tmp_path, repair=True)
@@ -1061,7 +1063,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     if harm == "settings":
         with (
             Store(tmp_path) as s,
-            pytest.raises(StoreDamagedError, match="settings are not what was"),
+            pytest.raises(StoreDamagedError, match="checksum of its settings differs"),
         ):
             _ = s.open_snapshot().settings
     assert path.exists() == (broken is not None)
@@ -1084,7 +1086,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
             np.testing.assert_array_equal(snap.read_arrays()["w"], np.eye(2))
         if harm == "record":
             assert whole(snap) == expected(set(LEFT) - {17}) and again == []
-            assert any("of 61 rows 60 could be read" in problem.what for problem in told)
+            assert any("60 of 61 rows could be read" in problem.what for problem in told)
         add(s, 1)
 
 

@@ -189,7 +189,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
             unfinished = faults.failed in ("unlink", "sqlite VACUUM", "sqlite PRAGMA")
             assert bool(report.unfinished) or not unfinished
             assert bool(report.unfinished) == bool(caplog.records)
-            assert len(left) == report.files_after or "cleaning up files" in report.unfinished
+            assert len(left) == report.files_after or "removing files" in report.unfinished
         with Store(path) as store:
             assert content(store) == before
             add(store, 200, 1)  # the next writer removes what was left
@@ -205,7 +205,7 @@ def test_a_catalogue_that_alone_would_shrink_and_cannot_is_an_error(base, monkey
     with opened(base, faults, monkeypatch) as store:
         monkeypatch.setattr(faults, "fails", lambda what: what == "sqlite VACUUM")
         report = store.compact()
-        told = "the catalogue could not be shrunk (disk: Input/output error)"
+        told = "the catalog could not be shrunk (disk: Input/output error)"
         assert report.dropped_rows and report.unfinished.startswith(told)
         assert told in repr(report)
         before, there, size = content(store), files(base), os.path.getsize(base / CATALOG_FILE)
@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_removed_does_not_fail_the_commit_that_merged_it(
                 add(store, start, 20)
         assert faults.failed == "unlink"
         assert content(store)[0] == list(range(400))
-    assert "cleaning up files" in caplog.text
+    assert "removing files" in caplog.text
     with Store(tmp_path / "s") as store:
         add(store, 400, 1)
     assert check(tmp_path / "s") == []
@@ -250,7 +250,7 @@ def test_a_new_store_whose_folder_cannot_be_synced_is_logged(
     with monkeypatch.context() as patch:
         patch.setattr(FileSystem, "fsync_folder", fails)
         Store(tmp_path / "s").close()
-    assert ("cannot be made durable" in caplog.text) == logged
+    assert ("cannot be synced to disk" in caplog.text) == logged
     with Store(tmp_path / "s") as store:
         add(store, 0, 1)
     assert check(tmp_path / "s") == []

@@ -8,7 +8,7 @@ import pytest
 import qkv
 from qkv import scores
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
-from qkv.database.storage import limits, staged_files
+from qkv.database.storage import limits, writer
 from qkv.database.table import encoding, quantization
 
 TITLES = [
@@ -106,7 +106,7 @@ def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
 def small(monkeypatch):
     """Sizes with which a few rows are many."""
     monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 50)
-    monkeypatch.setattr(staged_files, "MIN_THREAD_BYTES", 1)
+    monkeypatch.setattr(writer, "MIN_THREAD_BYTES", 1)
     monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 10)
     monkeypatch.setattr(limits, "MAX_SEGMENT_BYTES", 120 * 256)
 

@@ -191,7 +191,9 @@ def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch)
     make, held = SCORES[score]
     how, s = WEIGHTINGS[weighting], make(*held)
     out, alpha = dense(QUERY, np.asarray, s, how, allowed)
-    got = attention.weigh_rows(stored(allowed=allowed, apart=apart), QUERY, score=s, weighting=how)
+    got = attention.weigh_rows(
+        stored(allowed=allowed, reads_chunks_separately=apart), QUERY, score=s, weighting=how
+    )
     np.testing.assert_allclose(got.output, out, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(got.weights, alpha, rtol=1e-9, atol=1e-11)
     with np.errstate(all="ignore"):
@@ -302,7 +304,7 @@ def test_what_lies_apart_is_done_with_before_the_next(monkeypatch):
             assert sum(done) >= 200 * i
             yield some
 
-    rows = StoredRows(lazily, (int(LIVE.sum()), D), 3, apart=True)
+    rows = StoredRows(lazily, (int(LIVE.sum()), D), 3, reads_chunks_separately=True)
     attention.weigh_rows(rows, QUERY, score=Watched(), weighting="softmax")
     done.clear()
     attention.attend_rows(rows, QUERY[:3], score=Watched(), weighting="softmax")

@@ -21,7 +21,7 @@ from qkv.database.encoders.base import (
 )
 from qkv.database.encoders.byte_pairs import BytePairTokenizer
 from qkv.database.encoders.characters import split_blocks
-from qkv.database.storage.layout import DTYPE_BY_CODE
+from qkv.database.storage.segments import DTYPE_BY_CODE
 from qkv.errors import MissingExtraError
 from qkv.util.caches import create_table, memoize
 from qkv.util.keyword_hints import suggest_keywords

@@ -206,7 +206,7 @@ class RowScan:
         total = zero, np.full_like(zero, np.finfo(float).tiny)
         with np.errstate(invalid="ignore"):
             for group in self.view.open_vectors(self.allowed_rows, value=True).iter_spans(
-                ROWS_PER_CHUNK, ahead=("value",)
+                ROWS_PER_CHUNK, prefetch_fields=("value",)
             ):
                 for cut in group:
                     chunk_weights = weights[cut.start : cut.start + cut.size]

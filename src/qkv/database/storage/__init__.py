@@ -1,7 +1,17 @@
-"""The store: rows, their tensors and the settings, as versions, in a folder or in memory.
+"""The store: versions of rows, their tensors and settings, in a folder or in memory.
 
-A commit writes its segments, makes them durable, and then changes the catalogue in one transaction:
-before that the store is the old one, after it the new one. docs/format.md describes the folder.
+A commit writes its segments, syncs them to disk, and then changes the catalog in one transaction.
+A crash before the transaction leaves the old version, a crash after it the new one.
+docs/format.md describes the folder.
+
+- `store`: `Store`, the entry point; `snapshot`: one version for readers
+- `catalog`: the SQLite file; `commit_marker`: which commit was acknowledged last
+- `segments`: layout and file format of tensors; `blob_storage`: reads and writes these files
+- `records`: the text and digest of each row
+- `writer`, `compaction`, `garbage`: what changes the files
+- `lock`: one writer, pinned versions, forks; `safe_open`: opens regular files only
+- `folder`: creates and recognizes a store's folder; `integrity_check`: check and repair
+- `limits`: sizes
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,6 +29,6 @@ __all__ = ["Commit", "CompactReport", "Problem", "Snapshot", "Store", "Version",
 def __getattr__(name: str) -> Any:
     if name not in ("Problem", "check"):
         raise AttributeError(f"module 'qkv.database.storage' has no attribute {name!r}")
-    from qkv.database.storage import integrity_check  # which few need
+    from qkv.database.storage import integrity_check  # loaded on first use: few programs need it
 
     return getattr(integrity_check, name)

@@ -1,4 +1,4 @@
-"""Shelves: where immutable files are kept, a folder or memory."""
+"""Blob storage: where immutable files are kept, in a folder or in memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ import numpy as np
 
 from qkv.database.errors import unwritable_error
 from qkv.database.storage import safe_open, segments
-from qkv.database.storage.layout import (
+from qkv.database.storage.segments import (
     IDS_TENSOR,
+    FileColumn,
+    FileMetadata,
     Layout,
+    Segment,
+    SegmentEntry,
     Tensor,
     Tensors,
     check_tensor_name,
     storage_dtype,
 )
-from qkv.database.storage.segments import FileColumn, FileMetadata, Segment, SegmentEntry
 from qkv.frameworks.ragged import concat_ragged
 from qkv.util.logging import debug_logger
 
 
 class FileSystem:
-    """The calls that make a file durable. Tests put a file system that forgets in their place."""
+    """The system calls that write files durably. Tests replace it to simulate a power loss."""
 
     def write(self, path: Path, chunks: Iterable[Any]) -> None:
         with open(path, "wb", opener=safe_open.open_regular_file) as file:
@@ -40,7 +43,7 @@ class FileSystem:
         os.fsync(file)
 
     def sync_file(self, path: Path) -> None:
-        """Make a file durable that somebody else has written."""
+        """Sync a file that was written by other code."""
         file = os.open(path, os.O_RDONLY)
         try:
             self.fsync(file, path)
@@ -58,16 +61,16 @@ class FileSystem:
 
 
 class MemoryBlobStorage:
-    """A shelf in memory: what was put there is never cut or changed, and goes with the process."""
+    """Keep files in memory, for as long as the process lives."""
 
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
         self._arrays: dict[str, dict[str, np.ndarray]] = {}
 
     def write_segment(
-        self, file: str, layout: Layout, parts: Sequence[Segment], notes: FileMetadata
+        self, file: str, layout: Layout, parts: Sequence[Segment], metadata: FileMetadata
     ) -> tuple[int, bytes]:
-        """Keep the parts as one segment; give its size and checksum."""
+        """Store the parts as one segment; return its size and checksum."""
         ids = _join_read_only([part.ids for part in parts])
         tensors: dict[str, Tensor] = {
             n: (concat_ragged if n == layout.ragged_name else _join_read_only)(
@@ -78,15 +81,15 @@ class MemoryBlobStorage:
         self._segments[file] = Segment(ids, tensors)
         return ids.nbytes + sum(tensor.nbytes for tensor in tensors.values()), b""
 
-    def write_arrays(self, file: str, arrays: Tensors, notes: FileMetadata) -> tuple[int, bytes]:
+    def write_arrays(self, file: str, arrays: Tensors, metadata: FileMetadata) -> tuple[int, bytes]:
         for name, array in arrays.items():
             check_tensor_name(name)
-            storage_dtype(name, array, least=0)
+            storage_dtype(name, array, min_dims=0)
         self._arrays[file] = {name: _join_read_only([array]) for name, array in arrays.items()}
         return sum(array.nbytes for array in arrays.values()), b""
 
     def sync_storage(self) -> None:
-        """After this, what was put survives a loss of power, on a disk."""
+        """Make everything written so far survive a power loss. (In memory: no-op.)"""
 
     def read_segment(self, entry: SegmentEntry, layout: Layout) -> Segment:
         return self._segments[entry.file]
@@ -95,21 +98,21 @@ class MemoryBlobStorage:
         return dict(self._arrays[file])
 
     def verify_file(self, file: str, size: int, checksum: bytes) -> None:
-        """Read all of a file and raise `Damaged` where it is not what was written."""
+        """Read a whole file and raise `StoreDamagedError` if it differs from what was written."""
 
     def discard_file(self, file: str) -> OSError | None:
-        """Remove a file; returns why that failed."""
+        """Remove a file; return the error if that failed."""
         self._segments.pop(file, None)
         self._arrays.pop(file, None)
         return None
 
     def list_files(self) -> list[str]:
-        """The names of all segments, arrays and temporary files that are there."""
+        """Return the names of all segments, array files and temporary files."""
         return [*self._segments, *self._arrays]
 
 
 class DiskBlobStorage:
-    """A shelf in a folder: written under another name, synced, renamed; read through a map."""
+    """Keep files in a folder: write to a temporary name, sync, rename; read through mmap."""
 
     def __init__(self, folder: Path, files: FileSystem | None = None) -> None:
         self._folder = folder
@@ -117,7 +120,7 @@ class DiskBlobStorage:
         self._open_segments: WeakValueDictionary[str, Segment] = WeakValueDictionary()
 
     def write_segment(
-        self, file: str, layout: Layout, parts: Sequence[Segment], notes: FileMetadata
+        self, file: str, layout: Layout, parts: Sequence[Segment], metadata: FileMetadata
     ) -> tuple[int, bytes]:
         rows = sum(len(part.ids) for part in parts)
         columns: list[FileColumn] = [
@@ -125,25 +128,25 @@ class DiskBlobStorage:
         ]
         ragged = layout.ragged_name
         if ragged is not None:
-            whole = concat_ragged([part.tensors[ragged] for part in parts])
+            joined = concat_ragged([part.tensors[ragged] for part in parts])
             columns.append(
-                (ragged + segments.STARTS_SUFFIX, np.dtype("<i8"), (rows + 1,), [whole.starts])
+                (ragged + segments.STARTS_SUFFIX, np.dtype("<i8"), (rows + 1,), [joined.starts])
             )
         for name, dtype, dims in layout.fields:
             if name == ragged:
-                columns.append((name, dtype, whole.flat.shape, [whole.flat]))
+                columns.append((name, dtype, joined.flat.shape, [joined.flat]))
             else:
-                some = [np.asarray(part.tensors[name]) for part in parts]
-                columns.append((name, dtype, (rows, *dims), some))
-        return self._write_file(file, columns, {**notes, "layout": layout.to_text()})
+                chunks = [np.asarray(part.tensors[name]) for part in parts]
+                columns.append((name, dtype, (rows, *dims), chunks))
+        return self._write_file(file, columns, {**metadata, "layout": layout.to_text()})
 
-    def write_arrays(self, file: str, arrays: Tensors, notes: FileMetadata) -> tuple[int, bytes]:
+    def write_arrays(self, file: str, arrays: Tensors, metadata: FileMetadata) -> tuple[int, bytes]:
         columns: list[FileColumn] = []
         for name, array in arrays.items():
             check_tensor_name(name)
-            columns.append((name, storage_dtype(name, array, least=0), array.shape, [array]))
+            columns.append((name, storage_dtype(name, array, min_dims=0), array.shape, [array]))
         columns.sort(key=lambda column: (-column[1].itemsize, column[0]))
-        return self._write_file(file, columns, notes)
+        return self._write_file(file, columns, metadata)
 
     def sync_storage(self) -> None:
         try:
@@ -162,32 +165,32 @@ class DiskBlobStorage:
 
     def read_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
         if log := debug_logger():
-            log.debug("read %s: arrays of the encoder", self._file_path(file))
+            log.debug("read %s: encoder arrays", self._file_path(file))
         return segments.open_arrays(self._file_path(file), size)
 
     def verify_file(self, file: str, size: int, checksum: bytes) -> None:
         path = self._file_path(file)
-        found = sha256()
+        actual = sha256()
         length = 0
         try:
             with open(path, "rb", opener=safe_open.open_regular_file) as source:
                 while chunk := source.read(segments.CHUNK_BYTES):
                     length += len(chunk)
-                    found.update(chunk)
+                    actual.update(chunk)
         except OSError as error:
             raise segments.unreadable_file_error(path, error) from error
         if length != size:
             raise segments.damaged_file_error(
-                path, f"it has {length:,} bytes, and {size:,} were written"
+                path, f"it has {length:,} bytes, but {size:,} were written"
             )
-        if found.digest() != checksum:
+        if actual.digest() != checksum:
             raise segments.damaged_file_error(
-                path, "its content is not what was written (the checksum differs)"
+                path, "its checksum differs: its content is not what was written"
             )
 
     def discard_file(self, file: str) -> OSError | None:
         self._open_segments.pop(file, None)
-        # What cannot be removed now is removed by the next writer.
+        # The next writer retries a removal that fails.
         try:
             self._file_system.unlink(self._file_path(file))
         except OSError as error:
@@ -204,7 +207,7 @@ class DiskBlobStorage:
         )
 
     def _file_path(self, file: str) -> Path:
-        # A catalogue from elsewhere must not name files outside of its folder.
+        # An untrusted catalog must not name files outside of its folder.
         if segments.file_number(file.removesuffix(segments.TEMPORARY_SUFFIX)) is None:
             raise segments.damaged_file_error(
                 self._folder / "catalogue.sqlite", f"it names the file {file!r}"
@@ -212,14 +215,14 @@ class DiskBlobStorage:
         return self._folder / file
 
     def _write_file(
-        self, file: str, columns: Sequence[FileColumn], notes: FileMetadata
+        self, file: str, columns: Sequence[FileColumn], metadata: FileMetadata
     ) -> tuple[int, bytes]:
         checksum = sha256()
         length = 0
 
         def checksummed_chunks() -> Iterator[Any]:
             nonlocal length
-            for chunk in segments.iterate_file_chunks(columns, notes):
+            for chunk in segments.iterate_file_chunks(columns, metadata):
                 checksum.update(chunk)
                 length += len(chunk)
                 yield chunk
@@ -237,8 +240,19 @@ class DiskBlobStorage:
 BlobStorage = MemoryBlobStorage | DiskBlobStorage
 
 
+def read_verified_segment(
+    blob_storage: BlobStorage, entry: SegmentEntry, layout: Layout
+) -> Segment:
+    """Read a segment after verifying its checksum.
+
+    For copies: damaged data must not get a new, valid checksum.
+    """
+    blob_storage.verify_file(entry.file, entry.size, entry.checksum)
+    return blob_storage.read_segment(entry, layout)
+
+
 def _join_read_only(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One array of one's own that nobody can change."""
+    """Return a read-only copy of the arrays, concatenated."""
     joined = np.array(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
     joined.flags.writeable = False
     return joined

@@ -1,4 +1,9 @@
-"""The catalogue: one SQLite file with rows, versions, settings, and the list of segments."""
+"""The catalog: one SQLite file with rows, versions, settings, and the list of segments.
+
+The second half opens connections. A reader normally needs SQLite's index of the write-ahead log,
+the -shm file. For a reader that cannot create it (read-only folder, full disk), the log is parsed
+here.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,14 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
+
+import numpy as np
 
 from qkv.database.errors import (
     NotAStoreError,
@@ -20,13 +28,9 @@ from qkv.database.errors import (
     StoreLockedError,
     StoreUnwritableError,
 )
+from qkv.database.storage import commit_marker, safe_open
 from qkv.database.storage.commit_marker import MarkerWatch
-from qkv.database.storage.connection import (
-    UNWRITABLE_CODES,
-    WAL_INDEX_CODES,
-    open_connection,
-    read_file_state,
-)
+from qkv.database.storage.segments import Layout, SegmentEntry
 from qkv.util.types import Closable, interruptible_contextmanager
 
 CATALOG_FILE = "catalogue.sqlite"
@@ -55,18 +59,21 @@ CREATE TABLE counters (files INTEGER NOT NULL);
 
 SCHEMA_STATEMENTS = {statement.strip() for statement in SCHEMA_SQL.split(";")[:-1]}
 SCHEMA_QUERY = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
-"""What SQLite keeps of them."""
+"""Reads the statements back from SQLite."""
 
 T = TypeVar("T")
 
 _DAMAGE_MESSAGES = ("no such table", "no such column", "unsupported file format")
-"""What SQLite says of damage under the code of a plain error."""
+"""Messages of damage that SQLite reports with the generic error code."""
 
 SEGMENT_COLUMNS = "file, generation, first, last, rows, bytes, checksum"
 
+SEGMENT_TYPES, ARRAY_FILE_TYPES = [str, int, int, int, int, int, bytes], [str, int, bytes]
+"""The types of the columns that describe a segment, and a file of arrays."""
+
 
 class VersionEntry(NamedTuple):
-    """One version: its number, the last id given out, how many rows live, and what they use."""
+    """One version: its number, its last row id, its live row count, generation and settings."""
 
     number: int
     last: int
@@ -81,12 +88,12 @@ class VersionEntry(NamedTuple):
 
 
 class Catalog(Closable):
-    """A connection that threads share, whose errors name the file.
+    """A connection to the catalog, shared by threads. Its errors name the file.
 
-    >>> catalogue = Catalog(None)
-    >>> catalogue.newest_version()
+    >>> catalog = Catalog(None)
+    >>> catalog.newest_version()
     VersionEntry(number=0, last=-1, rows=0, generation=0, settings=0)
-    >>> catalogue.close()
+    >>> catalog.close()
     """
 
     def __init__(self, path: Path | None, *, write: bool = True, create: bool = False) -> None:
@@ -110,7 +117,7 @@ class Catalog(Closable):
             raise
 
     def _create_tables(self) -> None:
-        """Make the tables, unless another process was faster."""
+        """Create the tables unless another process has done so."""
         if self.path is not None:
             self.execute("PRAGMA journal_mode = WAL")
         with self.write_transaction():
@@ -126,29 +133,29 @@ class Catalog(Closable):
             self.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
     def dump_content(self) -> bytes:
-        """All that it holds."""
+        """Return the whole database as bytes."""
         return self._connection.serialize()
 
     def load_content(self, content: bytes) -> None:
-        """Hold that, in memory."""
-        with contextlib.closing(sqlite3.connect(":memory:")) as given:
-            given.deserialize(content)
-            given.backup(self._connection)
+        """Replace the content of this catalog in memory."""
+        with contextlib.closing(sqlite3.connect(":memory:")) as source:
+            source.deserialize(content)
+            source.backup(self._connection)
         self._newest_entry = None
 
     @property
     def changes(self) -> int:
-        """How many rows this connection has changed."""
+        """Number of rows that this connection has changed."""
         return self._connection.total_changes
 
     def is_same_file(self) -> bool:
-        """Whether the file that was opened is still the one at its path."""
+        """Return True if the path still names the file that was opened."""
         if self.path is None or self._file_stat is None:
             return True
         return os.path.samestat(os.stat(self.path, follow_symlinks=False), self._file_stat)
 
     def check_is_store(self) -> bool:
-        """True for a store, False for an empty file; an error for anything else."""
+        """Return True for a store and False for an empty file; raise for anything else."""
         assert self.path is not None
         application = self.fetch_value("PRAGMA application_id")
         number = self.fetch_value("PRAGMA user_version")
@@ -156,22 +163,22 @@ class Catalog(Closable):
             if self.fetch_value(
                 "SELECT count(*) FROM sqlite_master WHERE type IN ('trigger', 'view')"
             ):
-                raise self.damaged_error("it holds statements of its own, which a store never does")
+                raise self.damaged_error("it contains triggers or views, which no store has")
             if {sql for (sql,) in self.fetch_all(SCHEMA_QUERY)} != SCHEMA_STATEMENTS:
-                raise self.damaged_error("its tables are not those that were written")
+                raise self.damaged_error("its tables differ from those of a store")
             return True
         if application == APPLICATION_ID and number:
-            mend = "install a newer qkv"
+            next_step = "install a newer qkv"
             if 0 < number < FORMAT_VERSION:
-                mend = "export the rows with the qkv that wrote it, and import them"
+                next_step = "export the rows with the qkv that wrote it, and import them"
             raise NotAStoreError(
-                f"{self.path.parent} has format {number}, and this qkv reads {FORMAT_VERSION}: "
-                f"{mend}"
+                f"{self.path.parent} has format {number}, but this qkv reads format "
+                f"{FORMAT_VERSION}: {next_step}"
             )
         if application == 0 and self.fetch_value("SELECT count(*) FROM sqlite_master") == 0:
             return False
         raise NotAStoreError(
-            f"{self.path} is an SQLite file, but not a qkv catalogue: give the path of a store"
+            f"{self.path} is an SQLite file, but not a qkv catalog: pass the path of a store"
         )
 
     def fetch_all(self, statement: str, *values: Any) -> list[Any]:
@@ -181,18 +188,18 @@ class Catalog(Closable):
         return self._run_statement(sqlite3.Cursor.fetchone, statement, values)
 
     def fetch_value(self, statement: str, *values: Any) -> Any:
-        found = self.fetch_one(statement, *values)
-        return None if found is None else found[0]
+        row = self.fetch_one(statement, *values)
+        return None if row is None else row[0]
 
     def execute(self, statement: str, *values: Any) -> int:
-        """Execute and give the number of rows that changed."""
+        """Execute a statement and return the number of changed rows."""
         return self._run_statement(_get_row_count, statement, values)
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[Any]]) -> int:
         return self._run_statement(_get_row_count, statement, rows, many=True)
 
     def _run_statement(
-        self, give: Callable[[sqlite3.Cursor], T], statement: str, values: Any, many: bool = False
+        self, read: Callable[[sqlite3.Cursor], T], statement: str, values: Any, many: bool = False
     ) -> T:
         self._check_process()
         with self.lock:
@@ -200,17 +207,16 @@ class Catalog(Closable):
                 connection = self._connection
                 run = connection.executemany if many else connection.execute
                 try:
-                    found = give(run(statement, values))
+                    result = read(run(statement, values))
                 except (sqlite3.Error, UnicodeDecodeError) as error:
                     if not self._reopen_if_changed() and not self._reopen_if_half_made(error):
                         raise self._translate_error(error) from error
                 else:
                     if not self._reopen_if_changed():
-                        return found
+                        return result
 
     def _reopen_if_changed(self) -> bool:
-        """Whether somebody has written what was read as a file that nobody writes: it is opened
-        again, and must be read again."""
+        """Reopen a file that was assumed not to change and did; return True to read again."""
         if (
             self._file_state is None
             or self.path is None
@@ -223,31 +229,33 @@ class Catalog(Closable):
         return True
 
     def _reopen_if_half_made(self, error: sqlite3.Error | UnicodeDecodeError) -> bool:
-        """Whether a reader met a log's index that is half made, which he may not make himself: the
-        file is opened again. It is met where a state of the file is taken, so that a transaction
-        has read nothing yet."""
+        """Reopen after finding an incomplete log index; return True to run the statement again.
+
+        Only a reader without write permission gets this error, on the first read of a transaction,
+        so that starting the transaction again is safe.
+        """
         if (
             self._marker_watch is None
             or getattr(error, "sqlite_errorcode", 0) not in WAL_INDEX_CODES
         ):
             return False
-        begun = self._connection.in_transaction
+        was_in_transaction = self._connection.in_transaction
         self._reopen_connection()
-        if begun:
+        if was_in_transaction:
             self._connection.execute("BEGIN")
         return True
 
     def _reopen_connection(self) -> None:
         try:
-            connection, still = open_connection(self.path, write=False, create=False)
+            connection, file_state = open_connection(self.path, write=False, create=False)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._translate_error(error) from error
         self._connection.close()
-        self._connection, self._file_state = connection, still
+        self._connection, self._file_state = connection, file_state
         self._newest_entry = self._seen_entry = None
 
     def _check_process(self) -> None:
-        # One in memory is the child's own copy; that of a file shares its locks with the parent.
+        # A child has its own copy of a catalog in memory; file locks are shared with the parent.
         if self.path is not None and os.getpid() != self._process_id:
             raise StoreClosedError(
                 f"{self._store_name()} was opened before this process was forked: open it again "
@@ -255,20 +263,20 @@ class Catalog(Closable):
             )
 
     def write_transaction(self) -> contextlib.AbstractContextManager[None]:
-        """All of it or nothing, durable at the end."""
+        """Run the body in a write transaction, durable when it ends."""
         return self._run_transaction("BEGIN IMMEDIATE")
 
     def read_transaction(self) -> contextlib.AbstractContextManager[None]:
-        """Several reads of one state."""
+        """Run the body in a read transaction: all reads see one state."""
         return self._run_transaction("BEGIN")
 
     @interruptible_contextmanager
     def _run_transaction(self, begin: str) -> Iterator[None]:
         with self.lock:
             try:
-                # One that was interrupted twice may not have come to its end.
+                # A transaction that was interrupted twice may still be open.
                 self._rollback_transaction()
-                self._seen_entry = None  # inside, all is read from the catalogue at one moment
+                self._seen_entry = None  # inside, everything is read at one moment
                 self.execute(begin)
                 yield
                 self.execute("COMMIT")
@@ -283,46 +291,48 @@ class Catalog(Closable):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
-    def insert_version(self, edition: VersionEntry, what: str, added: int, removed: int) -> None:
-        """A new version."""
-        number, last, rows, generation, settings = edition
+    def insert_version(
+        self, version_entry: VersionEntry, what: str, added: int, removed: int
+    ) -> None:
+        """Insert a row for a new version."""
+        number, last, rows, generation, settings = version_entry
         line = (number, current_time_text(), what, added, removed, rows, last, generation, settings)
         self.execute(
             "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", *line, line_crc(line)
         )
 
     def read_versions(self, where: str = "", *values: Any) -> list[tuple[Any, ...]]:
-        """(number, time, what, added, removed, rows, last, generation, settings), ascending."""
-        found = []
+        """Return (number, time, what, added, removed, rows, last, generation, settings) for each
+        version, ascending."""
+        versions = []
         for *line, crc in self.fetch_all(
             f"SELECT * FROM versions {where} ORDER BY number", *values
         ):
             if line_crc(line) != crc or not _is_possible_version(line):
                 raise self.damaged_error(f"version {line[0]} is not what was written")
-            found.append(tuple(line))
-        return found
+            versions.append(tuple(line))
+        return versions
 
     def find_version(self, version: int) -> VersionEntry | None:
-        """A version, where there is one."""
-        found = self.read_versions("WHERE number = ?", version) if abs(version) < 2**63 else []
-        return VersionEntry.from_line(found[0]) if found else None
+        """Return a version, or None if it does not exist."""
+        lines = self.read_versions("WHERE number = ?", version) if abs(version) < 2**63 else []
+        return VersionEntry.from_line(lines[0]) if lines else None
 
     def newest_version(self) -> VersionEntry:
-        """The newest version, read again only where it can be another one: then it is another
-        object, too."""
-        if self.path is None and (known := self._newest_entry) is not None:
-            return known
+        """Return the newest version; the same object until the catalog changes."""
+        if self.path is None and (newest := self._newest_entry) is not None:
+            return newest
         self._check_process()
         watch, seen = self._marker_watch, self._seen_entry
         if watch is not None and seen is not None and watch.is_unchanged(seen[1], seen[2]):
             return seen[0]
         with self.lock:
-            found = (b"", 0.0) if watch is None else watch.read_state()
-            # SQLite counts what other connections change; what this one changes it forgets.
+            marker_state = (b"", 0.0) if watch is None else watch.read_state()
+            # data_version changes with the writes of other connections, not with our own.
             changes = None
             self._reopen_if_changed()
             if self.path is not None:
-                try:  # as `fetch_one` does, in less time: each look-up comes here
+                try:  # like `fetch_one`, but faster: every lookup runs this
                     changes = self._connection.execute("PRAGMA data_version").fetchone()
                 except sqlite3.Error:
                     changes = self.fetch_one("PRAGMA data_version")
@@ -331,27 +341,93 @@ class Catalog(Closable):
                 if not lines:
                     raise self.damaged_error("it has no version")
                 self._newest_entry, self._data_version = VersionEntry.from_line(lines[0]), changes
-            if not self._connection.in_transaction:  # which sees what was there when it began
-                self._seen_entry = (self._newest_entry, *found)
+            if not self._connection.in_transaction:  # a transaction sees the state at its begin
+                self._seen_entry = (self._newest_entry, *marker_state)
             return self._newest_entry
 
     def read_settings(self, number: int) -> dict[str, Any]:
-        """Settings as they were given."""
+        """Return the settings with this number."""
         try:
             return dict(json.loads(self.read_settings_text(number)))
         except (TypeError, ValueError, RecursionError) as error:
             raise self.damaged_error("its settings cannot be read") from error
 
     def read_settings_text(self, number: int) -> str:
-        found = self.fetch_one("SELECT text, crc FROM settings WHERE number = ?", number)
-        if found is None or not isinstance(found[0], str) or crc32(found[0].encode()) != found[1]:
-            raise self.damaged_error("its settings are not what was written")
-        return str(found[0])
+        row = self.fetch_one("SELECT text, crc FROM settings WHERE number = ?", number)
+        if row is None or not isinstance(row[0], str) or crc32(row[0].encode()) != row[1]:
+            raise self.damaged_error("the checksum of its settings differs")
+        return str(row[0])
+
+    def read_layout(self, generation: int) -> Layout | None:
+        """Return the layout of a generation, or None before its first row."""
+        text = self.fetch_value("SELECT layout FROM generations WHERE number = ?", generation)
+        try:
+            return None if text is None else Layout.from_text(text)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.damaged_error("a layout in it cannot be read") from error
+
+    def list_segments(self, generation: int | None = None) -> list[SegmentEntry]:
+        """Return the segments of one or all generations, sorted by generation and first id."""
+        where = "" if generation is None else "WHERE generation = ?"
+        values = () if generation is None else (generation,)
+        lines = self.fetch_all(
+            f"SELECT {SEGMENT_COLUMNS} FROM segments {where} ORDER BY generation, first", *values
+        )
+        return [SegmentEntry(*line) for line in self._check_types(lines, SEGMENT_TYPES)]
+
+    def list_array_files(self, generation: int | None = None) -> list[tuple[str, int, bytes]]:
+        """Return (file, bytes, checksum) of the array files of one or all generations."""
+        where = "" if generation is None else "AND number = ?"
+        values = () if generation is None else (generation,)
+        lines = self.fetch_all(
+            f"SELECT arrays, bytes, checksum FROM generations WHERE arrays IS NOT NULL {where}",
+            *values,
+        )
+        return [*self._check_types(lines, ARRAY_FILE_TYPES)]
+
+    def _check_types(self, lines: Iterable[Any], types: Sequence[type]) -> Iterator[Any]:
+        """Yield the lines after checking their types: SQLite stores any type in any column."""
+        for line in lines:
+            if list(map(type, line)) != types:
+                raise self.damaged_error("an entry for a file has wrong types")
+            yield line
+
+    def list_files(self) -> set[str]:
+        """Return the names of all files that belong to the store."""
+        statement = "SELECT file FROM segments UNION SELECT arrays FROM generations"
+        return {str(file) for (file,) in self.fetch_all(statement) if file is not None}
+
+    def buffer_rows(self, generation: int, ids: Iterable[int], packed: Iterable[bytes]) -> None:
+        """Store the packed tensors of rows that are too few for a segment."""
+        lines = (
+            (generation, row, some, crc32(some)) for row, some in zip(ids, packed, strict=True)
+        )
+        self.execute_many("INSERT INTO resting VALUES (?, ?, ?, ?)", lines)
+
+    def set_layout(self, generation: int, layout: Layout) -> None:
+        """Set the layout of a generation."""
+        statement = "UPDATE generations SET layout = ? WHERE number = ?"
+        self.execute(statement, layout.to_text(), generation)
+
+    def insert_settings(self, text: str | None, old: int) -> int:
+        """Store settings and return their number; return `old` if text is None."""
+        if text is None:
+            return old
+        new = 1 + int(self.fetch_value("SELECT max(number) FROM settings"))
+        self.execute("INSERT INTO settings VALUES (?, ?, ?)", new, text, crc32(text.encode()))
+        return new
+
+    def discard_segments(self, entries: Sequence[SegmentEntry]) -> None:
+        """Move segments to the list of discarded files, which are deleted after the transaction."""
+        if entries:
+            files = [(entry.file,) for entry in entries]
+            self.execute_many("DELETE FROM segments WHERE file = ?", files)
+            self.execute_many("INSERT OR IGNORE INTO discarded VALUES (?)", files)
 
     def damaged_error(self, what: str) -> StoreDamagedError:
         return StoreDamagedError(
-            f"{self.path} is damaged: {what}. Restore it from a copy, or save what can be read "
-            "with qkv check --repair, which keeps the damaged file"
+            f"{self.path} is damaged: {what}. Restore it from a backup, or recover what can be "
+            "read with qkv check --repair, which keeps the damaged file"
         )
 
     def close(self) -> None:
@@ -371,21 +447,21 @@ class Catalog(Closable):
         text = str(error)
         if "closed database" in text:
             return StoreClosedError(f"{self._store_name()} is closed: open it again")
-        # The first of SQLite's own message, which quotes the file; the second quotes it too.
+        # SQLite's messages quote the file's text, which may not decode.
         if isinstance(error, UnicodeDecodeError) or "UTF-8" in text:
             return self.damaged_error("its text is not UTF-8")
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or any(
-            sign in text for sign in _DAMAGE_MESSAGES
+            message in text for message in _DAMAGE_MESSAGES
         ):
             return self.damaged_error(text)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StoreLockedError(
-                f"{self.path} is busy ({text}): try again when its writer is done"
+                f"{self.path} is busy ({text}): try again when its writer has finished"
             )
         if code in UNWRITABLE_CODES:
             return StoreUnwritableError(
-                f"{self.path}: {text}; nothing was changed. Look at the disk's room, the folder's "
-                "permissions and the number of open files, and try again"
+                f"{self.path}: {text}; nothing was changed. Check the free disk space, the "
+                "folder's permissions and the number of open files, and try again"
             )
         return error
 
@@ -399,20 +475,196 @@ def current_time_text() -> str:
 
 
 def line_crc(line: Iterable[Any]) -> int:
-    """The checksum of a line: of its cells as text, with "|" between them."""
+    """Return the checksum of a version: of its cells as text, joined by "|"."""
     return crc32("|".join(map(str, line)).encode(errors="replace"))
 
 
 def _is_possible_version(line: Sequence[Any]) -> bool:
-    """Whether a store could have written a version's line: a stranger's checksums fit, too."""
+    """Return True if the numbers are plausible: an untrusted store may have valid checksums."""
     number, _, _, added, removed, rows, last, generation, settings = line
     counts = (number, added, removed, rows, generation, settings)
-    numbers = all(type(x) is int for x in (*counts, last))
-    return numbers and min(counts) >= 0 and rows <= last + 1
+    are_integers = all(type(x) is int for x in (*counts, last))
+    return are_integers and min(counts) >= 0 and rows <= last + 1
 
 
 def row_crc(row: int, digest: bytes, record: str) -> int:
-    """The checksum of one row, over everything that never changes; −1 where that is not a row."""
+    """Return the checksum of a row's immutable cells; −1 if their types are wrong."""
     if not isinstance(digest, bytes) or not isinstance(record, str):
         return -1
     return crc32(record.encode(), crc32(digest, row & 0xFFFFFFFF))
+
+
+def is_buffered_row_intact(row: Any, packed: Any, crc: Any) -> bool:
+    """Return True if a buffered row has its checksum. A damaged catalog may hold any type."""
+    return isinstance(row, int) and isinstance(packed, bytes) and crc32(packed) == crc
+
+
+WRITER_WAIT_SECONDS = 0.2
+"""Seconds to wait for a writer that is just starting and creates the log index."""
+UNWRITABLE_CODES = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+)
+WAL_INDEX_CODES = (sqlite3.SQLITE_READONLY_RECOVERY, sqlite3.SQLITE_READONLY_CANTINIT)
+"""Errors of a reader without write permission that finds no log index, or an incomplete one."""
+PAGE_SIZES = tuple(1 << i for i in range(9, 17))
+"""Page sizes in bytes that SQLite allows."""
+_READER_STATEMENTS = (
+    "PRAGMA query_only = 1",
+    "PRAGMA trusted_schema = OFF",
+    "SELECT count(*) FROM sqlite_master",
+)
+_WRITER_STATEMENTS = (
+    "PRAGMA synchronous = FULL",
+    "PRAGMA trusted_schema = OFF",
+    "PRAGMA cache_size = -65536",
+    "PRAGMA temp_store = MEMORY",
+    "PRAGMA journal_size_limit = 67108864",
+)
+
+
+def open_connection(
+    path: Path | None, write: bool, create: bool
+) -> tuple[sqlite3.Connection, tuple[Any, ...] | None]:
+    """Open a connection.
+
+    Also return the file's state if the connection assumes that the file does not change, else None.
+    """
+    if path is None:
+        return _open_sqlite(":memory:"), None
+    safe_open.refuse_links(*(f"{path}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")))
+    name = path.absolute().as_uri()
+    if write:
+        return _open_sqlite(f"{name}?mode={'rwc' if create else 'rw'}", *_WRITER_STATEMENTS), None
+    # Readers write to the log index too.
+    mode = "rw" if os.access(path.parent, os.W_OK) else "ro"
+    until = time.monotonic() + WRITER_WAIT_SECONDS
+    while True:
+        try:
+            return _open_sqlite(f"{name}?mode={mode}", *_READER_STATEMENTS), None
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in UNWRITABLE_CODES:
+                raise
+            file_state = read_file_state(path)
+        # On a full disk or in a read-only folder no index can be created. Without a log none is
+        # needed. With a log, its writer may be creating the index right now.
+        try:
+            if not file_state[0]:
+                return _open_sqlite(f"{name}?immutable=1", *_READER_STATEMENTS), file_state
+            if time.monotonic() > until:
+                return _open_sqlite(
+                    ":memory:", *_READER_STATEMENTS, content=_read_with_log(path)
+                ), file_state
+        except sqlite3.Error:
+            if read_file_state(path) == file_state:
+                raise
+        except OSError as error:
+            if read_file_state(path) == file_state:
+                raise safe_open.unreadable_error(path, error) or error from None
+        time.sleep(0.005)
+
+
+def read_file_state(path: Path) -> tuple[Any, ...]:
+    """Return the log's length and everything else that changes with a write."""
+    try:
+        log = os.stat(f"{path}-wal")
+    except FileNotFoundError:
+        log_state = 0, 0
+    else:
+        log_state = log.st_size, log.st_mtime_ns
+    file = os.stat(path)
+    return (
+        *log_state,
+        file.st_ino,
+        file.st_size,
+        file.st_mtime_ns,
+        commit_marker.read_marker(path.parent),
+    )
+
+
+def _open_sqlite(name: str, *statements: str, content: bytes | None = None) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        name, timeout=10.0, isolation_level=None, check_same_thread=False, uri=True
+    )
+    try:
+        if content is not None:
+            connection.deserialize(content)
+        for statement in statements:
+            connection.execute(statement).fetchall()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _read_with_log(path: Path) -> bytes:
+    """Return the catalog's content with the committed pages of its write-ahead log applied.
+
+    The log is parsed by hand because SQLite would need a writable copy of the files, and a full
+    disk has no space for one.
+    """
+    with open(path, "rb", opener=safe_open.open_regular_file) as file:
+        content = bytearray(file.read())
+    with open(f"{path}-wal", "rb", opener=safe_open.open_regular_file) as file:
+        size, count, pages = read_log_pages(file.read())
+    if pages:
+        # An untrusted log may claim any length.
+        count = min(count, len(content) // size + len(pages))
+        content[count * size :] = bytes(max(0, count * size - len(content)))
+    for number, page in pages.items():
+        if 0 < number <= count:
+            content[(number - 1) * size : number * size] = page
+    content[18:20] = b"\1\1"  # the header's flag for a file without a log
+    return bytes(content)
+
+
+def read_log_pages(log: bytes) -> tuple[int, int, dict[int, bytes]]:
+    """Return the page size, the file's page count, and the committed pages of a log by number.
+
+    A log is a header of 32 bytes and frames of 24 bytes plus one page. A frame is valid if it has
+    the header's salt and the right checksum of everything before it. Frames after the last commit
+    are ignored:
+    https://sqlite.org/fileformat2.html#the_write_ahead_log
+    """
+    head = np.frombuffer(log[:32], ">u4")
+    if len(head) < 8 or head[0] | 1 != 0x377F0683 or head[2] not in PAGE_SIZES:
+        return 0, 0, {}
+    size, order = int(head[2]), ">u4" if head[0] & 1 else "<u4"
+    frames = np.frombuffer(log, np.uint8, offset=32)
+    frames = frames[: len(frames) // (24 + size) * (24 + size)].reshape(-1, 24 + size)
+    heads = np.ascontiguousarray(frames[:, :24]).view(">u4")
+    body = np.concatenate([frames[:, :8], frames[:, 24:]], axis=1)
+    step, sums = _log_checksums(body.view(order).astype(np.uint32))
+    _, start = _log_checksums(np.frombuffer(log[:24], order).astype(np.uint32)[None])
+    checksum, count = start[0], 0
+    uncommitted: dict[int, bytes] = {}
+    pages: dict[int, bytes] = {}
+    if (checksum != head[6:]).any():
+        return size, 0, {}
+    for frame, frame_head, frame_sum in zip(frames, heads, sums, strict=True):
+        checksum = step @ checksum + frame_sum
+        if (frame_head[2:4] != head[4:6]).any() or (frame_head[4:] != checksum).any():
+            break
+        uncommitted[int(frame_head[0])] = frame[24:].tobytes()
+        if frame_head[1]:  # the file's page count, only in a frame that ends a commit
+            count = int(frame_head[1])
+            pages |= uncommitted
+            uncommitted = {}
+    return size, count, pages
+
+
+def _log_checksums(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return SQLite's checksum of each row of words (m, 2n) as A, b: s ← A s + b, modulo 2³².
+
+    For each pair of words x, y: s₀ ← s₀ + s₁ + x, then s₁ ← s₁ + s₀ + y.
+    """
+    step, power = np.array([[1, 1], [1, 2]], np.uint32), np.eye(2, dtype=np.uint32)
+    pair = np.array([[1, 1], [0, 1]], np.uint32)  # x changes both sums, y the second
+    weights = np.empty((words.shape[1], 2), np.uint32)
+    for i in range(words.shape[1] - 2, -1, -2):
+        weights[i : i + 2] = pair @ power.T
+        power = power @ step
+    return power, words @ weights

@@ -1,7 +1,8 @@
-"""The mark: which commit was acknowledged last, kept in the writer's lock, outside the catalogue.
+"""The commit marker: the version of the last acknowledged commit, stored in the lock file.
 
-A catalogue that is copied without its log is a sound one of an earlier day. The mark tells. It also
-tells readers, in less time than the catalogue does, that nothing was written since they looked.
+A catalog that was copied without its write-ahead log is valid but outdated. The marker, which is
+not part of the catalog, reveals that. It also tells readers, faster than a query to the catalog,
+that nothing was written since they last looked.
 """
 
 from __future__ import annotations
@@ -16,54 +17,54 @@ from zlib import crc32
 from qkv.database.storage import safe_open
 
 LOCK_FILE = "lock"
-"""The file: the holder's process id on one line, the mark on the next, then its seal."""
+"""The file contains the process id of the lock's holder, the marker, and its seal, one per line."""
 
 LOCK_FILE_BYTES = 96
 TRUST_SECONDS = 0.1
-"""Seconds after which a reader looks whether the file is still there."""
+"""Seconds after which a reader checks again that the file still exists."""
 _LOCK_FILE_PATTERN = re.compile(
     rb"([0-9]{1,10})\n(?:([0-9]{1,18}) ([0-9]{1,16}) ([0-9a-f]{8})\n(?:([0-9a-f]{16})\n)?)?"
 )
 
 
 class CommitMarker(NamedTuple):
-    """The newest version that was acknowledged, and the number of the next file."""
+    """The newest acknowledged version, and the number of the next file."""
 
     version: int
     next_file_number: int
     seal: str = ""
-    """Drawn anew for each state of the catalogue, and not there while it may change."""
+    """A random token for each state of the catalog; empty while the catalog may change."""
 
 
-def new_marker(version: int, files: int) -> CommitMarker:
-    """The mark of a catalogue that nobody is changing."""
-    return CommitMarker(version, files, os.urandom(8).hex())
+def new_marker(version: int, next_file_number: int) -> CommitMarker:
+    """Return a sealed marker, for a catalog that is not being changed."""
+    return CommitMarker(version, next_file_number, os.urandom(8).hex())
 
 
-def write_marker(file: int, mark: CommitMarker | None) -> None:
-    """Write who holds the lock, and the mark."""
+def write_marker(file: int, marker: CommitMarker | None) -> None:
+    """Write this process's id and the marker to the lock file."""
     text = f"{os.getpid()}\n".encode()
-    if mark is not None:
-        told = f"{mark.version} {mark.next_file_number}"
-        text += f"{told} {crc32(told.encode()):08x}\n".encode()
-        text += f"{mark.seal}\n".encode() if mark.seal else b""
-    # In one step, so that no reader finds half of it.
+    if marker is not None:
+        numbers = f"{marker.version} {marker.next_file_number}"
+        text += f"{numbers} {crc32(numbers.encode()):08x}\n".encode()
+        text += f"{marker.seal}\n".encode() if marker.seal else b""
+    # One system call, so that no reader sees a partial marker.
     os.pwrite(file, text.ljust(LOCK_FILE_BYTES), 0)
 
 
 def read_lock_file(file: int) -> tuple[str, CommitMarker | None]:
-    """Who holds the lock, and the mark; "" and None where it does not tell."""
-    found = _LOCK_FILE_PATTERN.match(os.pread(file, LOCK_FILE_BYTES, 0))
-    if found is None:
+    """Return the holder's process id ("" if unknown) and the marker (None if absent or damaged)."""
+    match = _LOCK_FILE_PATTERN.match(os.pread(file, LOCK_FILE_BYTES, 0))
+    if match is None:
         return "", None
-    holder, version, files, crc, seal = found.groups()
+    holder, version, files, crc, seal = match.groups()
     if version is None or crc32(b"%b %b" % (version, files)) != int(crc, 16):
         return holder.decode(), None
     return holder.decode(), CommitMarker(int(version), int(files), (seal or b"").decode())
 
 
 def read_marker(folder: Path) -> CommitMarker | None:
-    """The mark of a store; None where it has none."""
+    """Return the marker of the store in a folder, or None."""
     try:
         file = safe_open.open_regular_file(folder / LOCK_FILE, os.O_RDONLY)
     except (FileNotFoundError, PermissionError):
@@ -77,32 +78,37 @@ def read_marker(folder: Path) -> CommitMarker | None:
 
 
 class MarkerWatch:
-    """A reader's eye on the mark of a folder."""
+    """Watch the marker of a folder, for a reader."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, -1
 
     def read_state(self) -> tuple[bytes, float]:
-        """What the mark is before the catalogue is read, and until when to trust that; b"" where a
-        writer is at work, or never was."""
+        """Return the lock file's content and until when to trust it (monotonic seconds).
+
+        Call it before reading the catalog. The content is b"" while a writer is active and when
+        there is no marker.
+        """
         try:
             if self._file >= 0 and not os.fstat(self._file).st_nlink:
-                self.close()  # a writer would make another one
+                self.close()  # a writer would create another file
             if self._file < 0:
                 self._file = safe_open.open_regular_file(self._folder / LOCK_FILE, os.O_RDONLY)
-            seen = os.pread(self._file, LOCK_FILE_BYTES, 0)
-        except (OSError, AttributeError):  # which is no file, or a system without `pread`
+            content = os.pread(self._file, LOCK_FILE_BYTES, 0)
+        except (OSError, AttributeError):  # no such file, or a system without `pread`
             return b"", 0.0
-        found = _LOCK_FILE_PATTERN.match(seen)
-        return (seen, time.monotonic() + TRUST_SECONDS) if found and found[5] else (b"", 0.0)
+        match = _LOCK_FILE_PATTERN.match(content)
+        if match is None or not match[5]:
+            return b"", 0.0
+        return content, time.monotonic() + TRUST_SECONDS
 
-    def is_unchanged(self, seen: bytes, until: float) -> bool:
-        """Whether the catalogue is certain to be what it was when the mark was looked at."""
-        if not seen or time.monotonic() > until:
+    def is_unchanged(self, content: bytes, until: float) -> bool:
+        """Return True if the catalog cannot have changed since `read_state` returned this."""
+        if not content or time.monotonic() > until:
             return False
         try:
-            return os.pread(self._file, LOCK_FILE_BYTES, 0) == seen
-        except OSError:  # it was closed meanwhile
+            return os.pread(self._file, LOCK_FILE_BYTES, 0) == content
+        except OSError:  # closed by another thread
             return False
 
     def close(self) -> None:

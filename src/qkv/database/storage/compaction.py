@@ -1,4 +1,4 @@
-"""Compaction: segments merged, dead rows dropped, older versions forgotten."""
+"""Compaction: merge segments, drop deleted rows and old versions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from qkv.database.errors import StoreLockedError, StoreUnwritableError
-from qkv.database.storage import catalog_queries, limits
-from qkv.database.storage.blob_storage import BlobStorage
-from qkv.database.storage.bundles import BUNDLE_GENERATION, BUNDLE_LAYOUT, merge_bundles
+from qkv.database.storage import limits
+from qkv.database.storage.blob_storage import BlobStorage, read_verified_segment
 from qkv.database.storage.catalog import Catalog, VersionEntry
-from qkv.database.storage.layout import Layout
 from qkv.database.storage.lock import VersionPins
-from qkv.database.storage.segments import Segment, SegmentEntry
-from qkv.database.storage.staged_files import StagedFiles
+from qkv.database.storage.records import BUNDLE_GENERATION, BUNDLE_LAYOUT, merge_bundles
+from qkv.database.storage.segments import Layout, Segment, SegmentEntry
+from qkv.database.storage.writer import StagedFiles
 from qkv.util.types import ProgressCallback
 
 
 @dataclass(frozen=True)
 class CompactReport:
-    """What a compaction did: live rows, what it dropped, and the versions that readers still need.
+    """The result of a compaction: live rows, dropped rows and versions, files and bytes.
 
-    `held` are the older versions that somebody reads; a later compaction drops them. `unfinished`
-    says what was not done after the rows were compacted, and why; the next compaction tries again.
+    `held` are older versions that are still being read; a later compaction drops them. `unfinished`
+    says which cleanup failed after the rows were compacted; the next compaction tries again.
     """
 
     rows: int
@@ -41,54 +40,63 @@ class CompactReport:
         text = (
             f"{self.rows:,} rows in {self.files_after} files, {self.bytes_after:,} bytes "
             f"(before: {self.files_before} files, {self.bytes_before:,} bytes); dropped "
-            f"{self.dropped_rows:,} dead rows and {self.dropped_versions:,} older versions"
+            f"{self.dropped_rows:,} deleted rows and {self.dropped_versions:,} older versions"
         )
         if self.held:
             versions = ", ".join(map(str, self.held))
-            text += f"; kept version {versions} for its readers: compact again when they are done"
+            text += (
+                f"; kept version {versions} for its readers: compact again when they have finished"
+            )
         if self.unfinished:
             text += f"; not finished: {self.unfinished}"
         return text
 
 
 def compact_store(
-    catalogue: Catalog,
-    shelf: BlobStorage,
+    catalog: Catalog,
+    blob_storage: BlobStorage,
     pins: VersionPins,
-    edition: VersionEntry,
-    files: int,
+    version_entry: VersionEntry,
+    next_file_number: int,
     progress: ProgressCallback | None,
 ) -> tuple[CompactReport, list[str]]:
-    """Compact, as the writer; give the report and the files that are to be removed."""
-    editions = [VersionEntry.from_line(line) for line in catalogue.read_versions()]
-    # A version that was seized cannot be opened until it is gone.
+    """Compact a store; return the report and the files to remove. Needs the write lock."""
+    version_entries = [VersionEntry.from_line(line) for line in catalog.read_versions()]
+    # No reader can open a claimed version.
     dropped = [
-        one for one in editions if one.number != edition.number and pins.claim_version(one.number)
+        one
+        for one in version_entries
+        if one.number != version_entry.number and pins.claim_version(one.number)
     ]
-    gone = {one.number for one in dropped}
-    kept = [one for one in editions if one.number not in gone]
+    dropped_numbers = {one.number for one in dropped}
+    kept = [one for one in version_entries if one.number not in dropped_numbers]
     generations = sorted({one.generation for one in kept})
-    dead = _find_unneeded_rows(catalogue, kept)
-    unwanted = dead[BUNDLE_GENERATION]
-    before = catalog_queries.list_segments(catalogue)
+    deleted = _find_unneeded_rows(catalog, kept)
+    deleted_everywhere = deleted[BUNDLE_GENERATION]
+    before = catalog.list_segments()
     replaced = [e for e in before if e.generation not in (*generations, BUNDLE_GENERATION)]
 
-    draft = StagedFiles(
-        shelf, edition.generation, files, catalogue.read_settings_text(edition.settings)
+    staged = StagedFiles(
+        blob_storage,
+        version_entry.generation,
+        next_file_number,
+        catalog.read_settings_text(version_entry.settings),
     )
     work = {}
     for generation in generations:
-        layout = catalog_queries.read_layout(catalogue, generation) or Layout()
+        layout = catalog.read_layout(generation) or Layout()
         entries = [entry for entry in before if entry.generation == generation]
-        rows = dead[generation]
-        worn = {
-            e.file for e in entries if _dead_mask(shelf.read_segment(e, layout).ids, rows).any()
+        rows = deleted[generation]
+        partly_deleted = {
+            e.file
+            for e in entries
+            if _deleted_mask(blob_storage.read_segment(e, layout).ids, rows).any()
         }
-        work[generation] = (layout, _group_segments_to_merge(entries, worn))
+        work[generation] = (layout, _group_segments_to_merge(entries, partly_deleted))
     total = sum(entry.rows for _, runs in work.values() for run in runs for entry in run)
     done = 0
     for generation, (layout, runs) in work.items():
-        draft.generation = generation
+        staged.generation = generation
         for run in runs:
 
             def iterate_kept_rows(
@@ -96,57 +104,64 @@ def compact_store(
             ) -> Iterator[Segment]:
                 nonlocal done
                 for entry in run:
-                    segment = read_verified_segment(shelf, entry, layout)
-                    keep = ~_dead_mask(segment.ids, dead[generation])
+                    segment = read_verified_segment(blob_storage, entry, layout)
+                    keep = ~_deleted_mask(segment.ids, deleted[generation])
                     yield segment if keep.all() else segment[keep]
                     done += entry.rows
                     if progress is not None:
                         progress(done, total)
 
-            draft.write_segments(layout, iterate_kept_rows(run, layout, generation))
+            staged.write_segments(layout, iterate_kept_rows(run, layout, generation))
             replaced += run
     for entry in before:
         if entry.generation == BUNDLE_GENERATION:
-            keep = np.isin(shelf.read_segment(entry, BUNDLE_LAYOUT).ids, unwanted, invert=True)
+            keep = np.isin(
+                blob_storage.read_segment(entry, BUNDLE_LAYOUT).ids, deleted_everywhere, invert=True
+            )
             if not keep.all():
                 replaced.append(entry)
                 if keep.any():
-                    draft.write_bundle(
-                        merge_bundles([read_verified_segment(shelf, entry, BUNDLE_LAYOUT)[keep]])
+                    staged.write_bundle(
+                        merge_bundles(
+                            [read_verified_segment(blob_storage, entry, BUNDLE_LAYOUT)[keep]]
+                        )
                     )
-    draft.sync_files()
+    staged.sync_files()
 
-    marks = ",".join("?" * len(generations))
-    arrays = catalogue.fetch_all(
-        f"SELECT arrays FROM generations WHERE arrays IS NOT NULL AND number NOT IN ({marks})",
+    placeholders = ",".join("?" * len(generations))
+    arrays = catalog.fetch_all(
+        "SELECT arrays FROM generations "
+        f"WHERE arrays IS NOT NULL AND number NOT IN ({placeholders})",
         *generations,
     )
-    with catalogue.write_transaction():
-        catalogue.execute_many(
-            "DELETE FROM versions WHERE number = ?", [(number,) for number in gone]
+    with catalog.write_transaction():
+        catalog.execute_many(
+            "DELETE FROM versions WHERE number = ?", [(number,) for number in dropped_numbers]
         )
-        catalogue.execute_many(
-            "DELETE FROM rows WHERE id = ?", ((row,) for row in unwanted.tolist())
+        catalog.execute_many(
+            "DELETE FROM rows WHERE id = ?", ((row,) for row in deleted_everywhere.tolist())
         )
-        statement = f"DELETE FROM resting WHERE generation NOT IN ({marks}, {BUNDLE_GENERATION})"
-        catalogue.execute(statement, *generations)
-        catalogue.execute(f"DELETE FROM generations WHERE number NOT IN ({marks})", *generations)
-        for generation, rows in dead.items():
-            catalogue.execute_many(
+        statement = (
+            f"DELETE FROM resting WHERE generation NOT IN ({placeholders}, {BUNDLE_GENERATION})"
+        )
+        catalog.execute(statement, *generations)
+        catalog.execute(
+            f"DELETE FROM generations WHERE number NOT IN ({placeholders})", *generations
+        )
+        for generation, rows in deleted.items():
+            catalog.execute_many(
                 "DELETE FROM resting WHERE generation = ? AND id = ?",
                 ((generation, row) for row in rows.tolist()),
             )
-        catalogue.execute(
-            "DELETE FROM settings WHERE number NOT IN (SELECT settings FROM versions)"
-        )
-        catalog_queries.discard_segments(catalogue, replaced)
-        catalogue.execute_many("INSERT OR IGNORE INTO discarded VALUES (?)", arrays)
-        draft.register_files(catalogue)
+        catalog.execute("DELETE FROM settings WHERE number NOT IN (SELECT settings FROM versions)")
+        catalog.discard_segments(replaced)
+        catalog.execute_many("INSERT OR IGNORE INTO discarded VALUES (?)", arrays)
+        staged.register_files(catalog)
 
-    after = catalog_queries.list_segments(catalogue)
+    after = catalog.list_segments()
     report = CompactReport(
-        rows=edition.rows,
-        dropped_rows=len(unwanted),
+        rows=version_entry.rows,
+        dropped_rows=len(deleted_everywhere),
         dropped_versions=sum(one.number > 0 for one in dropped),
         held=tuple(one.number for one in kept[:-1]),
         files_before=len(before),
@@ -157,55 +172,51 @@ def compact_store(
     return report, [entry.file for entry in replaced] + [file for (file,) in arrays]
 
 
-def vacuum_catalog(catalogue: Catalog) -> StoreLockedError | StoreUnwritableError | None:
-    """Give the catalogue's empty pages back to the system, where they are many. Returns why that
-    could not be done: a reader is at work, or the disk fails or is full."""
-    if 4 * catalogue.fetch_value("PRAGMA freelist_count") > catalogue.fetch_value(
-        "PRAGMA page_count"
-    ):
+def vacuum_catalog(catalog: Catalog) -> StoreLockedError | StoreUnwritableError | None:
+    """Shrink the catalog file if more than a quarter of its pages are free.
+
+    Return the error if that fails: a reader is active, or the disk is full or fails.
+    """
+    if 4 * catalog.fetch_value("PRAGMA freelist_count") > catalog.fetch_value("PRAGMA page_count"):
         try:
-            catalogue.execute("VACUUM")
-            catalogue.fetch_all("PRAGMA wal_checkpoint(TRUNCATE)")
+            catalog.execute("VACUUM")
+            catalog.fetch_all("PRAGMA wal_checkpoint(TRUNCATE)")
         except (StoreLockedError, StoreUnwritableError) as error:
             return error
     return None
 
 
-def read_verified_segment(shelf: BlobStorage, entry: SegmentEntry, layout: Layout) -> Segment:
-    """A segment to be copied: read in full first, so that damage is not sealed as sound."""
-    shelf.verify_file(entry.file, entry.size, entry.checksum)
-    return shelf.read_segment(entry, layout)
+def _find_unneeded_rows(catalog: Catalog, kept: Sequence[VersionEntry]) -> dict[int, np.ndarray]:
+    """Return, per generation, the ids that no kept version needs, ascending.
 
-
-def _find_unneeded_rows(catalogue: Catalog, kept: Sequence[VersionEntry]) -> dict[int, np.ndarray]:
-    """The rows that no kept version of each generation has, ascending; of bundles, which are of all
-    generations, that none at all has."""
-    found = catalogue.fetch_all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
-    ids, died = np.array(found, np.int64).reshape(-1, 2).T
-    dead: dict[int, np.ndarray] = {}
+    For bundles, which belong to all generations: the ids that no kept version at all needs.
+    """
+    lines = catalog.fetch_all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
+    ids, died = np.array(lines, np.int64).reshape(-1, 2).T
+    deleted: dict[int, np.ndarray] = {}
     for generation in {BUNDLE_GENERATION, *(one.generation for one in kept)}:
-        wanted = np.zeros(len(ids), bool)
+        needed = np.zeros(len(ids), bool)
         for one in kept:
             if generation in (BUNDLE_GENERATION, one.generation):
-                wanted |= (ids <= one.last) & (died > one.number)
-        dead[generation] = ids[~wanted]
-    return dead
+                needed |= (ids <= one.last) & (died > one.number)
+        deleted[generation] = ids[~needed]
+    return deleted
 
 
-def _dead_mask(ids: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """Which of the ids are dead, (m,); both ascend."""
-    begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
-    return np.isin(ids, dead[begin:end], assume_unique=True)
+def _deleted_mask(ids: np.ndarray, deleted: np.ndarray) -> np.ndarray:
+    """Return which of the ids are deleted, (m,). Both arrays are ascending."""
+    begin, end = np.searchsorted(deleted, (ids[0], ids[-1] + 1))
+    return np.isin(ids, deleted[begin:end], assume_unique=True)
 
 
 def _group_segments_to_merge(
-    entries: Sequence[SegmentEntry], worn: set[str]
+    entries: Sequence[SegmentEntry], partly_deleted: set[str]
 ) -> list[list[SegmentEntry]]:
-    """Neighbours that are to be written anew: segments with dead rows, and small ones together."""
+    """Return runs of neighbours to rewrite: segments with deleted rows, and small segments."""
     runs: list[list[SegmentEntry]] = [[]]
     for entry in entries:
-        if entry.file in worn or entry.size < limits.MAX_SEGMENT_BYTES // 2:
+        if entry.file in partly_deleted or entry.size < limits.MAX_SEGMENT_BYTES // 2:
             runs[-1].append(entry)
         else:
             runs.append([])
-    return [run for run in runs if len(run) > 1 or (run and run[0].file in worn)]
+    return [run for run in runs if len(run) > 1 or (run and run[0].file in partly_deleted)]

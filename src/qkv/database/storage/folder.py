@@ -1,4 +1,4 @@
-"""Whether a folder is a store, or may become one; a new one made beside its place."""
+"""The folder of a store: recognize it, create it, and list its files."""
 
 from __future__ import annotations
 
@@ -29,64 +29,72 @@ from qkv.util.logging import warn_log
 from qkv.util.types import interruptible_contextmanager
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
-"""What a system says that cannot sync folders, or not this one for this user."""
+"""Errors of systems that cannot sync folders, or not this folder for this user."""
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """A path as any system may have it."""
+    """Return the path, or raise if no file system could have it."""
     try:
-        found = Path(path)
-        os.fsencode(found)
+        folder = Path(path)
+        os.fsencode(folder)
     except TypeError:
         kind = type(path).__name__
         raise DtypeError(f"path must be the name of a folder, not a {kind}") from None
     except UnicodeEncodeError:
-        raise ArgumentError(f"path holds half a character, which no name has: {path!r}") from None
-    if "\0" in str(found):
-        raise ArgumentError(f"path holds a NUL character, which no name has: {str(found)[:80]!r}")
-    return found
+        raise ArgumentError(
+            f"path contains a lone surrogate, which no file name has: {path!r}"
+        ) from None
+    if "\0" in str(folder):
+        raise ArgumentError(
+            f"path contains a NUL character, which no file name has: {str(folder)[:80]!r}"
+        )
+    return folder
 
 
 def prepare_folder(folder: Path, create: bool) -> None:
-    """Make sure that the folder is a store, or say what it is."""
+    """Check that the folder is a store, or create one; raise an error that says what it is."""
     try:
-        there = folder.exists()
+        exists = folder.exists()
     except OSError as error:
-        told = f"{str(folder)[:80]} cannot be looked at ({error.strerror})"
-        raise StoreUnwritableError(f"{told}: choose another path") from error
-    if not there:
+        raise StoreUnwritableError(
+            f"{str(folder)[:80]} cannot be accessed ({error.strerror}): choose another path"
+        ) from error
+    if not exists:
         if not create:
             raise StoreNotFoundError(
-                f"{folder} does not exist: check the path, or make one: qkv import, create=True"
+                f"{folder} does not exist: check the path, or create a store with qkv import or "
+                "create=True"
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreUnwritableError(f"{folder} cannot be made ({error.strerror})") from error
+            raise StoreUnwritableError(f"{folder} cannot be created ({error.strerror})") from error
     if not folder.is_dir():
         raise NotAStoreError(
-            f"{folder} is a file: a store is a folder. Make one of a table: "
+            f"{folder} is a file, but a store is a folder. Import a table: "
             "qkv import, Database.from_source(file, path=…)"
         )
     path = folder / CATALOG_FILE
     names = list_store_files(folder)
-    # A store that was ever finished has one of these.
-    old = names & {READERS_FILE, LOCK_FILE} or any(name.endswith(SEGMENT_SUFFIX) for name in names)
-    there = CATALOG_FILE in names
-    if there:
-        with Catalog(path, write=False) as catalogue:
-            if catalogue.check_is_store():
+    # Every complete store has one of these.
+    is_old_store = names & {READERS_FILE, LOCK_FILE} or any(
+        name.endswith(SEGMENT_SUFFIX) for name in names
+    )
+    has_catalog = CATALOG_FILE in names
+    if has_catalog:
+        with Catalog(path, write=False) as catalog:
+            if catalog.check_is_store():
                 return
-    if old:
+    if is_old_store:
         raise StoreDamagedError(
-            f"{path} is {'empty' if there else 'missing'}: restore it from a copy, or save what "
-            "can be read with qkv check --repair"
+            f"{path} is {'empty' if has_catalog else 'missing'}: restore it from a backup, or "
+            "recover what can be read with qkv check --repair"
         )
-    if names and not there:
-        raise NotAStoreError(f"{folder} is a folder with other files: give the path of a store")
+    if names and not has_catalog:
+        raise NotAStoreError(f"{folder} is a folder with other files: pass the path of a store")
     if not create:
         raise StoreNotFoundError(
-            f"{folder} is empty: check the path, or make one: qkv import, create=True"
+            f"{folder} is empty: check the path, or create a store with qkv import or create=True"
         )
     Catalog(path, create=True).close()
     with open(folder / READERS_FILE, "ab"):
@@ -96,19 +104,18 @@ def prepare_folder(folder: Path, create: bool) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can; a failure is logged: what was made
-    is there, and a loss of power may take it."""
+    """Sync a folder's entries to disk. A failure is logged: only a power loss could do harm."""
     try:
         FileSystem().fsync_folder(folder)
     except OSError as error:
         if error.errno not in NO_SYNC:
-            warn_log("%s cannot be made durable (%s)", folder, reason(error))
+            warn_log("%s cannot be synced to disk (%s)", folder, reason(error))
 
 
 def list_store_files(folder: Path) -> set[str]:
-    """The names of all that is in a folder; an error where a store's file is a link."""
+    """Return the names of all entries of a folder; raise if a file of the store is a link."""
     names = set(safe_open.list_names(folder))
-    own = (
+    endings = (
         CATALOG_FILE,
         SEGMENT_SUFFIX,
         SEGMENT_SUFFIX + TEMPORARY_SUFFIX,
@@ -117,12 +124,12 @@ def list_store_files(folder: Path) -> set[str]:
         READERS_FILE,
         LOCK_FILE,
     )
-    safe_open.refuse_links(*(folder / name for name in names if name.endswith(own)))
+    safe_open.refuse_links(*(folder / name for name in names if name.endswith(endings)))
     return names
 
 
 def is_store_file(name: str) -> bool:
-    """Whether a file of this name belongs to a store: nothing else is taken from elsewhere.
+    """Return True for the file names of a store: uploads and downloads accept no others.
 
     >>> [
     ...     is_store_file(name)
@@ -138,44 +145,48 @@ def is_store_file(name: str) -> bool:
 
 @interruptible_contextmanager
 def build_store_folder(path: Path) -> Iterator[Path]:
-    """A folder to make a store in, which becomes `path` at the end; an error leaves neither.
+    """Yield a temporary folder to create a store in; rename it to `path` at the end.
 
-    Nobody sees it before it is whole, and what another process has put at `path` meanwhile stays.
+    Other processes see the store only when it is complete. An error removes the temporary folder.
+    If another process has created `path` meanwhile, its folder stays.
     """
-    # Its name is known before it is there, so that Ctrl-C cannot fall between the two.
-    aside = path.parent / f".{path.name}.{token_hex(4)}"
-    held = contextlib.ExitStack()
+    # Choose the name before creating the folder, so that Ctrl-C cannot fall between the two.
+    temporary = path.parent / f".{path.name}.{token_hex(4)}"
+    open_files = contextlib.ExitStack()
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned_folders(path.parent)
-            aside.mkdir(0o700)
-            new = held.enter_context(open(aside / "new", "xb"))  # noqa: SIM115
+            temporary.mkdir(0o700)
+            new = open_files.enter_context(open(temporary / "new", "xb"))  # noqa: SIM115
             try_lock_file(new.fileno())
-            os.rename(aside / "new", aside / MAKER_LOCK_FILE)  # nobody sees it before it is locked
+            # Renamed after locking, so that no process finds it unlocked.
+            os.rename(temporary / "new", temporary / MAKER_LOCK_FILE)
         except OSError as error:
-            raise StoreUnwritableError(f"{path} cannot be made ({error.strerror})") from error
-        yield aside / path.name
+            raise StoreUnwritableError(f"{path} cannot be created ({error.strerror})") from error
+        yield temporary / path.name
         try:
-            os.rename(aside / path.name, path)
+            os.rename(temporary / path.name, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise StoreUnwritableError(f"{path} cannot be made ({error.strerror})") from error
+                raise StoreUnwritableError(
+                    f"{path} cannot be created ({error.strerror})"
+                ) from error
             raise ArgumentError(
-                f"{path} was made by somebody else meanwhile, and stays as it is: open it and use "
-                "extend, or choose another path"
+                f"{path} was created by another process meanwhile and is unchanged: open it and "
+                "use extend, or choose another path"
             ) from error
         _sync(path.parent)
     except QkvError as error:
-        hidden, told = str(aside / path.name), str(error)
-        if hidden in told:  # which is gone when somebody reads it
-            error.args = (told.replace(hidden, str(path)), *error.args[1:])
+        hidden, message = str(temporary / path.name), str(error)
+        if hidden in message:  # this folder no longer exists when the user reads the message
+            error.args = (message.replace(hidden, str(path)), *error.args[1:])
         raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        held.close()
-        # Where no descriptors were left, there is one now, which is enough for this.
-        for folder, _, names in os.walk(aside, topdown=False):
+        shutil.rmtree(temporary, ignore_errors=True)
+        open_files.close()
+        # rmtree fails without free file descriptors; now there is one, which os.walk needs.
+        for folder, _, names in os.walk(temporary, topdown=False):
             with contextlib.suppress(OSError):
                 for name in names:
                     os.unlink(os.path.join(folder, name))
@@ -183,10 +194,10 @@ def build_store_folder(path: Path) -> Iterator[Path]:
 
 
 def folder_size(path: Path) -> int:
-    """The bytes of every file in it, of those that do not go meanwhile."""
-    found = 0
+    """Return the total size in bytes of a folder's files."""
+    total = 0
     for file in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             if file.is_file():
-                found += file.lstat().st_size
-    return found
+                total += file.lstat().st_size
+    return total

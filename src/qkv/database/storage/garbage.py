@@ -1,4 +1,4 @@
-"""What nobody needs: files of a commit or compaction that did not finish, folders of an import."""
+"""Garbage collection: files and folders left by commits, compactions and imports that failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qkv.database.errors import StoreDamagedError, reason
-from qkv.database.storage import catalog_queries
-from qkv.database.storage import safe_open as plain
+from qkv.database.storage import safe_open
 from qkv.database.storage.blob_storage import BlobStorage
 from qkv.database.storage.catalog import CATALOG_FILE, Catalog
 from qkv.database.storage.commit_marker import CommitMarker
@@ -21,93 +20,97 @@ from qkv.errors import QkvError
 from qkv.util.logging import warn_log
 
 MAKER_LOCK_FILE = "making.qkv"
-"""A file beside a store that is being made, locked by its maker as long as he lives."""
+"""A file next to a store that is being created, locked while its creator lives."""
 
 
 def remove_abandoned_folders(folder: Path) -> None:
-    """Remove what makers of stores in this folder left there when they were killed."""
+    """Remove temporary folders of processes that were killed while creating a store here."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir(folder)
-    for found in filter(None, (re.fullmatch(r"\.(.+)\.\w{8}", name) for name in names)):
-        path = folder / found[0]
+    for match in filter(None, (re.fullmatch(r"\.(.+)\.\w{8}", name) for name in names)):
+        path = folder / match[0]
         with contextlib.suppress(OSError, StoreDamagedError):
-            file = plain.open_regular_file(path / MAKER_LOCK_FILE, os.O_RDWR)
+            file = safe_open.open_regular_file(path / MAKER_LOCK_FILE, os.O_RDWR)
             try:
-                if try_lock_file(file) and set(os.listdir(path)) <= {MAKER_LOCK_FILE, found[1]}:
+                if try_lock_file(file) and set(os.listdir(path)) <= {MAKER_LOCK_FILE, match[1]}:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(file)
 
 
-def check_not_older(catalogue: Catalog, known: CommitMarker | None) -> None:
-    """Refuse a catalogue that has lost its newest versions, for what it does not know of is not
-    left over: it is what was lost."""
-    newest = catalogue.newest_version().number
-    if known is not None and newest < known.version:
-        raise catalogue.damaged_error(
-            f"it ends with version {newest}, and version {known.version} was acknowledged; its "
+def check_not_older(catalog: Catalog, marker: CommitMarker | None) -> None:
+    """Raise if the catalog has lost its newest versions.
+
+    Its unknown files are then not garbage, but the data of these versions.
+    """
+    newest = catalog.newest_version().number
+    if marker is not None and newest < marker.version:
+        raise catalog.damaged_error(
+            f"it ends with version {newest}, but version {marker.version} was acknowledged; its "
             f"log, {CATALOG_FILE}-wal, is missing or was not copied with it"
         )
 
 
 def find_leftovers(
-    catalogue: Catalog, files: Sequence[str], known: CommitMarker | None
+    catalog: Catalog, files: Sequence[str], marker: CommitMarker | None
 ) -> dict[str, str]:
-    """The files that no version needs, and why that is certain.
+    """Return the files that no version needs, each with the reason why that is certain.
 
-    Numbers are given out in the transaction that makes a file part of the store, so a higher one
-    was never part of it, if what is `known` proves that no transaction is missing. A file that no
-    rule is about is left alone.
+    The transaction that adds a file to the store also advances the file counter. A file with a
+    higher number was never part of the store, provided that the marker proves that no transaction
+    is missing. All other files are left alone.
     """
-    with catalogue.read_transaction():
-        following = catalogue.fetch_value("SELECT files FROM counters")
-        discarded = {file for (file,) in catalogue.fetch_all("SELECT file FROM discarded")}
-        used = catalog_queries.list_files(catalogue)
+    with catalog.read_transaction():
+        next_number = catalog.fetch_value("SELECT files FROM counters")
+        discarded = {file for (file,) in catalog.fetch_all("SELECT file FROM discarded")}
+        used = catalog.list_files()
     highest = max((file_number(file) or 0 for file in used), default=0)
-    if not isinstance(following, int) or following <= highest:
-        raise catalogue.damaged_error("its count of files is not what was written")
-    found = {}
+    if not isinstance(next_number, int) or next_number <= highest:
+        raise catalog.damaged_error("its file counter is not what was written")
+    leftovers = {}
     for file in files:
-        plain = file.removesuffix(TEMPORARY_SUFFIX)
-        given = file_number(plain)
-        if given is None or file in used:
+        final_name = file.removesuffix(TEMPORARY_SUFFIX)
+        number = file_number(final_name)
+        if number is None or file in used:
             continue
-        if plain != file:
-            found[file] = "a file that was never finished"
+        if final_name != file:
+            leftovers[file] = "a file that was never finished"
         elif file in discarded:
-            found[file] = "left by a compaction"
-        elif known is not None and known.next_file_number <= following <= given:
-            found[file] = "left by a commit that did not finish"
-    return found
+            leftovers[file] = "left by a compaction"
+        elif marker is not None and marker.next_file_number <= next_number <= number:
+            leftovers[file] = "left by a commit that did not finish"
+    return leftovers
 
 
-def remove_files(catalogue: Catalog, shelf: BlobStorage, files: Sequence[str]) -> str:
-    """Remove files that no version uses. Needs the lock for writing.
+def remove_files(catalog: Catalog, blob_storage: BlobStorage, files: Sequence[str]) -> str:
+    """Remove files that no version uses; return "" or a sentence about the failure.
 
-    Their commit is done, so that a failure is not its own: the next writer tries again. It is
-    logged and returned as a sentence; empty where all went well.
+    Needs the write lock. A failure is logged and does not fail the commit, which is complete: the
+    next writer tries again.
     """
-    faults: list[QkvError | OSError] = []
+    errors: list[QkvError | OSError] = []
     try:
-        faults += [fault for file in files if (fault := shelf.discard_file(file)) is not None]
-        _forget_discarded(catalogue, shelf)
+        errors += [
+            error for file in files if (error := blob_storage.discard_file(file)) is not None
+        ]
+        _forget_discarded(catalog, blob_storage)
     except (QkvError, OSError) as error:
-        faults.append(error)
-    if not faults:
+        errors.append(error)
+    if not errors:
         return ""
-    told = f"cleaning up files that no version uses failed ({reason(faults[0])})"
-    warn_log("%s: the next writer tries again", told)
-    return f"{told}: the next writer tries again"
+    message = f"removing files that no version uses failed ({reason(errors[0])})"
+    warn_log("%s: the next writer tries again", message)
+    return f"{message}: the next writer tries again"
 
 
-def _forget_discarded(catalogue: Catalog, shelf: BlobStorage) -> None:
-    """Take the files that are gone off the list of those to be removed."""
-    listed = catalogue.fetch_all("SELECT file FROM discarded")
+def _forget_discarded(catalog: Catalog, blob_storage: BlobStorage) -> None:
+    """Delete the entries of removed files from the table of discarded files."""
+    listed = catalog.fetch_all("SELECT file FROM discarded")
     if listed:
-        there = set(shelf.list_files())
-        # A file that a loss of power brings back must still be known as discarded.
-        shelf.sync_storage()
-        with catalogue.write_transaction():
-            gone = [line for line in listed if line[0] not in there]
-            catalogue.execute_many("DELETE FROM discarded WHERE file = ?", gone)
+        existing = set(blob_storage.list_files())
+        # Sync first: a file that reappears after a power loss must still be listed as discarded.
+        blob_storage.sync_storage()
+        with catalog.write_transaction():
+            gone = [line for line in listed if line[0] not in existing]
+            catalog.execute_many("DELETE FROM discarded WHERE file = ?", gone)

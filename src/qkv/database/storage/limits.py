@@ -1,35 +1,36 @@
-"""The sizes that a store works with. They may change from one release to the next."""
+"""Size limits of a store. They are not part of the file format and may change."""
 
 from __future__ import annotations
 
 MAX_BUFFERED_ROWS = 4096
 MAX_BUFFERED_BYTES = 8 << 20
-"""New rows rest in the catalogue until there are so many, or so many bytes of them."""
+"""New rows stay in the catalog until they reach either limit; then they become a segment."""
 
 MIN_BUNDLE_ROWS = 2**14
-"""Rows of one commit from which their records make a bundle."""
+"""A commit with at least this many rows writes their records to a bundle file."""
 
 MAX_BUNDLE_BYTES = 1 << 30
-"""A bundle that is larger is not joined with others."""
+"""Larger bundles are not merged with others."""
 
 MAX_SEGMENT_BYTES = 256 << 20
-"""A segment is cut at this size."""
+"""Maximum size of one segment file."""
 
 SEGMENTS_PER_MERGE = 16
-"""So many small segments in a row become one; small is a 1/SEGMENTS_PER_MERGE of the size above."""
+"""This many consecutive small segments are merged into one. A segment is small below
+MAX_SEGMENT_BYTES / SEGMENTS_PER_MERGE."""
 
 ROWS_PER_PAGE = 2048
-"""Rows that are fetched from the catalogue at a time."""
+"""Rows per query to the catalog."""
 
 MAX_CACHED_ROWS, MAX_CACHED_ROW_CHARACTERS = 4096, 1024
-"""Rows that a reader remembers, and the longest text of such a row."""
+"""How many looked-up rows a reader caches, and the longest record that it caches."""
 
 MAX_UNMAPPED_BYTES = 8 << 20
-"""Bytes up to which a segment is read whole and not mapped: that takes no descriptor, and whatever
-happens to the file later does not matter."""
+"""Files up to this size are read into memory instead of mapped. That needs no file descriptor, and
+later changes to the file have no effect."""
 
 MAX_RESIDENT_BYTES = 2 << 30
-"""Bytes of mapped tensors that may stay in memory after a scan."""
+"""Bytes of mapped tensors that may stay resident after a scan."""
 
 WINDOW_BYTES = 64 << 20
-"""Bytes that are read at a time where there are more than that."""
+"""Bytes per read when a scan exceeds MAX_RESIDENT_BYTES."""

@@ -1,4 +1,4 @@
-"""Who may write and what is being read: one writer, and readers that pin the version they read."""
+"""Locks: one writer per store, readers that pin the version they read, and locks across forks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 from qkv.database.errors import (
     StoreDamagedError,
@@ -33,20 +34,20 @@ except ImportError:  # Windows
 
 READERS_FILE = "readers"
 LOCK_WAIT_SECONDS = 0.2
-"""Seconds to wait for a writer that is only tidying up."""
+"""Seconds to wait for a writer that is about to finish."""
 
 
 def _require_fcntl(folder: Path) -> ModuleType:
     if fcntl is None:
         raise StoreUnwritableError(
             f"{folder.name} cannot be locked: a store on disk needs POSIX file locks, which this "
-            "system has not; keep the database in memory"
+            "system does not have. Keep the database in memory"
         )
     return fcntl
 
 
 def try_lock_file(file: int) -> bool:
-    """Whether nobody else has the open file locked: then it is, until it is closed."""
+    """Try to lock an open file until it is closed; return False if another process has the lock."""
     if fcntl is None:
         return False
     try:
@@ -57,10 +58,10 @@ def try_lock_file(file: int) -> bool:
 
 
 class WriteLock:
-    """The one writer of a folder, across processes: `flock` on a file with the holder's id inside.
+    """The lock of a folder's only writer, across processes: `flock` on a file.
 
-    The system drops the lock when its holder dies, so nothing is ever left locked. `marker` is what
-    the last writer has acknowledged, known while the lock is held.
+    The system releases the lock when its holder dies, so no stale lock remains. `marker` is the
+    last acknowledged commit, and valid while the lock is held.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +73,7 @@ class WriteLock:
     def is_held(self) -> bool:
         return self._file >= 0
 
-    def acquire(self, patience: float = LOCK_WAIT_SECONDS) -> None:
+    def acquire(self, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
         if self.is_held:
             return
         locks = _require_fcntl(self._folder)
@@ -81,20 +82,24 @@ class WriteLock:
         except StoreDamagedError:
             raise
         except OSError as error:
-            many = error.errno in (errno.EMFILE, errno.ENFILE)
-            step = "close other files" if many else "make the folder writable, or only read"
+            too_many_files = error.errno in (errno.EMFILE, errno.ENFILE)
+            next_step = (
+                "close other files"
+                if too_many_files
+                else "make the folder writable, or open it only for reading"
+            )
             raise StoreUnwritableError(
                 f"{self._folder / LOCK_FILE} cannot be opened for writing ({error.strerror}): "
-                f"{step}"
+                f"{next_step}"
             ) from error
         try:
-            self._wait_for_lock(file, locks, time.monotonic() + patience)
+            self._wait_for_lock(file, locks, time.monotonic() + wait_seconds)
             _, self.marker = commit_marker.read_lock_file(file)
             self._file = file
-        except BaseException:  # Ctrl-C too: an open file would keep the lock
+        except BaseException:  # also after Ctrl-C: an open file would keep the lock
             os.close(file)
             raise
-        with contextlib.suppress(OSError):  # a full disk: the holder is not named, that is all
+        with contextlib.suppress(OSError):  # on a full disk the file lacks the holder's id
             commit_marker.write_marker(file, self.marker)
 
     def _wait_for_lock(self, file: int, locks: ModuleType, until: float) -> None:
@@ -107,17 +112,17 @@ class WriteLock:
                     time.sleep(0.005)
                     continue
                 holder, _ = commit_marker.read_lock_file(file)
-                who = f"process {holder or 'unknown'}"
+                owner = f"process {holder or 'unknown'}"
                 if holder == str(os.getpid()):
-                    who = f"this process ({holder}), which has it open twice"
+                    owner = f"this process ({holder}), which has it open twice"
                 raise StoreLockedError(
-                    f"{self._folder.name} is locked by {who}: close it there, or wait until it is "
-                    "closed, and try again; reading needs no lock"
+                    f"{self._folder.name} is locked by {owner}: close it there, or wait until it "
+                    "is closed, and try again. Reading needs no lock"
                 ) from error
 
     @interruptible_contextmanager
     def mark_changing(self) -> Iterator[None]:
-        """Until this has ended well, every reader looks into the catalogue itself."""
+        """Remove the marker's seal while the body runs, so that readers query the catalog."""
         if self.marker is not None and not self._write_marker(self.marker._replace(seal="")):
             raise StoreUnwritableError(
                 f"{self._folder / LOCK_FILE} cannot be written: nothing was changed"
@@ -126,16 +131,16 @@ class WriteLock:
         if self.marker is not None and not self.marker.seal:
             self.acknowledge_commit(self.marker.version, self.marker.next_file_number)
 
-    def acknowledge_commit(self, version: int, files: int) -> None:
-        """Leave a mark of a commit, before it is told to anybody."""
-        self._write_marker(commit_marker.new_marker(version, files))
+    def acknowledge_commit(self, version: int, next_file_number: int) -> None:
+        """Write the marker of a commit, before its caller learns of it."""
+        self._write_marker(commit_marker.new_marker(version, next_file_number))
 
-    def _write_marker(self, left: CommitMarker) -> bool:
-        """Whether the mark is this one, or none."""
-        self.marker = left
+    def _write_marker(self, marker: CommitMarker) -> bool:
+        """Write the marker, or remove it if that fails; return False if both fail."""
+        self.marker = marker
         try:
-            commit_marker.write_marker(self._file, left)
-        except OSError:  # no mark is better than an old one
+            commit_marker.write_marker(self._file, marker)
+        except OSError:  # no marker is better than an old one
             self.marker = None
             try:
                 os.ftruncate(self._file, 0)
@@ -143,33 +148,33 @@ class WriteLock:
                 return False
         return True
 
-    def check_folder(self, catalogue: Catalog) -> None:
-        """Refuse to write where the folder or its catalogue is gone, or is another one by now."""
+    def check_folder(self, catalog: Catalog) -> None:
+        """Raise if the folder or its catalog was removed or replaced."""
         try:
-            there = os.stat(self._folder / LOCK_FILE, follow_symlinks=False)
-            same = os.path.samestat(there, os.fstat(self._file)) and catalogue.is_same_file()
+            lock_file = os.stat(self._folder / LOCK_FILE, follow_symlinks=False)
+            same = os.path.samestat(lock_file, os.fstat(self._file)) and catalog.is_same_file()
         except OSError:
             same = False
         if not same:
             raise StoreUnwritableError(
-                f"{self._folder} was removed or replaced while it was open, and what is written "
-                "now would be lost: close it, and open it again"
+                f"{self._folder} was removed or replaced while it was open, so that new rows would "
+                "be lost: close it, and open it again"
             )
 
     def release(self) -> None:
         if self.is_held:
-            # No LOCK_UN: a forked child that closes its copy must not unlock its parent's. It is
-            # forgotten first: after Ctrl-C in between, the number would be another file's.
+            # No LOCK_UN: a forked child that closes its copy must not unlock its parent's. Reset
+            # the attribute first: after Ctrl-C in between, the number could be another file's.
             file, self._file = self._file, -1
             os.close(file)
 
 
 class VersionPins:
-    """The versions that are being read, so that compaction keeps what they need.
+    """The versions that are being read, which compaction must keep.
 
-    A reader of version v holds a shared lock on byte v of one file; a compaction drops a version
-    only while it holds that byte alone. Where the system has no locks that belong to an open file
-    (`F_OFD_SETLK`), a reader locks the whole file, and holds every version.
+    A reader of version v holds a shared lock on byte v of one file. A compaction drops a version
+    only while it holds an exclusive lock on its byte. On systems without locks per open file
+    (`F_OFD_SETLK`), a reader locks the whole file and pins every version.
 
     >>> pins = VersionPins(None)
     >>> pins.pin_version(3), pins.claim_version(3), pins.claim_version(2), pins.pin_version(2)
@@ -186,14 +191,14 @@ class VersionPins:
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:
-        """With a lock that is free.
+        """Replace the lock by a free one.
 
-        It is taken by `with` alone: after any call an interrupt may come before the `try`.
+        Acquire it only with `with`: an interrupt could fall between `acquire()` and `try`.
         """
         self._lock: Any = threading.RLock()
 
     def pin_version(self, version: int, holder: object = None) -> bool:
-        """Pin a version; False while a compaction is dropping it."""
+        """Pin a version; return False while a compaction is dropping it."""
         with self._lock:
             got = version not in self._claimed
             if got and not self._holders.get(version):
@@ -205,13 +210,13 @@ class VersionPins:
         return got
 
     def release_version(self, version: int, holder: object = None) -> None:
-        """Let go of a hold, if there is one. A finaliser may call this at any moment, even inside
+        """Release a pin, if there is one. A finalizer may call this at any time, even inside
         `pin_version`."""
         self._pending_releases.append((version, holder))
         self._apply_releases()
 
     def claim_version(self, version: int) -> bool:
-        """Claim a version for dropping; False where somebody reads it."""
+        """Claim a version in order to drop it; return False if it has readers."""
         self._apply_releases()
         with self._lock:
             got = not self._holders.get(version) and (
@@ -223,7 +228,7 @@ class VersionPins:
         return got
 
     def release_claims(self) -> None:
-        """Give up all claims."""
+        """Release all claims."""
         with self._lock:
             self._claimed.clear()
             if self._claim_file >= 0:
@@ -239,11 +244,11 @@ class VersionPins:
                 os.close(file)
 
     def _apply_releases(self) -> None:
-        # Inside of a hold it waits for the end of that.
+        # A thread that holds the lock applies the releases later.
         while self._pending_releases and not self._lock._is_owned():
             with self._lock:
                 while self._pending_releases:
-                    # The last to go: what an interrupt leaves is done again by the next.
+                    # Removed from the queue last: after an interrupt, the next call repeats it.
                     version, holder = self._pending_releases[0]
                     holders = self._holders.get(version, set())
                     holders.discard(holder)
@@ -268,7 +273,7 @@ class VersionPins:
             try:
                 self._reader_file = self._open_file()
             except (FileNotFoundError, PermissionError):
-                return True  # a read-only folder without the file: nobody compacts it either
+                return True  # a read-only folder without the file: no process compacts it
             except OSError as error:
                 raise (
                     safe_open.unreadable_error(self._folder / READERS_FILE, error) or error
@@ -276,7 +281,7 @@ class VersionPins:
         return _lock_byte(self._reader_file, version, exclusive=False)
 
     def _unlock_shared(self, version: int) -> None:
-        # The locks of a forked child are its parent's.
+        # A forked child shares the locks of its parent.
         if self._reader_file < 0 or os.getpid() != self._process_id:
             return
         assert fcntl is not None
@@ -286,7 +291,7 @@ class VersionPins:
             fcntl.flock(self._reader_file, fcntl.LOCK_UN)
 
     def _lock_exclusive(self, version: int) -> bool:
-        # Another open file than the reader's, so that our own pins are in the way too.
+        # Not the reader's descriptor: the pins of this process must conflict too.
         if self._claim_file < 0:
             assert self._folder is not None
             try:
@@ -299,7 +304,7 @@ class VersionPins:
 
 
 def _flock_struct(kind: int, version: int) -> bytes:
-    """C's `struct flock` for the one byte of a version."""
+    """Return C's `struct flock` for the byte of a version."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, version, 1, 0)
 
 
@@ -314,3 +319,62 @@ def _lock_byte(file: int, version: int, *, exclusive: bool) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+_REGISTERED: WeakSet[Any] = WeakSet()
+_REGISTRY_LOCK = threading.RLock()
+_held_locks: list[Any] = []
+
+
+# Forks: a child gets a consistent copy of every store in memory, with free locks.
+
+
+def register_fork_handler(thing: Any) -> None:
+    """Keep an object consistent across forks.
+
+    A fork first acquires the lock that `thing.fork_lock()` returns, so that no operation is in
+    progress. In the child, `thing.reset_after_fork()` replaces locks that other threads held.
+    """
+    with _REGISTRY_LOCK:  # adding while `_before_fork` iterates would raise
+        _REGISTERED.add(thing)
+
+
+# Python reports an error in a fork handler and continues, so after a Ctrl-C in one handler the
+# other still runs. An interrupt is raised only between calls.
+def _before_fork() -> None:
+    global _held_locks
+    _REGISTRY_LOCK.acquire()
+    for thing in list(_REGISTERED):
+        lock = thing.fork_lock()
+        _held_locks += [lock]
+        lock.acquire()
+
+
+def _after_fork() -> None:
+    try:
+        _release_locks()
+    finally:
+        _release_locks()
+
+
+def _release_locks() -> None:
+    if _REGISTRY_LOCK._is_owned():  # type: ignore[attr-defined]
+        while _held_locks:
+            lock = _held_locks[-1]
+            ours = lock._is_owned()
+            del _held_locks[-1]
+            if ours:
+                lock.release()
+        _REGISTRY_LOCK.release()
+
+
+def _after_fork_in_child() -> None:
+    _after_fork()
+    for thing in list(_REGISTERED):
+        thing.reset_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+    )

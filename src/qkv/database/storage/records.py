@@ -1,24 +1,171 @@
-"""The digests and records of rows: in the catalogue those of few, in bundles those of many."""
+"""Digests and records of rows: in the catalog, or for large commits in bundle files.
+
+A bundle is a segment without a generation. It has a sorted index of digests. Its rows are in no
+table of the catalog until they are deleted. If the catalog has a row, its entry counts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
 from qkv.database.errors import SkippedRowsWarning, StoreDamagedError
-from qkv.database.storage import catalog_queries, limits
+from qkv.database.storage import limits
 from qkv.database.storage.blob_storage import BlobStorage
-from qkv.database.storage.bundles import BUNDLE_GENERATION, BUNDLE_LAYOUT, Bundle, RowRecord
 from qkv.database.storage.catalog import Catalog, VersionEntry, row_crc
-from qkv.database.storage.segments import SegmentEntry
+from qkv.database.storage.segments import RAGGED_DIMS, Layout, Segment, SegmentEntry
 from qkv.errors import warn_at_caller
+from qkv.frameworks.ragged import Ragged, concat_ragged
+
+BUNDLE_GENERATION = -1
+"""The generation under which the catalog lists bundles."""
+
+BUNDLE_LAYOUT = Layout(
+    (
+        ("prefix", np.dtype("<u8"), ()),
+        ("crc", np.dtype("<u4"), ()),
+        ("place", np.dtype("<u4"), ()),
+        ("line", np.dtype("u1"), RAGGED_DIMS),
+        ("size", np.dtype("u1"), ()),
+    )
+)
+"""`line` is the digest (`size` bytes) followed by the record. `prefix` has the first 8 bytes of all
+digests, ascending, and `place` the row of each of them."""
+
+MAX_DIGEST_BYTES = 255
+"""Longest digest that a bundle can store."""
+
+FULL_DIGEST_BYTES = 16
+"""No longer digest starts with a digest of this length; otherwise a `size` is damaged."""
+
+RowRecord = tuple[int, bytes, str, int]
+"""A row: id, digest, record, and their checksum."""
+
+
+class Bundle:
+    """Find the rows of a bundle file by id or digest.
+
+    >>> bundle = Bundle(build_bundle(np.array([4, 7]), [b"Li", b"Hu"], ["Li, Mu", "Hu, Rachel"]))
+    >>> bundle.find_ids(b"Hu"), list(bundle.read_rows(np.array([4])))[0][:3]
+    ([7], (4, b'Li', 'Li, Mu'))
+    """
+
+    def __init__(self, segment: Segment):
+        self.ids, self._segment = segment.ids, segment
+        tensors: dict[str, Any] = dict(segment.tensors)
+        line: Ragged = tensors["line"]
+        self._row_ids, self._line_bytes, self._starts = map(
+            _as_memoryview, (self.ids, line.flat, line.starts)
+        )
+        self._digest_prefixes, self._row_positions, self._digest_sizes, self._checksums = (
+            _as_memoryview(tensors[name]) for name in ("prefix", "place", "size", "crc")
+        )
+
+    def find_ids(self, digest: bytes) -> list[int]:
+        """Return the ids of the rows with this digest, ascending."""
+        ids, last = list[int](), 2**63
+        while (line := self.find_newest(digest, 0, last - 1)) is not None:
+            last = line[0]
+            ids.append(last)
+        return ids[::-1]
+
+    def find_newest(self, digest: bytes, first: int, last: int) -> RowRecord | None:
+        """Return the newest row with this digest whose id is in [first, last], or None.
+
+        The search ends between two neighbouring index entries. If both match their rows, the digest
+        is not elsewhere in the file; if not, the index is damaged.
+        """
+        self._segment.check_not_truncated()
+        wanted, prefix = int.from_bytes(digest[:8], "little"), self._digest_prefixes
+        at = bisect_right(prefix, wanted)
+        is_sound = at == len(prefix) or self._is_indexed(at)
+        while is_sound and (at := at - 1) >= 0 and prefix[at] == wanted:
+            line = self._read_row(self._row_positions[at])
+            if line[1] == digest and first <= line[0] <= last:
+                return line
+            # Two keys' digests hardly ever share a prefix, and full digests have one length.
+            is_sound = self._is_indexed(at) and row_crc(*line[:3]) == line[3]
+            is_sound &= len(digest) < FULL_DIGEST_BYTES or len(digest) == len(line[1])
+        if not is_sound or (at >= 0 and not self._is_indexed(at)):
+            raise self._segment.damaged_error(
+                "its index is not what was written, so that existing keys may not be found"
+            )
+        return None
+
+    def _is_indexed(self, at: int) -> bool:
+        """Return True if an index entry matches its row."""
+        place = self._row_positions[at]
+        if place >= len(self._row_ids):
+            return False
+        start, size = self._starts[place], self._digest_sizes[place]
+        begin = self._line_bytes[start : start + (size if size < 8 else 8)]
+        return int.from_bytes(begin, "little") == self._digest_prefixes[at]
+
+    def read_rows(self, ids: np.ndarray) -> Iterator[RowRecord]:
+        """Yield the rows with these ids that are in this bundle."""
+        self._segment.check_not_truncated()
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return map(self._read_row, at[self.ids[at] == ids].tolist())
+
+    def _read_row(self, place: int) -> RowRecord:
+        """Return a row. A record that is not UTF-8 becomes "", which fails the checksum."""
+        if place >= len(self._row_ids):
+            return -1, b"", "", -1
+        starts, size = self._starts, self._digest_sizes[place]
+        line = bytes(self._line_bytes[starts[place] : starts[place + 1]])
+        try:
+            record = str(line[size:], "utf-8")
+        except UnicodeDecodeError:
+            record = ""
+        return self._row_ids[place], line[:size], record, self._checksums[place]
+
+
+def build_bundle(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[str]) -> Segment:
+    """Return a bundle segment of these rows."""
+    lines = [digest + record.encode() for digest, record in zip(digests, records, strict=True)]
+    begin = (ids & 0xFFFFFFFF).tolist()
+    crc = np.fromiter(map(crc32, lines, begin), np.uint32, len(lines))
+    size = np.fromiter(map(len, digests), np.uint8, len(lines))
+    starts = np.zeros(len(lines) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)), out=starts[1:])
+    line = Ragged(np.frombuffer(b"".join(lines), np.uint8), starts)
+    return _sort_by_digest(ids, {"line": line, "crc": crc, "size": size})
+
+
+def merge_bundles(parts: Sequence[Segment]) -> Segment:
+    """Return one bundle with the rows of several."""
+    tensors: dict[str, Any] = {
+        name: (concat_ragged if name == "line" else np.concatenate)(
+            [x.tensors[name] for x in parts]
+        )
+        for name in ("line", "crc", "size")
+    }
+    return _sort_by_digest(np.concatenate([x.ids for x in parts]), tensors)
+
+
+def _sort_by_digest(ids: np.ndarray, tensors: dict[str, Any]) -> Segment:
+    line, size, eight = tensors["line"], tensors["size"], np.arange(8)
+    text = np.append(line.flat, np.zeros(8, np.uint8))[line.starts[:-1, None] + eight]
+    if size.min(initial=8) < 8:
+        text[eight >= size[:, None]] = 0
+    prefix = text.reshape(-1).view("<u8")
+    order = np.argsort(prefix, kind="stable")  # rows with one digest stay in order
+    return Segment(ids, {**tensors, "prefix": prefix[order], "place": order.astype(np.uint32)})
+
+
+def _as_memoryview(array: np.ndarray) -> memoryview:
+    """Return a memoryview, which is faster to index than an array."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("=")).data
+
 
 SELECT_ROW = "SELECT id, digest, record, crc FROM rows"
 LIVE_CONDITION = "id >= ? AND id <= ? AND (died IS NULL OR died > ?)"
-"""Rows of a version: between its first id and its last, and not dead by then."""
+"""The rows of a version: in its id range and not deleted by then."""
 
 FIND_IDS_QUERY = f"SELECT id FROM rows WHERE digest = ? AND {LIVE_CONDITION}"
 FIND_YOUNGEST_QUERY = f"{SELECT_ROW} WHERE digest = ? AND {LIVE_CONDITION} ORDER BY id DESC LIMIT 1"
@@ -26,29 +173,29 @@ FIND_LATEST_QUERY = f"{SELECT_ROW} WHERE digest = ? AND died IS NULL ORDER BY id
 ID_IN_LIST = "id IN (SELECT value FROM json_each(?))"
 
 RowSpan = tuple[int, int, int]
-"""The first and the last id of some rows, and the version in which they live."""
+"""First id, last id, and the version in which the rows are live."""
 
 NEWEST_SPAN = 0, 2**63 - 1, 2**63 - 1
-"""The rows that live in the newest version, whichever that is."""
+"""The live rows of the newest version."""
 
 
 class _RecordState(NamedTuple):
-    """Where rows are, as long as the newest version is read from the same `version_entry`."""
+    """Where rows are stored; valid while the newest version is the same `version_entry` object."""
 
     version_entry: VersionEntry | None
     bundles: tuple[Bundle, ...]
     lost_bundles: tuple[SegmentEntry, ...]
     has_catalog_rows: bool
-    """Whether the catalogue has rows of its own, or tells which have died."""
+    """Whether the catalog's table of rows is not empty."""
     row_cache: dict[bytes, tuple[int, str]]
-    """Short rows that were looked up, by their digest."""
+    """Cache of short rows, by digest."""
 
 
 _EMPTY_STATE = _RecordState(None, (), (), True, {})
 
 
 class RecordStore:
-    """The rows of all versions, dead ones too, as far as a compaction has not dropped them.
+    """The rows of all versions, including deleted rows that no compaction has dropped yet.
 
     >>> from qkv.database.storage import Store
     >>> store = Store()
@@ -57,37 +204,41 @@ class RecordStore:
     ['Li, Mu']
     """
 
-    def __init__(self, catalogue: Catalog, shelf: BlobStorage, skip_damaged: bool = False) -> None:
-        self.catalog, self.blob_storage = catalogue, shelf
+    def __init__(
+        self, catalog: Catalog, blob_storage: BlobStorage, skip_damaged: bool = False
+    ) -> None:
+        self.catalog, self.blob_storage = catalog, blob_storage
         self._skip_damaged = skip_damaged
         self._state = _EMPTY_STATE
         self._deleted_cache = 0, np.zeros(0, np.int64)
 
     def find_ids(self, digest: bytes, span: RowSpan) -> list[int]:
-        """The ids of the rows with this digest that live, oldest first."""
+        """Return the ids of the live rows with this digest, oldest first."""
         while True:
             state = self._current_state()
-            found = []
+            ids = []
             if state.has_catalog_rows:
-                found = [row for (row,) in self.catalog.fetch_all(FIND_IDS_QUERY, digest, *span)]
-            among = range(span[0], span[1] + 1)
-            more = [row for x in state.bundles for row in x.find_ids(digest) if row in among]
-            loose = self._fetch_catalog_rows(more) if more and state.has_catalog_rows else {}
-            found += [row for row in more if row not in loose]
+                ids = [row for (row,) in self.catalog.fetch_all(FIND_IDS_QUERY, digest, *span)]
+            id_range = range(span[0], span[1] + 1)
+            bundled = [row for x in state.bundles for row in x.find_ids(digest) if row in id_range]
+            overridden = (
+                self._fetch_catalog_rows(bundled) if bundled and state.has_catalog_rows else {}
+            )
+            ids += [row for row in bundled if row not in overridden]
             if self._is_current(state):
-                return sorted(found)
+                return sorted(ids)
 
     def find_newest(self, digest: bytes, span: RowSpan) -> RowRecord | None:
-        """The last row with this digest that lives; None where there is none."""
+        """Return the newest live row with this digest, or None."""
         while True:
             state = self._current_state()
             line = None
             if state.has_catalog_rows:
-                one = self.catalog.fetch_one
+                fetch = self.catalog.fetch_one
                 line = (
-                    one(FIND_LATEST_QUERY, digest)
+                    fetch(FIND_LATEST_QUERY, digest)
                     if span is NEWEST_SPAN
-                    else one(FIND_YOUNGEST_QUERY, digest, *span)
+                    else fetch(FIND_YOUNGEST_QUERY, digest, *span)
                 )
             if state.bundles:
                 line = self._find_younger(state, digest, span, line)
@@ -95,21 +246,21 @@ class RecordStore:
                 return line
 
     def find_latest_record(self, digest: bytes) -> tuple[int, str] | None:
-        """The id and the record of the last row with this digest in the newest version."""
-        known = self._current_state().row_cache
-        found = known.get(digest)
-        if found is None and (line := self.find_newest(digest, NEWEST_SPAN)) is not None:
-            found = self.check_row(line)
-            if len(found[1]) <= limits.MAX_CACHED_ROW_CHARACTERS:
-                if len(known) >= limits.MAX_CACHED_ROWS:
-                    known.clear()
-                known[digest] = found
-        return found
+        """Return the id and record of the newest row with this digest, in the newest version."""
+        cache = self._current_state().row_cache
+        row = cache.get(digest)
+        if row is None and (line := self.find_newest(digest, NEWEST_SPAN)) is not None:
+            row = self.check_row(line)
+            if len(row[1]) <= limits.MAX_CACHED_ROW_CHARACTERS:
+                if len(cache) >= limits.MAX_CACHED_ROWS:
+                    cache.clear()
+                cache[digest] = row
+        return row
 
     def _find_younger(
         self, state: _RecordState, digest: bytes, span: RowSpan, line: RowRecord | None
     ) -> RowRecord | None:
-        """The last row of a bundle of which the catalogue says nothing, or else this one."""
+        """Return the newest row in a bundle without an entry in the catalog, or else `line`."""
         first = span[0] if line is None else line[0] + 1
         for bundle in reversed(state.bundles):
             last = span[1]
@@ -120,40 +271,42 @@ class RecordStore:
         return line
 
     def read_rows(self, ids: Sequence[int] | np.ndarray, span: RowSpan) -> dict[int, RowRecord]:
-        """The rows of these ids that live."""
+        """Return the live rows with these ids."""
         first, last, version = span
         wanted = [row for row in map(int, ids) if first <= row <= last]
         while True:
-            state, found = self._current_state(), dict[int, RowRecord]()
-            known = self._fetch_catalog_rows(wanted) if state.has_catalog_rows else {}
-            for row, (died, line) in known.items():
+            state, rows = self._current_state(), dict[int, RowRecord]()
+            in_catalog = self._fetch_catalog_rows(wanted) if state.has_catalog_rows else {}
+            for row, (died, line) in in_catalog.items():
                 if died is None or died > version:
-                    found[row] = line
+                    rows[row] = line
             if state.bundles:
-                rest = np.array([row for row in wanted if row not in known], np.int64)
+                others = np.array([row for row in wanted if row not in in_catalog], np.int64)
                 for bundle in state.bundles:
-                    found.update((line[0], line) for line in bundle.read_rows(rest))
+                    rows.update((line[0], line) for line in bundle.read_rows(others))
             if self._is_current(state):
-                return found
+                return rows
 
     def live_ids(self, span: RowSpan) -> np.ndarray:
-        """The ids of the rows that live, ascending."""
+        """Return the ids of the live rows, ascending."""
         while True:
             state = self._current_state()
             parts = [self._fetch_ids(f"SELECT id FROM rows WHERE {LIVE_CONDITION}", *span)]
             if state.bundles:
-                loose = self._fetch_ids("SELECT id FROM rows")
-                parts += [np.setdiff1d(x.ids, loose, assume_unique=True) for x in state.bundles]
+                in_catalog = self._fetch_ids("SELECT id FROM rows")
+                parts += [
+                    np.setdiff1d(x.ids, in_catalog, assume_unique=True) for x in state.bundles
+                ]
             if self._is_current(state):
                 ids = np.sort(np.concatenate(parts))
                 return np.asarray(ids[(ids >= span[0]) & (ids <= span[1])])
 
     def _fetch_ids(self, statement: str, *values: int) -> np.ndarray:
-        found = self.catalog.fetch_all(statement, *values)
-        return np.fromiter((row for (row,) in found), np.int64, len(found))
+        lines = self.catalog.fetch_all(statement, *values)
+        return np.fromiter((row for (row,) in lines), np.int64, len(lines))
 
     def dead_ids(self, version: int) -> np.ndarray:
-        """The ids that are dead in a version, or lost in bundles that are skipped; ascending."""
+        """Return the ids that are deleted in a version or lost in skipped bundles, ascending."""
         dead = self._deleted_ids(version)
         if not self._skip_damaged:
             return dead
@@ -163,11 +316,11 @@ class RecordStore:
         return np.unique(np.concatenate([dead, *lost]))
 
     def _deleted_ids(self, version: int) -> np.ndarray:
-        """Those that are dead, remembered from one version to the next."""
+        """Return the deleted ids of a version; the cache is extended from version to version."""
         with self.catalog.lock:
             newer = version >= self._deleted_cache[0]
             since, dead = self._deleted_cache if newer else (0, self._deleted_cache[1][:0])
-            # Lost rows that a repair listed have died in version 0.
+            # A repair lists lost rows as deleted in version 0.
             statement = "SELECT id FROM rows WHERE died > ? AND died <= ?"
             more = self._fetch_ids(statement, since or -1, version)
             if len(more):
@@ -177,64 +330,64 @@ class RecordStore:
             return dead
 
     def check_row(self, line: RowRecord) -> tuple[int, str]:
-        """The id and the record of a row, refused where it is not what was written."""
+        """Return the id and record of a row after checking its checksum."""
         row, digest, record, crc = line
         if row_crc(row, digest, record) != crc:
             raise self.catalog.damaged_error(f"row {row} is not what was written")
         return row, record
 
     def copy_to_catalog(self, ids: Sequence[int]) -> None:
-        """Copy rows that are to die from their bundles into the catalogue."""
+        """Copy rows that will be deleted from their bundles into the catalog."""
         if not self._current_state().bundles:
             return
         for start in range(0, len(ids), limits.ROWS_PER_PAGE):
-            some = ids[start : start + limits.ROWS_PER_PAGE]
-            known = self._fetch_catalog_rows(some)
-            found = self.read_rows([row for row in some if row not in known], (0, 2**63 - 1, 0))
-            for line in found.values():
+            page = ids[start : start + limits.ROWS_PER_PAGE]
+            in_catalog = self._fetch_catalog_rows(page)
+            missing = [row for row in page if row not in in_catalog]
+            rows = self.read_rows(missing, (0, 2**63 - 1, 0))
+            for line in rows.values():
                 self.check_row(line)
             statement = "INSERT INTO rows (id, digest, record, crc) VALUES (?, ?, ?, ?)"
-            self.catalog.execute_many(statement, found.values())
-            # Elsewhere, too: where that line is lost, a repair must not bring the row back.
-            catalog_queries.buffer_rows(self.catalog, BUNDLE_GENERATION, found, [b""] * len(found))
+            self.catalog.execute_many(statement, rows.values())
+            # Recorded twice: if the row's entry is lost, a repair must not restore the row.
+            self.catalog.buffer_rows(BUNDLE_GENERATION, rows, [b""] * len(rows))
         self._state = _EMPTY_STATE
 
     def _fetch_catalog_rows(self, ids: Sequence[int]) -> dict[int, tuple[int | None, RowRecord]]:
-        """What the catalogue itself has of these rows, and when they died."""
-        found: dict[int, tuple[int | None, RowRecord]] = {}
+        """Return the catalog's entries for these ids: the version that deleted it, and the row."""
+        rows: dict[int, tuple[int | None, RowRecord]] = {}
         statement = f"SELECT died, id, digest, record, crc FROM rows WHERE {ID_IN_LIST}"
         for start in range(0, len(ids), limits.ROWS_PER_PAGE):
-            some = json.dumps(ids[start : start + limits.ROWS_PER_PAGE])
-            for died, *line in self.catalog.fetch_all(statement, some):
-                found[line[0]] = died, tuple(line)
-        return found
+            page = json.dumps(ids[start : start + limits.ROWS_PER_PAGE])
+            for died, *line in self.catalog.fetch_all(statement, page):
+                rows[line[0]] = died, tuple(line)
+        return rows
 
     def _current_state(self) -> _RecordState:
-        """Where rows are now."""
-        state = self._state  # another thread may put another one in its place
+        """Return where rows are stored now."""
+        state = self._state  # another thread may replace it
         while (newest := self.catalog.newest_version()) is not state.version_entry:
             state = self._state = self._read_state(newest)
         return state
 
     def _read_state(self, newest: VersionEntry) -> _RecordState:
-        entries = catalog_queries.list_segments(self.catalog, BUNDLE_GENERATION)
-        loose = self.catalog.fetch_one("SELECT 1 FROM rows LIMIT 1") is not None
+        entries = self.catalog.list_segments(BUNDLE_GENERATION)
+        has_rows = self.catalog.fetch_one("SELECT 1 FROM rows LIMIT 1") is not None
         bundles, lost = [], []
         for entry in entries:
             try:
                 bundles.append(Bundle(self.blob_storage.read_segment(entry, BUNDLE_LAYOUT)))
-            except (StoreDamagedError, KeyError) as fault:
+            except (StoreDamagedError, KeyError) as error:
                 if self.catalog.newest_version() is not newest:
-                    return _EMPTY_STATE  # others took its place
+                    return _EMPTY_STATE  # a commit has replaced it
                 if not self._skip_damaged:
                     raise
                 lost.append(entry)
-                rows = f"{entry.rows:,} rows were left out"
-                warn_at_caller(f"{rows}: {fault}", SkippedRowsWarning)
-        return _RecordState(newest, tuple(bundles), tuple(lost), loose, {})
+                warn_at_caller(f"{entry.rows:,} rows were skipped: {error}", SkippedRowsWarning)
+        return _RecordState(newest, tuple(bundles), tuple(lost), has_rows, {})
 
     def _is_current(self, state: _RecordState) -> bool:
-        """Whether what was read of the catalogue since is of this state, too."""
+        """Return True if everything read since `state` was taken belongs to it."""
         return (
             not (state.has_catalog_rows and state.bundles)
             or self.catalog.newest_version() is state.version_entry

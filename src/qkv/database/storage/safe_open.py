@@ -1,4 +1,7 @@
-"""Opening the files of a store: plain ones only, for a link in a stranger's store leads away."""
+"""Open the files of a store, refusing anything but regular files.
+
+A symbolic link in an untrusted store could point to any file of this machine.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ _NO_LINK_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def open_regular_file(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor of a plain file; an error where it is a link, a pipe, a folder or a device.
+    """Open a regular file and return its descriptor; refuse links, pipes, folders and devices.
 
-    It is made to be the `opener` of Python's `open`, too.
+    Usable as the `opener` argument of Python's `open`.
     """
     try:
         file = os.open(path, flags | _NO_LINK_FLAGS | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
-        # A pipe without a reader and a socket (ENXIO) cannot even be opened.
+        # ENXIO: a pipe without a reader, or a socket.
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise _not_regular_error(path) from None
         raise
@@ -36,7 +39,7 @@ def open_regular_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def list_names(folder: Path) -> list[str]:
-    """The names of all that is in a folder."""
+    """Return the names of all entries of a folder."""
     try:
         return os.listdir(folder)
     except OSError as error:
@@ -44,29 +47,32 @@ def list_names(folder: Path) -> list[str]:
 
 
 def unreadable_error(path: str | os.PathLike[str], error: OSError) -> StoreUnreadableError | None:
-    """The error for a file that is sound, as far as is known, but cannot be opened; else None."""
+    """Return the error for a file that may be intact but cannot be opened now, or None."""
     if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM):
         return None
     return StoreUnreadableError(
-        f"{Path(path)} cannot be read now ({error.strerror}): close other files, or see to its "
+        f"{Path(path)} cannot be read now ({error.strerror}): close other files, or check its "
         "permissions, and try again"
     )
 
 
 def refuse_links(*paths: str | os.PathLike[str]) -> None:
-    """Refuse what is there and is not a plain file, before somebody opens it who follows links."""
+    """Raise an error for paths that exist and are not regular files.
+
+    Call it before SQLite opens them, because SQLite follows links.
+    """
     for path in paths:
         try:
-            found = os.lstat(path).st_mode
+            mode = os.lstat(path).st_mode
         except OSError:
             continue
-        if not stat.S_ISREG(found):
+        if not stat.S_ISREG(mode):
             raise _not_regular_error(path)
 
 
 def _not_regular_error(path: str | os.PathLike[str]) -> StoreDamagedError:
-    what = "a link" if os.path.islink(path) else "no plain file"
+    kind = "a link" if os.path.islink(path) else "not a regular file"
     return StoreDamagedError(
-        f"{Path(path)} is {what}, and a store holds plain files only: put the file itself in its "
-        "place, or, where the store came from somebody else, do not trust it"
+        f"{Path(path)} is {kind}, but a store contains only regular files: replace it with the "
+        "file itself. Do not trust the store if it came from somebody else"
     )

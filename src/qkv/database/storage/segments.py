@@ -1,7 +1,8 @@
 """Segments: immutable safetensors files of row ids and tensors, mapped into memory.
 
-A file is 8 bytes of length, a JSON header, then the tensors without gaps. `ids` comes first and
-wide types before narrow ones, so that every tensor is aligned.
+A `Layout` says which tensors each row has. A file is 8 bytes with the header's length, a JSON
+header, then the tensors without gaps. `ids` comes first and wide types come before narrow ones, so
+that every tensor is aligned.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import mmap
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,37 +23,204 @@ import numpy as np
 
 from qkv.database.errors import StoreDamagedError
 from qkv.database.storage import limits, safe_open
-from qkv.database.storage.layout import (
-    CODE_BY_DTYPE,
-    DTYPE_BY_CODE,
-    IDS_TENSOR,
-    Layout,
-    Tensor,
-    Tensors,
-)
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.frameworks.lazy import LazyArray
 from qkv.frameworks.ragged import Ragged
+
+IDS_TENSOR = "ids"
+DTYPE_BY_CODE = {
+    f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}")
+    for kind, sizes in (("F", (8, 4, 2)), ("I", (8, 4, 2, 1)), ("U", (8, 4, 2, 1)))
+    for size in sizes
+} | {"BOOL": np.dtype("?")}
+"""NumPy types by their names in safetensors."""
+CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
+
+
+RAGGED_DIMS = (-1,)
+"""The shape of a row in a ragged tensor, which has rows of different lengths."""
+
+Tensor = np.ndarray | Ragged
+Tensors = Mapping[str, Any]
+"""Arrays by name, with one entry per row. One may be ragged; others may be lazy."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names, types and shapes of a row's tensors, the widest type first.
+
+    One tensor may be ragged: its rows have different lengths.
+
+    >>> layout = Layout.from_tensors({"key": np.zeros((5, 2), np.float32)})
+    >>> layout.row_bytes, Layout.from_text(layout.to_text()) == layout
+    (8, True)
+    """
+
+    fields: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def from_tensors(cls, tensors: Tensors) -> Layout:
+        fields: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
+        for name, tensor in tensors.items():
+            check_tensor_name(name)
+            if isinstance(tensor, Ragged):
+                fields.append((name, storage_dtype(name, tensor.flat), RAGGED_DIMS))
+            else:
+                tensor = np.asarray(tensor[:1] if isinstance(tensor, LazyArray) else tensor)
+                fields.append((name, storage_dtype(name, tensor), tuple(tensor.shape[1:])))
+        if sum(dims == RAGGED_DIMS for _, _, dims in fields) > 1:
+            raise ArgumentError("tensors: only one tensor may be ragged")
+        return cls(tuple(sorted(fields, key=lambda field: (-field[1].itemsize, field[0]))))
+
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        return cls(
+            tuple((name, DTYPE_BY_CODE[code], tuple(dims)) for name, code, dims in json.loads(text))
+        )
+
+    def to_text(self) -> str:
+        return json.dumps([[name, CODE_BY_DTYPE[dtype], dims] for name, dtype, dims in self.fields])
+
+    @cached_property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _, _ in self.fields)
+
+    @cached_property
+    def ragged_name(self) -> str | None:
+        """Name of the ragged tensor, or None."""
+        return next((name for name, _, dims in self.fields if dims == RAGGED_DIMS), None)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row without its ragged tensor."""
+        return sum(
+            dtype.itemsize * prod(dims) for _, dtype, dims in self.fields if dims != RAGGED_DIMS
+        )
+
+    def is_row_size(self, packed: bytes) -> bool:
+        """Return True if a packed row of this length fits the layout."""
+        ragged_bytes, name = len(packed) - self.row_bytes, self.ragged_name
+        itemsize = next((dtype.itemsize for other, dtype, _ in self.fields if other == name), 0)
+        if not itemsize:
+            return not ragged_bytes
+        return ragged_bytes >= 0 and ragged_bytes % itemsize == 0
+
+    def check_tensors(self, tensors: Tensors, rows: int) -> dict[str, Any]:
+        """Return the tensors as arrays of the layout's types, or raise for the one that differs."""
+        if set(tensors) != set(self.tensor_names):
+            raise ArgumentError(
+                f"tensors must be {_format_names(self.tensor_names)}, as in earlier rows, not "
+                f"{_format_names(tensors)}"
+            )
+        fitted: dict[str, Any] = {}
+        for name, dtype, dims in self.fields:
+            tensor = tensors[name]
+            if isinstance(tensor, Ragged) and dims == RAGGED_DIMS and len(tensor) == rows:
+                trimmed = tensor.trim_flat()
+                tensor = Ragged(trimmed.flat.astype(dtype, copy=False), trimmed.starts)
+                fitted[name] = tensor
+                continue
+            shape = (len(tensor), *RAGGED_DIMS) if isinstance(tensor, Ragged) else np.shape(tensor)
+            if shape != (rows, *dims):
+                raise ShapeError(
+                    f"tensors[{name!r}] must have the shape {(rows, *dims)}, not {shape}"
+                )
+            if not isinstance(tensor, LazyArray):
+                tensor = np.asarray(tensor)
+            if tensor.dtype.newbyteorder("<") != dtype:
+                raise DtypeError(
+                    f"tensors[{name!r}] must be {dtype.name}, as in earlier rows, not "
+                    f"{tensor.dtype}"
+                )
+            fitted[name] = tensor if tensor.dtype == dtype else np.asarray(tensor, dtype)
+        return fitted
+
+    def pack_rows(self, tensors: Tensors, rows: int) -> list[bytes]:
+        """Return each row's tensors as bytes, concatenated."""
+        if not self.fields:
+            return [b""] * rows
+        name, width = self.ragged_name, self.row_bytes
+        flat = [_as_row_bytes(tensors[n], rows) for n in self.tensor_names if n != name]
+        text = np.concatenate(flat, axis=1).tobytes() if flat else b""
+        packed = [text[i * width : (i + 1) * width] for i in range(rows)]
+        if name is None:
+            return packed
+        ragged_rows = tensors[name].split_rows()
+        return [fixed + row.tobytes() for fixed, row in zip(packed, ragged_rows, strict=True)]
+
+    def unpack_rows(self, rows: Sequence[bytes]) -> dict[str, Tensor]:
+        """The inverse of `pack_rows`."""
+        width = self.row_bytes
+        fixed = rows if self.ragged_name is None else [row[:width] for row in rows]
+        packed = np.frombuffer(b"".join(fixed), np.uint8).reshape(len(rows), width)
+        tensors: dict[str, Tensor] = {}
+        begin = 0
+        for name, dtype, dims in self.fields:
+            if dims == RAGGED_DIMS:
+                flat = np.frombuffer(b"".join(row[width:] for row in rows), dtype)
+                sizes = [0, *((len(row) - width) // dtype.itemsize for row in rows)]
+                tensors[name] = Ragged(flat, np.cumsum(sizes))
+                continue
+            end = begin + dtype.itemsize * int(np.prod(dims))
+            column = np.ascontiguousarray(packed[:, begin:end]).reshape(-1).view(dtype)
+            column.flags.writeable = False
+            tensors[name] = column.reshape(len(rows), *dims)
+            begin = end
+        return tensors
+
+
+def _format_names(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names)) or "none"
+
+
+def check_tensor_name(name: str) -> None:
+    """Raise for names that the file format reserves."""
+    if not isinstance(name, str) or name in (IDS_TENSOR, "__metadata__", ""):
+        raise ArgumentError(f"a tensor cannot be named {name!r}: choose another name")
+
+
+def storage_dtype(name: str, tensor: Any, min_dims: int = 1) -> np.dtype[Any]:
+    """Return the little-endian type that a tensor is stored as, or raise."""
+    if not isinstance(tensor, np.ndarray) or tensor.ndim < min_dims:
+        raise ShapeError(f"tensors[{name!r}] must be a NumPy array with one entry per row")
+    dtype: np.dtype[Any] = tensor.dtype.newbyteorder("<")
+    if dtype not in CODE_BY_DTYPE:
+        raise DtypeError(
+            f"tensors[{name!r}] is {tensor.dtype}, which cannot be stored: use one of "
+            f"{', '.join(sorted(known.name for known in CODE_BY_DTYPE))}"
+        )
+    return dtype
+
+
+def _as_row_bytes(array: np.ndarray, rows: int) -> np.ndarray:
+    """Return an array (m, …) as bytes (m, width)."""
+    array = np.asarray(array)
+    width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    if not array.size:
+        return np.zeros((rows, width), np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(rows, width)
+
 
 SEGMENT_SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".tmp"
 STARTS_SUFFIX = ".starts"
-"""After the name of a ragged tensor: where each of its rows begins, and the last one ends."""
+"""Suffix of the tensor with the start of each row of a ragged tensor, and the end of the last."""
 SCALE_TENSOR = "scale"
-"""The tensor of which one number that is not finite would spoil every answer."""
+"""A value in this tensor that is not finite would make every answer NaN."""
 CHUNK_BYTES = 32 << 20
-"""Bytes that are summed and written together, without the interpreter's lock."""
+"""Bytes that are hashed and written per call, without the interpreter lock."""
 _FILE_NAME_PATTERN = re.compile(
     rf"(?:segment|arrays|rows)-([0-9]{{8,16}}){re.escape(SEGMENT_SUFFIX)}"
 )
 
 FileColumn = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
-"""A tensor of a file: its name, type and shape, and its rows in pieces."""
+"""A tensor of a file: its name, type, shape, and chunks of its rows."""
 FileMetadata = Mapping[str, str]
-"""What a file says of itself, for a catalogue that has lost its line."""
+"""Metadata in the file, to rebuild a lost catalog entry."""
 
 
 class SegmentEntry(NamedTuple):
-    """What the catalogue knows of a segment."""
+    """The catalog's entry for a segment."""
 
     file: str
     generation: int
@@ -60,15 +231,15 @@ class SegmentEntry(NamedTuple):
     checksum: bytes
 
     def may_overlap(self, other: SegmentEntry) -> bool:
-        """Whether they are of one generation, and may have rows in common."""
-        same = self.generation == other.generation
-        return same and self.first <= other.last and other.first <= self.last
+        """Return True if both are of one generation and their id ranges overlap."""
+        same_generation = self.generation == other.generation
+        return same_generation and self.first <= other.last and other.first <= self.last
 
 
 class Segment:
     """Rows of a file or in memory: `ids` (m,), ascending, and `tensors`, each (m, …), read-only.
 
-    `live` (m,) says which of them a version has; None is all.
+    `live` (m,) is True for the rows of a version; None means all.
     """
 
     def __init__(
@@ -83,32 +254,32 @@ class Segment:
         self._memory, self._path = memory, path
 
     def __getitem__(self, rows: slice | np.ndarray) -> Segment:
-        """Some of the rows."""
-        some = {name: tensor[rows] for name, tensor in self.tensors.items()}
+        """Return a segment with some of the rows."""
+        tensors = {name: tensor[rows] for name, tensor in self.tensors.items()}
         memory = self._memory if isinstance(rows, slice) else None
-        return Segment(self.ids[rows], some, memory, self._path)
+        return Segment(self.ids[rows], tensors, memory, self._path)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the file was made shorter since it was mapped."""
+        """True if the file was truncated since it was mapped."""
         return self._memory is not None and self._memory.size() < len(self._memory)
 
     def check_not_truncated(self) -> None:
-        """Refuse to be read where the file was cut: the system would end the process for it."""
+        """Raise if the file was truncated: reading the missing pages would kill the process."""
         if self._memory is not None and self.is_truncated:
-            raise self.damaged_error("it was cut while it was open")
+            raise self.damaged_error("it was truncated while it was open")
 
     def damaged_error(self, what: str) -> StoreDamagedError:
         return damaged_file_error(self._path or Path("a store in memory"), what)
 
     def prefetch_tensors(self, names: Collection[str]) -> None:
-        """Tell the system which tensors of these rows are read next."""
+        """Advise the system that these tensors are read next."""
         self._advise_memory(
             "MADV_WILLNEED", [x for name, x in self.tensors.items() if name in names]
         )
 
     def release_pages(self) -> None:
-        """Tell the system that these rows' pages are not needed; reading them maps them again."""
+        """Advise the system to free these rows' pages; reading them loads them again."""
         self._advise_memory("MADV_DONTNEED", [self.ids, *self.tensors.values()])
 
     def _advise_memory(self, advice: str, tensors: Iterable[Tensor]) -> None:
@@ -124,97 +295,97 @@ class Segment:
 
 
 def prefetch_segments(parts: Iterator[Segment], names: Collection[str]) -> Iterator[Segment]:
-    """The parts again, each when the next of them is being read."""
-    held = None
+    """Yield the segments, each after prefetching the next one."""
+    previous = None
     for part in parts:
         if names:
             part.prefetch_tensors(names)
-        if held is not None:
-            yield held
-        held = part
-    if held is not None:
-        yield held
+        if previous is not None:
+            yield previous
+        previous = part
+    if previous is not None:
+        yield previous
 
 
 def split_segments(segments: Iterable[Segment], rows: int) -> Iterator[list[Segment]]:
-    """The segments again, in groups of `rows` rows; the last may have fewer.
+    """Yield the segments in groups of `rows` rows; the last group may have fewer.
 
     >>> two = [Segment(np.arange(3), {}), Segment(np.arange(3, 5), {})]
     >>> [[part.ids.tolist() for part in group] for group in split_segments(two, 4)]
     [[[0, 1, 2], [3]], [[4]]]
     """
     group: list[Segment] = []
-    room = rows
+    free_rows = rows
     for segment in segments:
         start = 0
         while start < len(segment.ids):
-            take = min(room, len(segment.ids) - start)
+            take = min(free_rows, len(segment.ids) - start)
             group.append(segment[start : start + take])
             start += take
-            room -= take
-            if not room:
+            free_rows -= take
+            if not free_rows:
                 yield group
-                group, room = [], rows
+                group, free_rows = [], rows
     if group:
         yield group
 
 
 def file_number(file: str) -> int | None:
-    """The number in a file's name; None for a name that is not ours.
+    """Return the number in a file's name, or None if a store does not write such names.
 
     >>> file_number("segment-00000012.safetensors"), file_number("mine.safetensors")
     (12, None)
     """
-    found = _FILE_NAME_PATTERN.fullmatch(file)
-    return int(found[1]) if found else None
+    match = _FILE_NAME_PATTERN.fullmatch(file)
+    return int(match[1]) if match else None
 
 
 def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
-    """Map a segment, if it has the structure that the catalogue says."""
+    """Map a segment after checking that its structure is the one in the catalog."""
     memory = _map_file(path, entry.size, limits.MAX_UNMAPPED_BYTES)
-    found = _tensor_views(path, memory)
-    ids = found.pop(IDS_TENSOR, np.zeros(0))
-    same = {name: (dtype, (entry.rows, *dims)) for name, dtype, dims in layout.fields}
+    arrays = _tensor_views(path, memory)
+    ids = arrays.pop(IDS_TENSOR, np.zeros(0))
+    expected = {name: (dtype, (entry.rows, *dims)) for name, dtype, dims in layout.fields}
     ragged = layout.ragged_name
     if ragged is not None:
-        starts = found.get(ragged + STARTS_SUFFIX, np.zeros(0, "<i8"))
-        same[ragged + STARTS_SUFFIX] = np.dtype("<i8"), (entry.rows + 1,)
-        same[ragged] = same[ragged][0], found.get(ragged, starts).shape[:1]
+        starts = arrays.get(ragged + STARTS_SUFFIX, np.zeros(0, "<i8"))
+        expected[ragged + STARTS_SUFFIX] = np.dtype("<i8"), (entry.rows + 1,)
+        expected[ragged] = expected[ragged][0], arrays.get(ragged, starts).shape[:1]
     if (
-        {name: (array.dtype, array.shape) for name, array in found.items()} != same
+        {name: (array.dtype, array.shape) for name, array in arrays.items()} != expected
         or ids.dtype != np.dtype("<i8")
         or ids.shape != (entry.rows,)
     ):
-        raise damaged_file_error(path, "its header is not the one that was written")
+        raise damaged_file_error(path, "its header is not what was written")
     if (ids[0], ids[-1]) != (entry.first, entry.last) or not (ids[1:] > ids[:-1]).all():
-        raise damaged_file_error(path, "its ids are not those that were written")
-    if not np.isfinite(found.get(SCALE_TENSOR, 0.0)).all():
-        raise damaged_file_error(path, "what its vectors are multiplied by is not finite")
-    tensors: dict[str, Tensor] = {name: found[name] for name in layout.tensor_names}
+        raise damaged_file_error(path, "its ids are not what was written")
+    if not np.isfinite(arrays.get(SCALE_TENSOR, 0.0)).all():
+        raise damaged_file_error(path, "a scale of its vectors is not finite")
+    tensors: dict[str, Tensor] = {name: arrays[name] for name in layout.tensor_names}
     if ragged is not None:
-        flat, steps = found[ragged], np.diff(starts)
-        if starts[0] or starts[-1] != len(flat) or (steps < 0).any():
-            raise damaged_file_error(path, "its rows do not begin where they were written")
+        flat, lengths = arrays[ragged], np.diff(starts)
+        if starts[0] or starts[-1] != len(flat) or (lengths < 0).any():
+            raise damaged_file_error(path, "the row boundaries in it are invalid")
         tensors[ragged] = Ragged(flat, starts)
     mapped = memory if isinstance(memory, mmap.mmap) else None
     return Segment(ids, tensors, mapped, path)
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:
-    """The arrays of a file, read whole: they are few, and used as long as their encoder is."""
-    return _tensor_views(path, _map_file(path, size, read=size))
+    """Read the arrays of an encoder into memory: they are small, and used as long as it is."""
+    return _tensor_views(path, _map_file(path, size, max_unmapped=size))
 
 
 def damaged_file_error(path: Path, what: str) -> StoreDamagedError:
-    """The error for a file that is not as it was written."""
+    """Return the error for a file that differs from what was written."""
     return StoreDamagedError(
-        f"{path} is damaged: {what}. Restore it from a copy, or open the store with "
+        f"{path} is damaged: {what}. Restore it from a backup, or open the store with "
         "skip_damaged=True to use the other rows; qkv check lists all damage"
     )
 
 
 def unreadable_file_error(path: Path, error: OSError) -> OSError:
-    """The error for a file that the system does not read: it may be sound all the same."""
+    """Return the error for a file that cannot be read, but may be intact."""
     if isinstance(error, StoreDamagedError):
         return error
     if isinstance(error, FileNotFoundError):
@@ -225,21 +396,23 @@ def unreadable_file_error(path: Path, error: OSError) -> OSError:
 
 
 def read_file_metadata(path: Path) -> tuple[dict[str, str], SegmentEntry]:
-    """What a file says of itself, and its line for the catalogue; arrays have −1 rows."""
+    """Return a file's metadata and an entry for the catalog; rows is −1 for arrays."""
     memory = _map_file(path, path.stat().st_size, limits.MAX_UNMAPPED_BYTES)
     ids = _tensor_views(path, memory).get(IDS_TENSOR)
-    notes = dict(_read_header(path, memory)[0]["__metadata__"])
-    generation = int(notes["generation"])
+    metadata = dict(_read_header(path, memory)[0]["__metadata__"])
+    generation = int(metadata["generation"])
     checksum = sha256(memory).digest()
     if ids is None or not len(ids):
-        return notes, SegmentEntry(path.name, generation, -1, -1, -1, len(memory), checksum)
+        return metadata, SegmentEntry(path.name, generation, -1, -1, -1, len(memory), checksum)
     first, last = int(ids[0]), int(ids[-1])
-    return notes, SegmentEntry(path.name, generation, first, last, len(ids), len(memory), checksum)
+    return metadata, SegmentEntry(
+        path.name, generation, first, last, len(ids), len(memory), checksum
+    )
 
 
-def iterate_file_chunks(columns: Sequence[FileColumn], notes: FileMetadata) -> Iterator[Any]:
-    """The bytes of a file, some megabytes at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "qkv", **notes}}
+def iterate_file_chunks(columns: Sequence[FileColumn], metadata: FileMetadata) -> Iterator[Any]:
+    """Yield the bytes of a file in chunks of some megabytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "qkv", **metadata}}
     begin = 0
     for name, dtype, shape, _ in columns:
         end = begin + dtype.itemsize * int(np.prod(shape))
@@ -264,27 +437,29 @@ def iterate_file_chunks(columns: Sequence[FileColumn], notes: FileMetadata) -> I
                 yield rows.reshape(-1).view(np.uint8).data
 
 
-def _map_file(path: Path, size: int, read: int) -> mmap.mmap | bytes:
-    """The content of a file, mapped where it has more than so many bytes."""
+def _map_file(path: Path, size: int, max_unmapped: int) -> mmap.mmap | bytes:
+    """Return the content of a file, mapped if it has more than `max_unmapped` bytes."""
     try:
         with open(path, "rb", opener=safe_open.open_regular_file) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise damaged_file_error(path, f"it has {found:,} bytes, and {size:,} were written")
+            actual = os.fstat(file.fileno()).st_size
+            if actual != size:
+                raise damaged_file_error(
+                    path, f"it has {actual:,} bytes, but {size:,} were written"
+                )
             if not size:
                 raise damaged_file_error(path, "it is empty")
-            if size > read:
+            if size > max_unmapped:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             content = file.read()
             if len(content) != size:
-                raise damaged_file_error(path, "it was cut while it was read")
+                raise damaged_file_error(path, "it was truncated while it was read")
             return content
     except OSError as error:
         raise unreadable_file_error(path, error) from error
 
 
 def _read_header(path: Path, memory: mmap.mmap | bytes) -> tuple[dict[str, Any], int]:
-    """The header and where the data begins."""
+    """Return the header and the offset of the data."""
     length = int.from_bytes(memory[:8], "little")
     if not 2 <= length <= len(memory) - 8:
         raise damaged_file_error(path, "it has no header")
@@ -298,34 +473,34 @@ def _read_header(path: Path, memory: mmap.mmap | bytes) -> tuple[dict[str, Any],
 
 
 def _tensor_views(path: Path, memory: mmap.mmap | bytes) -> dict[str, np.ndarray]:
-    """Every tensor of a file, read-only, where its bytes lie."""
+    """Return read-only views of all tensors of a file."""
     header, origin = _read_header(path, memory)
-    views, reached = {}, 0
+    views, position = {}, 0
     try:
         fields = [(name, line) for name, line in header.items() if name != "__metadata__"]
         for name, line in sorted(fields, key=lambda field: field[1]["data_offsets"]):
             dtype, shape = DTYPE_BY_CODE[line["dtype"]], tuple(line["shape"])
             begin, end = line["data_offsets"]
             count = int(np.prod(shape))
-            if begin != reached or end - begin != count * dtype.itemsize:
+            if begin != position or end - begin != count * dtype.itemsize:
                 raise ValueError(name)
             views[name] = np.frombuffer(memory, dtype, count, origin + begin).reshape(shape)
-            reached = end
+            position = end
     except (KeyError, TypeError, ValueError) as error:
         raise damaged_file_error(path, "its header cannot be read") from error
-    if origin + reached != len(memory):
+    if origin + position != len(memory):
         raise damaged_file_error(path, "its header does not cover its data")
     return views
 
 
 def check_block_ids(ids: np.ndarray, live: np.ndarray) -> None:
-    """Refuse ids of rewrite_tensors that are not those of the rows that live."""
+    """Raise if a block of rewrite_tensors does not have the ids of the live rows."""
     if len(ids) != len(live) or not np.array_equal(ids, live):
         different = np.flatnonzero(ids[: len(live)] != live)
         at = int(different[0]) if len(different) else len(live)
-        row = ids[at] if at < len(ids) else "nothing"
+        got = f"row {ids[at]}" if at < len(ids) else "nothing"
         expected = f"row {live[at]}" if at < len(live) else "the end"
         raise ArgumentError(
-            f"rewrite_tensors: blocks must give all live rows by ascending id: expected "
-            f"{expected}, not row {row}"
+            f"rewrite_tensors: blocks must contain all live rows by ascending id: expected "
+            f"{expected}, got {got}"
         )

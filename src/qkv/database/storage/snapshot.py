@@ -1,4 +1,4 @@
-"""A snapshot: one version of a store, which no later commit or compaction changes."""
+"""Snapshots: one version of a store, unaffected by later commits and compactions."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.database.errors import RowNotFoundError, SkippedRowsWarning, StoreDamagedError
-from qkv.database.storage import catalog_queries, limits
-from qkv.database.storage.catalog import Catalog, VersionEntry
-from qkv.database.storage.layout import RAGGED_DIMS, Layout
+from qkv.database.storage import limits
+from qkv.database.storage.catalog import Catalog, VersionEntry, is_buffered_row_intact
 from qkv.database.storage.lock import VersionPins
 from qkv.database.storage.records import RecordStore
-from qkv.database.storage.segments import Segment, SegmentEntry, prefetch_segments
+from qkv.database.storage.segments import (
+    RAGGED_DIMS,
+    Layout,
+    Segment,
+    SegmentEntry,
+    prefetch_segments,
+)
 from qkv.errors import ArgumentError, warn_at_caller
 from qkv.frameworks.ragged import Ragged, concat_ragged
 from qkv.util.types import Closable
 
 
 class _Listing(NamedTuple):
-    """Where the tensors of a version are, and which of its ids are dead."""
+    """Where the tensors of a version are stored, and which of its ids are deleted."""
 
     entries: list[SegmentEntry]
     buffered_rows: Segment
     dead_ids: np.ndarray
     damaged_count: int
-    """Resting rows that are live and were left out, and told of."""
+    """Number of live buffered rows that were skipped with a warning."""
 
 
 class _SegmentMovedError(Exception):
-    """A compaction put another segment in this one's place."""
+    """A compaction has replaced this segment."""
 
 
 class Snapshot(Closable):
-    """The rows of one version; get one from `Store.at`. Its version is kept until `close`.
+    """The rows of one version, from `Store.open_snapshot`. No compaction drops it until `close`.
 
     >>> from qkv.database.storage import Store
     >>> store = Store()
@@ -51,18 +56,18 @@ class Snapshot(Closable):
     def __init__(
         self,
         owner: object,
-        lines: RecordStore,
+        record_store: RecordStore,
         pins: VersionPins,
-        edition: VersionEntry,
+        version_entry: VersionEntry,
         skip_damaged: bool,
     ) -> None:
-        self._owner = owner  # a store that nobody holds closes itself
+        self._owner = owner  # keeps the store open: an unreferenced store closes itself
         self._record_store, self._catalog, self._blob_storage = (
-            lines,
-            lines.catalog,
-            lines.blob_storage,
+            record_store,
+            record_store.catalog,
+            record_store.blob_storage,
         )
-        self._version_entry = edition
+        self._version_entry = version_entry
         self._first_id = 0
         self._skip_damaged = skip_damaged
         self._open_segments: dict[str, Segment] = {}
@@ -70,23 +75,23 @@ class Snapshot(Closable):
         self._ids: np.ndarray | None = None
         self._cached_layout: Layout | None = None
         self._settings: dict[str, Any] | None = None
-        # Before the hold, so that nothing is held which nobody lets go of.
-        pin = edition.number, object()
+        # Registered before pinning, so that every pin is released.
+        pin = version_entry.number, object()
         self._finalizer = weakref.finalize(self, pins.release_version, *pin)
-        # At the end of the process its locks go by themselves.
+        # When the process ends, the system releases its locks.
         self._finalizer.atexit = False
         self.is_pinned = pins.pin_version(*pin)
 
     def slice_rows(self, start: int, stop: int) -> Snapshot:
-        """The live rows from the one numbered `start` to that before `stop`, and no others."""
-        ids, some = self.live_ids()[start:stop], copy.copy(self)
-        some._owner, some._cached_listing, some._ids = self, None, ids
+        """Return a snapshot of only the live rows at positions start … stop − 1."""
+        ids, part = self.live_ids()[start:stop], copy.copy(self)
+        part._owner, part._cached_listing, part._ids = self, None, ids
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
-        some._first_id, some._version_entry = (
+        part._first_id, part._version_entry = (
             first,
             self._version_entry._replace(last=last, rows=len(ids)),
         )
-        return some
+        return part
 
     @property
     def _live_span(self) -> tuple[int, int, int]:
@@ -98,7 +103,7 @@ class Snapshot(Closable):
 
     @property
     def last_id(self) -> int:
-        """The id of the youngest row that was ever born, −1 before the first."""
+        """The largest row id that was ever used; −1 before the first row."""
         return self._version_entry.last
 
     @property
@@ -109,53 +114,52 @@ class Snapshot(Closable):
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The names of the tensors."""
         return self._read_layout().tensor_names
 
     def tensor_type(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """The type of a tensor, and its shape in one row; None where there is none."""
+        """Return the type of a tensor and its shape per row, or None if it does not exist."""
         return next((field[1:] for field in self._read_layout().fields if field[0] == name), None)
 
     def __len__(self) -> int:
         return self._version_entry.rows
 
     def close(self) -> None:
-        """Let a compaction drop this version; what was read stays valid."""
+        """Allow compactions to drop this version; data that was read stays valid."""
         self._finalizer()
 
     def find_ids(self, digest: bytes) -> list[int]:
-        """The ids of the live rows with this digest, oldest first."""
+        """Return the ids of the live rows with this digest, oldest first."""
         return self._record_store.find_ids(digest, self._live_span)
 
     def find_newest(self, digest: bytes) -> tuple[int, str] | None:
-        """The id and the record of the last live row with this digest; None where there is none."""
-        found = self._record_store.find_newest(digest, self._live_span)
-        return None if found is None else self._record_store.check_row(found)
+        """Return the id and record of the newest live row with this digest, or None."""
+        line = self._record_store.find_newest(digest, self._live_span)
+        return None if line is None else self._record_store.check_row(line)
 
     def find_latest_record(self, digest: bytes) -> tuple[int, str] | None:
-        """The same in the newest version of the store, whichever this one is."""
+        """Like `find_newest`, but in the newest version of the store."""
         return self._record_store.find_latest_record(digest)
 
     def read_records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """The records of live rows, in the order of the ids."""
+        """Return the records of live rows, in the order of the ids."""
         return [record for _, record in self._read_rows(ids)]
 
     def read_digests(self, ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        """What they are found by, likewise."""
+        """Return the digests of live rows, in the order of the ids."""
         return [digest for digest, _ in self._read_rows(ids)]
 
     def _read_rows(self, ids: Sequence[int] | np.ndarray) -> list[tuple[bytes, str]]:
         lines = self._record_store.read_rows(ids, self._live_span)
-        found = {
+        rows = {
             row: (line[1], self._record_store.check_row(line)[1]) for row, line in lines.items()
         }
         try:
-            return [found[int(row)] for row in ids]
+            return [rows[int(row)] for row in ids]
         except KeyError as error:
             raise self._unknown_row_error(error.args[0]) from None
 
     def iterate_rows(self, ids: np.ndarray | None = None) -> Iterator[tuple[int, str]]:
-        """The live rows, or those of these ids, by id, (id, record), some at a time."""
+        """Yield (id, record) of the live rows, or of these ids, by ascending id."""
         ids = self.live_ids() if ids is None else ids
         for start in range(0, len(ids), limits.ROWS_PER_PAGE):
             page = self._record_store.read_rows(
@@ -164,13 +168,13 @@ class Snapshot(Closable):
             for row in sorted(page):
                 try:
                     yield self._record_store.check_row(page[row])
-                except StoreDamagedError as fault:
+                except StoreDamagedError as error:
                     if not self._skip_damaged:
                         raise
-                    warn_at_caller(f"1 row was left out: {fault}", SkippedRowsWarning)
+                    warn_at_caller(f"1 row was skipped: {error}", SkippedRowsWarning)
 
     def live_ids(self) -> np.ndarray:
-        """The ids of the live rows (m,), ascending."""
+        """Return the ids of the live rows (m,), ascending."""
         if self._ids is None:
             self._ids = self._ids_from_segments()
             if self._ids is None:
@@ -182,39 +186,38 @@ class Snapshot(Closable):
         self,
         window: int | None = None,
         resident: int = limits.MAX_RESIDENT_BYTES,
-        ahead: Collection[str] = (),
+        prefetch_fields: Collection[str] = (),
     ) -> Iterator[Segment]:
-        """All rows by id, a segment at a time, or `window` rows at a time.
+        """Yield all rows by id, one segment at a time, or `window` rows at a time.
 
-        Where the tensors take more than `resident` bytes, the windows are small, and when the
-        next one is asked for, the system may take back the memory of the last; the tensors that
-        are named are read `ahead` of that.
+        If the tensors take more than `resident` bytes, the windows are small and their memory is
+        released when the next window is read. `prefetch_fields` are then read in advance.
         """
-        scarce = self.exceeds_memory(resident)
-        if window is None and scarce:
+        exceeds = self.exceeds_memory(resident)
+        if window is None and exceeds:
             window = max(1, limits.WINDOW_BYTES // max(1, self._segment_bytes()[1]))
         for segment, after, dead in self._iterate_segments():
             windows = self._split_windows(segment, dead, after, window)
-            for part in prefetch_segments(windows, ahead if scarce else ()):
+            for part in prefetch_segments(windows, prefetch_fields if exceeds else ()):
                 part.check_not_truncated()
                 yield part
-                if scarce:
+                if exceeds:
                     part.release_pages()
 
     def exceeds_memory(self, resident: int = limits.MAX_RESIDENT_BYTES) -> bool:
-        """Whether the tensors take more than so many bytes."""
+        """Return True if the tensors take more than `resident` bytes."""
         return self._segment_bytes()[0] > resident
 
     def read_tensor(self, name: str, ids: Sequence[int] | np.ndarray) -> Any:
-        """The rows of one tensor for these ids, in their order: (len(ids), …), or ragged."""
+        """Return the rows of one tensor in the order of these ids: (len(ids), …), or ragged."""
         wanted = np.asarray(ids, np.int64).reshape(-1)
         fields = {field[0]: field for field in self._read_layout().fields}
         if name not in fields:
-            raise ArgumentError(f"no tensor {name!r}: there are {', '.join(fields) or 'none'}")
+            raise ArgumentError(f"no tensor {name!r}: the store has {', '.join(fields) or 'none'}")
         _, dtype, dims = fields[name]
         ragged = dims == RAGGED_DIMS
         result = np.empty((len(wanted), *(() if ragged else dims)), np.int64 if ragged else dtype)
-        held, count = [Ragged(np.empty(0, dtype), np.zeros(1, np.int64))], 0
+        ragged_parts, count = [Ragged(np.empty(0, dtype), np.zeros(1, np.int64))], 0
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
         live = live_mask(ascending, self._read_listing().dead_ids)
@@ -230,16 +233,16 @@ class Snapshot(Closable):
             if not len(segment.ids):
                 continue
             begin, end = np.searchsorted(ascending, (segment.ids[0], segment.ids[-1] + 1))
-            some = ascending[begin:end]
-            at = np.searchsorted(segment.ids, some)
-            there = segment.ids[at] == some
-            rows = segment.tensors[name][at[there]]
-            if ragged:  # its places among those that are held
-                held.append(rows)
+            needed = ascending[begin:end]
+            at = np.searchsorted(segment.ids, needed)
+            is_here = segment.ids[at] == needed
+            rows = segment.tensors[name][at[is_here]]
+            if ragged:  # store positions in ragged_parts instead
+                ragged_parts.append(rows)
                 rows = count + np.arange(len(rows))
                 count += len(rows)
-            result[order[begin:end][there]] = rows
-            done[begin:end] |= there
+            result[order[begin:end][is_here]] = rows
+            done[begin:end] |= is_here
         done &= ascending <= self._version_entry.last
         if not done.all():
             row = int(ascending[done.argmin()])
@@ -248,76 +251,79 @@ class Snapshot(Closable):
                 if self._record_store.read_rows([row], self._live_span)
                 else self._unknown_row_error(row)
             )
-        return concat_ragged(held)[result] if ragged else result
+        return concat_ragged(ragged_parts)[result] if ragged else result
 
     def read_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that were fixed with this version's generation, read-only."""
-        found = catalog_queries.list_array_files(self._catalog, self._version_entry.generation)
-        return self._blob_storage.read_arrays(*found[0][:2]) if found else {}
+        """Return the arrays of this version's generation, read-only."""
+        files = self._catalog.list_array_files(self._version_entry.generation)
+        return self._blob_storage.read_arrays(*files[0][:2]) if files else {}
 
     def check_complete(self, ids: np.ndarray) -> np.ndarray:
-        """The rows whose tensors are there again, if they are all; else an error, or a warning."""
+        """Return `ids`, the rows with tensors; raise or warn if live rows are missing from them."""
         lost = len(self) - len(ids)
         if lost > 0 and not self._skip_damaged:
             live = self._record_store.live_ids(self._live_span)
             raise self._lost_vectors_error(
                 int(np.setdiff1d(live, ids, assume_unique=True)[0]), lost
             )
-        # What is in a file that was skipped is told of already, and what rests.
+        # Skipped files and skipped buffered rows were reported before.
         lost -= self._read_listing().damaged_count if lost > 0 else 0
         if lost > 0 and all(
             entry.file in self._open_segments for entry in self._read_listing().entries
         ):
-            told = f"rows without their vectors, which are lost, were left out: {lost:,}"
-            warn_at_caller(told, SkippedRowsWarning)
+            warn_at_caller(f"rows with lost vectors were skipped: {lost:,}", SkippedRowsWarning)
         return ids
 
     def _lost_vectors_error(self, row: int, rows: int = 1) -> StoreDamagedError:
         return StoreDamagedError(
             f"{self._catalog.path} is damaged: the vectors of row {row}"
-            f"{f' and {rows - 1:,} more' if rows > 1 else ''} are lost. Restore it from a copy, "
-            "encode the keys again where they are no vectors, D.encode(), or open the store with "
-            "skip_damaged=True to use the other rows"
+            f"{f' and {rows - 1:,} more' if rows > 1 else ''} are lost. Restore it from a "
+            "backup, encode the keys again with D.encode() unless they are vectors, or open the "
+            "store with skip_damaged=True to use the other rows"
         )
 
     def _unknown_row_error(self, row: int) -> RowNotFoundError:
         return RowNotFoundError(
-            f"row {row} is not in version {self.version}: find() and ids() give rows"
+            f"row {row} is not in version {self.version}: find_ids() and live_ids() return its rows"
         )
 
     def _read_layout(self) -> Layout:
         if self._cached_layout is None:
-            found = catalog_queries.read_layout(self._catalog, self._version_entry.generation)
-            self._cached_layout = found or Layout()
+            layout = self._catalog.read_layout(self._version_entry.generation)
+            self._cached_layout = layout or Layout()
         return self._cached_layout
 
     def _read_listing(self, fresh: bool = False) -> _Listing:
-        """Where everything is, read at one moment."""
+        """Return where everything is stored, read in one transaction."""
         with self._catalog.lock:
             if self._cached_listing is None or fresh:
                 layout = self._read_layout()
-                edition = self._version_entry
+                version_entry = self._version_entry
                 with self._catalog.read_transaction():
-                    entries = catalog_queries.list_segments(self._catalog, edition.generation)
-                    resting = self._catalog.fetch_all(
+                    entries = self._catalog.list_segments(version_entry.generation)
+                    buffered = self._catalog.fetch_all(
                         "SELECT id, tensors, crc FROM resting WHERE generation = ? AND id <= ?"
                         " ORDER BY id",
-                        edition.generation,
-                        edition.last,
+                        version_entry.generation,
+                        version_entry.last,
                     )
-                    dead = self._record_store.dead_ids(edition.number)
-                sound = build_buffered_segment(self._catalog, layout, resting, self._skip_damaged)
-                damaged = {row for row, _, _ in resting} if len(sound.ids) < len(resting) else set()
-                damaged -= {*sound.ids.tolist(), *dead.tolist()} if damaged else set()
-                found = [entry for entry in entries if entry.first <= edition.last]
-                self._cached_listing = _Listing(found, sound, dead, len(damaged))
+                    dead = self._record_store.dead_ids(version_entry.number)
+                intact = build_buffered_segment(self._catalog, layout, buffered, self._skip_damaged)
+                damaged = (
+                    {row for row, _, _ in buffered} if len(intact.ids) < len(buffered) else set()
+                )
+                damaged -= {*intact.ids.tolist(), *dead.tolist()} if damaged else set()
+                entries = [entry for entry in entries if entry.first <= version_entry.last]
+                self._cached_listing = _Listing(entries, intact, dead, len(damaged))
             return self._cached_listing
 
     def _iterate_segments(
         self, wanted: Callable[[SegmentEntry], bool] = lambda entry: True, strict: bool = False
     ) -> Iterator[tuple[Segment, int, np.ndarray]]:
-        """The segments that are wanted by id, and then what rests; each with the id behind which
-        its rows are new, and those that are dead."""
+        """Yield the wanted segments by id, then the buffered rows.
+
+        Each comes with the last id that was yielded before it and the deleted ids.
+        """
         after = self._first_id - 1
         while True:
             listing = self._read_listing()
@@ -327,7 +333,7 @@ class Snapshot(Closable):
                 try:
                     segment = self._open_segment(entry, strict)
                 except _SegmentMovedError:
-                    break  # go on with the segments that took its place
+                    break  # continue with the segments that replaced it
                 if segment is not None:
                     yield segment, after, listing.dead_ids
                     after = entry.last
@@ -336,18 +342,17 @@ class Snapshot(Closable):
                 return
 
     def _open_segment(self, entry: SegmentEntry, strict: bool = False) -> Segment | None:
-        """An open segment; None if it is damaged and to be skipped."""
+        """Open a segment; return None if it is damaged and skipped."""
         segment = self._open_segments.get(entry.file)
         if segment is None or segment.is_truncated:
             try:
                 segment = self._blob_storage.read_segment(entry, self._read_layout())
-            except (StoreDamagedError, KeyError) as fault:
+            except (StoreDamagedError, KeyError) as error:
                 if entry not in self._read_listing(fresh=True).entries:
                     raise _SegmentMovedError from None
                 if strict or not self._skip_damaged:
                     raise
-                rows = f"{entry.rows:,} rows were left out"
-                warn_at_caller(f"{rows}: {fault}", SkippedRowsWarning)
+                warn_at_caller(f"{entry.rows:,} rows were skipped: {error}", SkippedRowsWarning)
                 return None
             self._open_segments[entry.file] = segment
         return segment
@@ -364,49 +369,49 @@ class Snapshot(Closable):
             yield part
 
     def _segment_bytes(self) -> tuple[int, int]:
-        """Bytes of all segments, and of one row."""
+        """Return the bytes of all segments, and of one row."""
         width = self._read_layout().row_bytes + 8
-        held = (entry for entry in self._read_listing().entries if entry.last >= self._first_id)
-        return sum(entry.size for entry in held), width
+        entries = (entry for entry in self._read_listing().entries if entry.last >= self._first_id)
+        return sum(entry.size for entry in entries), width
 
     def _ids_from_segments(self) -> np.ndarray | None:
-        """The live ids from the segments, which is fast; None where they do not tell them all."""
-        found: list[Segment] = []
+        """Return the live ids from the segments, which is fast; None if segments are missing."""
+        parts: list[Segment] = []
         try:
             listing = self._read_listing()
             for entry in listing.entries:
                 segment = self._blob_storage.read_segment(entry, self._read_layout())
-                found.extend(self._split_windows(segment, listing.dead_ids, -1, None))
-            found.extend(self._split_windows(listing.buffered_rows, listing.dead_ids, -1, None))
+                parts.extend(self._split_windows(segment, listing.dead_ids, -1, None))
+            parts.extend(self._split_windows(listing.buffered_rows, listing.dead_ids, -1, None))
         except (StoreDamagedError, KeyError):
             return None
-        live = [part.ids if part.live is None else part.ids[part.live] for part in found]
+        live = [part.ids if part.live is None else part.ids[part.live] for part in parts]
         ids = np.concatenate(live) if live else np.zeros(0, np.int64)
         return ids if len(ids) == len(self) else None
 
 
 def build_buffered_segment(
-    catalogue: Catalog,
+    catalog: Catalog,
     layout: Layout,
     rows: Sequence[tuple[int, bytes, int]],
     skip_damaged: bool = False,
 ) -> Segment:
-    """Resting rows (id, tensors, crc) as a segment in memory."""
-    fine = [catalog_queries.is_intact(*line) and layout.is_row_size(line[1]) for line in rows]
-    sound = [line for line, whole in zip(rows, fine, strict=True) if whole]
-    if len(sound) < len(rows):
-        row = rows[fine.index(False)][0]
-        fault = catalogue.damaged_error(f"the tensors of row {row} are not what was written")
+    """Return buffered rows (id, tensors, crc) as a segment in memory."""
+    is_intact = [is_buffered_row_intact(*line) and layout.is_row_size(line[1]) for line in rows]
+    intact = [line for line, ok in zip(rows, is_intact, strict=True) if ok]
+    if len(intact) < len(rows):
+        row = rows[is_intact.index(False)][0]
+        error = catalog.damaged_error(f"the tensors of row {row} are not what was written")
         if not skip_damaged:
-            raise fault
-        left = len(rows) - len(sound)
-        warn_at_caller(f"{left:,} rows were left out: {fault}", SkippedRowsWarning)
-    ids = np.fromiter((row for row, _, _ in sound), np.int64, len(sound))
-    return Segment(ids, layout.unpack_rows([packed for _, packed, _ in sound]))
+            raise error
+        skipped = len(rows) - len(intact)
+        warn_at_caller(f"{skipped:,} rows were skipped: {error}", SkippedRowsWarning)
+    ids = np.fromiter((row for row, _, _ in intact), np.int64, len(intact))
+    return Segment(ids, layout.unpack_rows([packed for _, packed, _ in intact]))
 
 
 def live_mask(ids: np.ndarray, dead: np.ndarray) -> np.ndarray | None:
-    """Which ids are not among the dead; None where none is. Both ascend.
+    """Return which ids are not deleted, or None if all are live. Both arrays are ascending.
 
     >>> (
     ...     live_mask(np.array([1, 4, 6]), np.array([2, 4])).tolist(),
@@ -419,7 +424,7 @@ def live_mask(ids: np.ndarray, dead: np.ndarray) -> np.ndarray | None:
     begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
     if begin == end:
         return None
-    some = dead[begin:end]
-    at = np.minimum(np.searchsorted(some, ids), len(some) - 1)
-    live: np.ndarray = some[at] != ids
+    nearby = dead[begin:end]
+    at = np.minimum(np.searchsorted(nearby, ids), len(nearby) - 1)
+    live: np.ndarray = nearby[at] != ids
     return None if live.all() else live

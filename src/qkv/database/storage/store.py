@@ -1,4 +1,4 @@
-"""The store itself: commit, rewrite_tensors, compact, and snapshots of every version."""
+"""`Store`: commit, rewrite_tensors, compact, and snapshots of every version."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import numpy as np
 
 from qkv.database.errors import StoreClosedError, StoreUnwritableError, VersionNotFoundError, reason
 from qkv.database.storage import (
-    catalog_queries,
     commit_marker,
     compaction,
-    fork_handlers,
     garbage,
     limits,
+    lock,
 )
 from qkv.database.storage.blob_storage import (
     BlobStorage,
@@ -33,13 +32,12 @@ from qkv.database.storage.blob_storage import (
 from qkv.database.storage.catalog import CATALOG_FILE, Catalog, VersionEntry
 from qkv.database.storage.compaction import CompactReport
 from qkv.database.storage.folder import check_path, prepare_folder
-from qkv.database.storage.layout import Layout, Tensors
 from qkv.database.storage.lock import VersionPins, WriteLock
 from qkv.database.storage.records import RecordStore
-from qkv.database.storage.segments import Segment, SegmentEntry, check_block_ids
+from qkv.database.storage.segments import Layout, Segment, SegmentEntry, Tensors, check_block_ids
 from qkv.database.storage.snapshot import Snapshot
-from qkv.database.storage.staged_files import StagedFiles
 from qkv.database.storage.writer import (
+    StagedFiles,
     WriterState,
     check_unique_digests,
     collect_small_segments,
@@ -56,7 +54,7 @@ _NO_TENSORS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Commit:
-    """What a commit made: the version, and the ids of its new rows."""
+    """The result of a commit: its version, and the ids of its new rows."""
 
     version: int
     ids: range
@@ -64,7 +62,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Version:
-    """One line of a store's history."""
+    """One entry of a store's history."""
 
     number: int
     time: str
@@ -75,11 +73,11 @@ class Version:
 
 
 class Store(Closable):
-    """Rows with ids that only grow, kept as versions.
+    """Versioned rows with ids that only grow.
 
-    A row is a record (text), a digest to find it by, and named tensors. `path=None` keeps all in
-    memory. Any number of processes may read; the first commit takes the lock for writing and keeps
-    it until `close`. One store may be used by many threads.
+    A row is a record (text), a digest to find it by, and named tensors. `path=None` keeps
+    everything in memory. Any number of processes may read. The first commit takes the write lock
+    and holds it until `close`. Threads may share one store.
 
     >>> store = Store()
     >>> added = store.commit(
@@ -117,18 +115,18 @@ class Store(Closable):
         if self.path is None:
             self._blob_storage: BlobStorage = MemoryBlobStorage()
             self._reader_catalog = self._writer_catalog = Catalog(None)
-            fork_handlers.register_fork_handler(self)
+            lock.register_fork_handler(self)
         else:
             prepare_folder(self.path, create)
             self._blob_storage = DiskBlobStorage(self.path, files)
-            # What is marked is in the catalogue, so that one which is read later must have it.
-            known = commit_marker.read_marker(self.path)
+            # Read before the catalog: a catalog that is opened later must contain this commit.
+            marker = commit_marker.read_marker(self.path)
             self._reader_catalog = Catalog(self.path / CATALOG_FILE, write=False)
             self._write_lock = WriteLock(self.path)
         self._record_store = RecordStore(self._reader_catalog, self._blob_storage, skip_damaged)
         try:
             if self.path is not None:
-                garbage.check_not_older(self._reader_catalog, known)
+                garbage.check_not_older(self._reader_catalog, marker)
         except BaseException:
             self.close()
             raise
@@ -137,7 +135,7 @@ class Store(Closable):
         return self._reader_catalog.lock
 
     def reset_after_fork(self) -> None:
-        """With locks that are free, as a child that was forked needs them."""
+        """Replace all locks by free ones, in a forked child."""
         self._process_id = os.getpid()
         self._pins.reset_after_fork()
         self._writing_lock = threading.RLock()
@@ -145,7 +143,7 @@ class Store(Closable):
         self._writer_state: WriterState | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """One on disk is opened again where it arrives; one in memory goes whole."""
+        """Pickle the path of a store on disk, or the content of a store in memory."""
         with self._writing_lock, self.fork_lock():
             if self._closed:
                 raise StoreClosedError("the store is closed: open it again")
@@ -154,18 +152,18 @@ class Store(Closable):
             return None, self._skip_damaged, self._reader_catalog.dump_content(), self._blob_storage
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        path, skip_damaged, content, shelf = state
+        path, skip_damaged, content, blob_storage = state
         Store.__init__(self, path, create=False, skip_damaged=skip_damaged)
         if path is None:
             self._reader_catalog.load_content(content)
-            self._blob_storage = self._record_store.blob_storage = shelf
+            self._blob_storage = self._record_store.blob_storage = blob_storage
 
     def __del__(self) -> None:
         try:
-            # The connections of a forked child are its parent's.
+            # A forked child must not close its parent's connections.
             if os.getpid() == self._process_id:
                 self.close()
-        except Exception:  # it was never opened, or Python ends and `os` is gone
+        except Exception:  # it was never opened, or the interpreter is shutting down
             pass
 
     def __repr__(self) -> str:
@@ -174,24 +172,24 @@ class Store(Closable):
 
     @property
     def version(self) -> int:
-        """The newest version, by this or any other process; 0 is the empty store."""
+        """The newest version, written by any process; 0 for an empty store."""
         return self._reader_catalog.newest_version().number
 
     def open_snapshot(self, version: int | None = None) -> Snapshot:
-        """One version, the newest by default, which stays as it is while the snapshot is held."""
+        """Return a snapshot of a version, the newest by default; it stays pinned until closed."""
         while True:
             with self._reader_catalog.lock:
                 reader = self._reader_catalog
-                edition = (
+                version_entry = (
                     reader.newest_version() if version is None else reader.find_version(version)
                 )
-                if edition is not None:
+                if version_entry is not None:
                     snapshot = Snapshot(
-                        self, self._record_store, self._pins, edition, self._skip_damaged
+                        self, self._record_store, self._pins, version_entry, self._skip_damaged
                     )
-                    there = "SELECT 1 FROM versions WHERE number = ?"
-                    # A compaction may have dropped it before the hold.
-                    if snapshot.is_pinned and reader.fetch_value(there, edition.number):
+                    query = "SELECT 1 FROM versions WHERE number = ?"
+                    # A compaction may have dropped it before it was pinned.
+                    if snapshot.is_pinned and reader.fetch_value(query, version_entry.number):
                         return snapshot
                     snapshot.close()
             if version is not None:
@@ -199,7 +197,7 @@ class Store(Closable):
             time.sleep(0.001)
 
     def versions(self) -> list[Version]:
-        """The versions that are kept, oldest first."""
+        """Return the versions that no compaction has dropped, oldest first."""
         return [
             Version(*line[:6]) for line in self._reader_catalog.read_versions("WHERE number > 0")
         ]
@@ -216,83 +214,83 @@ class Store(Closable):
         unique: bool = False,
         what: str = "add",
     ) -> Commit:
-        """One new version: the rows `remove` die, new rows are born, the settings are replaced.
+        """Write a new version: delete the rows `remove`, add rows, replace the settings.
 
-        `tensors[name]` is (len(records), …), of the same names, shapes and types in all commits
-        until `rewrite_tensors`. `arrays` fixes a generation's arrays, once. `unique` refuses a
-        digest that lives already or comes twice. A commit that changes nothing makes no version.
+        `tensors[name]` is (len(records), …). Names, shapes and types are the same in all commits
+        until `rewrite_tensors`. `arrays` sets a generation's arrays, once. `unique` raises for a
+        digest that is repeated or that a live row has. A commit that changes nothing writes no
+        version.
         """
-        gone = sorted({_check_row_id(row) for row in remove})
+        deleted = sorted({_check_row_id(row) for row in remove})
         if len(records) != len(digests):
             raise ArgumentError(
-                f"there must be one digest for each record: {len(records)} records, "
+                f"records and digests must have the same length: {len(records)} records, "
                 f"{len(digests)} digests"
             )
-        with self._write_session("commit") as (catalogue, desk):
-            edition, layout, fitted = desk.newest_version, desk.layout, {}
+        with self._write_session("commit") as (catalog, writer_state):
+            previous, layout, fitted = writer_state.newest_version, writer_state.layout, {}
             if records:
                 layout = layout or Layout.from_tensors(tensors)
                 fitted = layout.check_tensors(tensors, len(records))
             text = _settings_to_json(settings)
-            if text is not None and text == catalogue.read_settings_text(edition.settings):
+            if text is not None and text == catalog.read_settings_text(previous.settings):
                 text = None
-            ids = range(edition.last + 1, edition.last + 1 + len(records))
-            if not (records or gone or arrays or text is not None):
-                return Commit(edition.number, ids)
-            if arrays and catalogue.fetch_value(
-                "SELECT arrays FROM generations WHERE number = ?", edition.generation
+            ids = range(previous.last + 1, previous.last + 1 + len(records))
+            if not (records or deleted or arrays or text is not None):
+                return Commit(previous.number, ids)
+            if arrays and catalog.fetch_value(
+                "SELECT arrays FROM generations WHERE number = ?", previous.generation
             ):
-                raise CombinationError("the arrays of a generation are fixed: use rewrite_tensors")
+                raise CombinationError("arrays can be set once per generation: use rewrite_tensors")
 
-            draft = self._new_staged_files(catalogue, desk, text)
-            resting = desk.buffered_rows + len(records)
-            full = bool(records) and not fits_in_buffer(layout, resting)
-            absorbed: list[SegmentEntry] = []
+            staged = self._new_staged_files(catalog, writer_state, text)
+            buffered = writer_state.buffered_rows + len(records)
+            is_full = bool(records) and not fits_in_buffer(layout, buffered)
+            merged: list[SegmentEntry] = []
             rows: list[Segment] = []
-            if full:
+            if is_full:
                 assert layout is not None
-                absorbed, rows = collect_small_segments(
-                    catalogue, self._blob_storage, edition.generation, layout
+                merged, rows = collect_small_segments(
+                    catalog, self._blob_storage, previous.generation, layout
                 )
                 rows.append(Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted))
-                resting = 0
+                buffered = 0
 
-            with draft.write_in_background(layout, rows) as written, catalogue.write_transaction():
+            with (
+                staged.write_in_background(layout, rows) as wait_for_segments,
+                catalog.write_transaction(),
+            ):
                 records, digests = list(records), list(digests)
-                lines = RecordStore(catalogue, self._blob_storage)
-                mark_deleted(lines, gone, edition.number + 1)
+                record_store = RecordStore(catalog, self._blob_storage)
+                mark_deleted(record_store, deleted, previous.number + 1)
                 if unique:
-                    check_unique_digests(lines, digests, look=bool(edition.rows))
-                absorbed += insert_rows(lines, draft, ids, digests, records)
-                if layout is not None and desk.layout is None:
-                    catalog_queries.set_layout(catalogue, edition.generation, layout)
-                if full:
-                    catalogue.execute(
-                        "DELETE FROM resting WHERE generation = ?", edition.generation
-                    )
+                    check_unique_digests(record_store, digests, check_existing=bool(previous.rows))
+                merged += insert_rows(record_store, staged, ids, digests, records)
+                if layout is not None and writer_state.layout is None:
+                    catalog.set_layout(previous.generation, layout)
+                if is_full:
+                    catalog.execute("DELETE FROM resting WHERE generation = ?", previous.generation)
                 elif records and layout is not None:
-                    catalog_queries.buffer_rows(
-                        catalogue, edition.generation, ids, layout.pack_rows(fitted, len(ids))
+                    catalog.buffer_rows(
+                        previous.generation, ids, layout.pack_rows(fitted, len(ids))
                     )
-                catalog_queries.discard_segments(catalogue, absorbed)
-                written()
+                catalog.discard_segments(merged)
+                wait_for_segments()
                 if arrays:
-                    draft.write_arrays(arrays)
-                draft.sync_files()
-                draft.register_files(catalogue)
+                    staged.write_arrays(arrays)
+                staged.sync_files()
+                staged.register_files(catalog)
                 newest = VersionEntry(
-                    number=edition.number + 1,
+                    number=previous.number + 1,
                     last=ids.stop - 1,
-                    rows=edition.rows + len(ids) - len(gone),
-                    generation=edition.generation,
-                    settings=catalog_queries.insert_settings(catalogue, text, edition.settings),
+                    rows=previous.rows + len(ids) - len(deleted),
+                    generation=previous.generation,
+                    settings=catalog.insert_settings(text, previous.settings),
                 )
-                catalogue.insert_version(newest, what, len(ids), len(gone))
-            self._acknowledge_commit(WriterState(newest, layout, draft.next_file_number, resting))
-            if absorbed:
-                garbage.remove_files(
-                    catalogue, self._blob_storage, [entry.file for entry in absorbed]
-                )
+                catalog.insert_version(newest, what, len(ids), len(deleted))
+            self._acknowledge_commit(WriterState(newest, layout, staged.next_file_number, buffered))
+            if merged:
+                garbage.remove_files(catalog, self._blob_storage, [entry.file for entry in merged])
             return Commit(newest.number, ids)
 
     def rewrite_tensors(
@@ -303,20 +301,20 @@ class Store(Closable):
         arrays: Tensors | None = None,
         what: str = "learn",
     ) -> Commit:
-        """One new version in which every live row has other tensors: a new generation.
+        """Write a new version with new tensors for every live row: a new generation.
 
-        `blocks` are (ids, tensors), together all live rows by ascending id. Older versions keep
-        theirs. Memory is needed for one segment.
+        `blocks` yields (ids, tensors), which together cover all live rows by ascending id. Older
+        versions keep their tensors. At most one segment is held in memory.
         """
-        with self._write_session("rewrite_tensors") as (catalogue, desk):
-            edition = desk.newest_version
-            with self.open_snapshot(edition.number) as snapshot:
+        with self._write_session("rewrite_tensors") as (catalog, writer_state):
+            previous = writer_state.newest_version
+            with self.open_snapshot(previous.number) as snapshot:
                 live = snapshot.live_ids()
             text = _settings_to_json(settings)
-            draft = self._new_staged_files(catalogue, desk, text)
-            draft.generation += 1
+            staged = self._new_staged_files(catalog, writer_state, text)
+            staged.generation += 1
             layout: Layout | None = None
-            held: list[Segment] = []
+            pending: list[Segment] = []
             count = done = 0
             for block, tensors in blocks:
                 ids = np.array(block, np.int64).reshape(-1)
@@ -325,76 +323,76 @@ class Store(Closable):
                 check_block_ids(ids, live[done : done + len(ids)])
                 done += len(ids)
                 count += len(ids)
-                # The caller may use the memory of a block again.
-                held.append(Segment(ids, {name: tensor.copy() for name, tensor in fitted.items()}))
+                # Copied, because the caller may reuse the memory of a block.
+                pending.append(
+                    Segment(ids, {name: tensor.copy() for name, tensor in fitted.items()})
+                )
                 if count * (layout.row_bytes + 8) >= limits.MAX_SEGMENT_BYTES:
-                    draft.write_segments(layout, held)
-                    held, count = [], 0
+                    staged.write_segments(layout, pending)
+                    pending, count = [], 0
             if done != len(live):
                 raise ArgumentError(
-                    f"rewrite_tensors: {len(live) - done:,} live rows got no tensors, the first is "
-                    f"row {live[done]}"
+                    f"rewrite_tensors: {len(live) - done:,} live rows have no new tensors; the "
+                    f"first is row {live[done]}"
                 )
             if layout is not None and not fits_in_buffer(layout, count):
-                draft.write_segments(layout, held)
-                held, count = [], 0
+                staged.write_segments(layout, pending)
+                pending, count = [], 0
             if arrays:
-                draft.write_arrays(arrays)
-            draft.sync_files()
+                staged.write_arrays(arrays)
+            staged.sync_files()
 
-            with catalogue.write_transaction():
-                catalogue.execute("INSERT INTO generations (number) VALUES (?)", draft.generation)
+            with catalog.write_transaction():
+                catalog.execute("INSERT INTO generations (number) VALUES (?)", staged.generation)
                 if layout is not None:
-                    catalog_queries.set_layout(catalogue, draft.generation, layout)
-                    for part in held:
+                    catalog.set_layout(staged.generation, layout)
+                    for part in pending:
                         packed = layout.pack_rows(part.tensors, len(part.ids))
-                        catalog_queries.buffer_rows(
-                            catalogue, draft.generation, part.ids.tolist(), packed
-                        )
-                draft.register_files(catalogue)
-                newest = edition._replace(
-                    number=edition.number + 1,
-                    generation=draft.generation,
-                    settings=catalog_queries.insert_settings(catalogue, text, edition.settings),
+                        catalog.buffer_rows(staged.generation, part.ids.tolist(), packed)
+                staged.register_files(catalog)
+                newest = previous._replace(
+                    number=previous.number + 1,
+                    generation=staged.generation,
+                    settings=catalog.insert_settings(text, previous.settings),
                 )
-                catalogue.insert_version(newest, what, 0, 0)
-            self._acknowledge_commit(WriterState(newest, layout, draft.next_file_number, count))
+                catalog.insert_version(newest, what, 0, 0)
+            self._acknowledge_commit(WriterState(newest, layout, staged.next_file_number, count))
             return Commit(newest.number, range(newest.last + 1, newest.last + 1))
 
     def compact(self, progress: ProgressCallback | None = None) -> CompactReport:
-        """Merge segments, drop dead rows, forget older versions.
+        """Merge segments, drop deleted rows and old versions.
 
-        A version that anybody reads is kept, and so are its rows. `progress(done, total)` counts
-        rows that are copied. `StoreUnwritableError` where the disk fails: then nothing was
-        changed. What fails after the rows are compacted is in the report and in the log.
+        Versions with readers are kept with their rows. `progress(done, total)` counts copied rows.
+        Raises `StoreUnwritableError` if the disk fails; then nothing was changed. A cleanup that
+        fails after the rows were compacted is in the report and in the log.
         """
-        with self._write_session("compact") as (catalogue, desk):
-            changes = catalogue.changes
+        with self._write_session("compact") as (catalog, writer_state):
+            changes = catalog.changes
             try:
                 report, files = compaction.compact_store(
-                    catalogue,
+                    catalog,
                     self._blob_storage,
                     self._pins,
-                    desk.newest_version,
-                    desk.next_file_number,
+                    writer_state.newest_version,
+                    writer_state.next_file_number,
                     progress,
                 )
             finally:
                 self._pins.release_claims()
-            self._acknowledge_commit(WriterState.read_from_catalog(catalogue, self._blob_storage))
-            changed = catalogue.changes != changes
-            unfinished = [garbage.remove_files(catalogue, self._blob_storage, files)]
-            fault = None if self.path is None else compaction.vacuum_catalog(catalogue)
-            if isinstance(fault, StoreUnwritableError):
+            self._acknowledge_commit(WriterState.read_from_catalog(catalog, self._blob_storage))
+            changed = catalog.changes != changes
+            unfinished = [garbage.remove_files(catalog, self._blob_storage, files)]
+            error = None if self.path is None else compaction.vacuum_catalog(catalog)
+            if isinstance(error, StoreUnwritableError):
                 if not changed:
-                    raise fault
-                told = f"the catalogue could not be shrunk ({reason(fault)}): make room on the disk"
-                warn_log("%s, and compact %s again", told, self.path)
-                unfinished.append(f"{told}, and compact again")
+                    raise error
+                message = f"the catalog could not be shrunk ({reason(error)}): free disk space"
+                warn_log("%s, and compact %s again", message, self.path)
+                unfinished.append(f"{message}, and compact again")
             return replace(report, unfinished="; ".join(filter(None, unfinished)))
 
     def close(self) -> None:
-        """Give the lock back and close the files. Snapshots cannot be read any more."""
+        """Release the lock and close the files. Snapshots of this store can no longer be read."""
         with self._writing_lock:
             self._closed = True
             if self._writer_catalog is not None:
@@ -410,15 +408,15 @@ class Store(Closable):
             return VersionNotFoundError(f"version {version} does not exist: the newest is {newest}")
         oldest = self._reader_catalog.fetch_value("SELECT min(number) FROM versions")
         return VersionNotFoundError(
-            f"version {version} was dropped by a compaction: the oldest kept is {oldest}"
+            f"version {version} was dropped by a compaction: the oldest is {oldest}"
         )
 
     def exclusive_lock(self) -> threading.RLock:
-        """Inside of this no other thread or process writes: what is read here is still true when
-        it is committed.
+        """Return a lock that keeps all other threads and processes from writing.
 
-        It is the lock itself: a generator would hold it after Ctrl-C for as long as somebody keeps
-        the traceback, as Python's prompt does.
+        What is read while holding it is still true at the commit. This is the lock itself and no
+        context manager made of a generator: after Ctrl-C, a traceback would keep the generator, and
+        with it the lock, alive.
         """
         with self._writing_lock:
             if self._closed:
@@ -432,11 +430,11 @@ class Store(Closable):
 
     @interruptible_contextmanager
     def _write_session(self, what: str) -> Iterator[tuple[Catalog, WriterState]]:
-        """The lock for writing, the writer's connection, and the newest state."""
+        """Take the write lock; yield the writer's catalog and state."""
         with (
             self._writing_lock,
             self.exclusive_lock(),
-        ):  # else it might be closed between look and lock
+        ):  # both, or another thread could close the store in between
             if self._running_operation:
                 raise CombinationError(
                     f"{what} cannot run inside {self._running_operation}: let it end first"
@@ -444,61 +442,68 @@ class Store(Closable):
             if self._writer_catalog is None:
                 assert self.path is not None
                 self._writer_catalog = Catalog(self.path / CATALOG_FILE)
-            catalogue = self._writer_catalog
+            catalog = self._writer_catalog
             self._running_operation = what
             try:
-                if (desk := self._writer_state) is None:
-                    garbage.check_not_older(catalogue, self._last_marker())
-                    self._remove_leftovers(catalogue)
-                    desk = WriterState.read_from_catalog(catalogue, self._blob_storage)
-                    self._acknowledge_commit(desk)
+                if (writer_state := self._writer_state) is None:
+                    garbage.check_not_older(catalog, self._last_marker())
+                    self._remove_leftovers(catalog)
+                    writer_state = WriterState.read_from_catalog(catalog, self._blob_storage)
+                    self._acknowledge_commit(writer_state)
                 with (
                     self._write_lock.mark_changing()
                     if self._write_lock
                     else contextlib.nullcontext()
                 ):
-                    yield catalogue, desk
+                    yield catalog, writer_state
             except BaseException:
                 self._writer_state = None
                 with contextlib.suppress(Exception):
-                    self._remove_leftovers(catalogue)
+                    self._remove_leftovers(catalog)
                 raise
             finally:
                 self._running_operation = ""
 
-    def _remove_leftovers(self, catalogue: Catalog) -> None:
-        """Remove what an unfinished commit or compaction left. Needs the lock for writing."""
+    def _remove_leftovers(self, catalog: Catalog) -> None:
+        """Remove the files of an unfinished commit or compaction. Needs the write lock."""
         if self.path is not None:
             garbage.remove_abandoned_folders(self.path.absolute().parent)
-        found = garbage.find_leftovers(
-            catalogue, self._blob_storage.list_files(), self._last_marker()
+        leftovers = garbage.find_leftovers(
+            catalog, self._blob_storage.list_files(), self._last_marker()
         )
-        garbage.remove_files(catalogue, self._blob_storage, list(found))
+        garbage.remove_files(catalog, self._blob_storage, list(leftovers))
 
     def _last_marker(self) -> commit_marker.CommitMarker | None:
         return None if self._write_lock is None else self._write_lock.marker
 
-    def _acknowledge_commit(self, desk: WriterState) -> None:
-        """Remember what was committed, here and beside the catalogue."""
-        self._writer_state = desk
+    def _acknowledge_commit(self, writer_state: WriterState) -> None:
+        """Cache the writer's state and write the commit marker."""
+        self._writer_state = writer_state
         if self._write_lock is not None:
             self._write_lock.check_folder(self._reader_catalog)
-            self._write_lock.acknowledge_commit(desk.newest_version.number, desk.next_file_number)
+            self._write_lock.acknowledge_commit(
+                writer_state.newest_version.number, writer_state.next_file_number
+            )
 
     def _new_staged_files(
-        self, catalogue: Catalog, desk: WriterState, text: str | None
+        self, catalog: Catalog, writer_state: WriterState, text: str | None
     ) -> StagedFiles:
         settings = (
-            catalogue.read_settings_text(desk.newest_version.settings) if text is None else text
+            catalog.read_settings_text(writer_state.newest_version.settings)
+            if text is None
+            else text
         )
         return StagedFiles(
-            self._blob_storage, desk.newest_version.generation, desk.next_file_number, settings
+            self._blob_storage,
+            writer_state.newest_version.generation,
+            writer_state.next_file_number,
+            settings,
         )
 
 
 def _check_row_id(row: Any) -> int:
     if isinstance(row, bool) or not isinstance(row, int | np.integer):
-        raise DtypeError(f"remove takes row ids, which are integers, not {row!r}")
+        raise DtypeError(f"remove takes integer row ids, not {row!r}")
     return int(row)
 
 

@@ -1,31 +1,155 @@
-"""What the writer knows without looking, and what it does with rows inside its transaction: they
-are born, rest until there are enough for a segment, and die."""
+"""What the writer does: stage files, insert rows, mark rows deleted, merge small segments."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
 from qkv.database.errors import DuplicateKeyError, RowNotFoundError, StoreDamagedError
-from qkv.database.storage import bundles, catalog_queries, limits
-from qkv.database.storage.blob_storage import BlobStorage
-from qkv.database.storage.bundles import BUNDLE_GENERATION, BUNDLE_LAYOUT
-from qkv.database.storage.catalog import Catalog, VersionEntry, row_crc
-from qkv.database.storage.compaction import read_verified_segment
-from qkv.database.storage.layout import Layout
-from qkv.database.storage.records import NEWEST_SPAN, RecordStore
-from qkv.database.storage.segments import Segment, SegmentEntry, file_number
+from qkv.database.storage import limits
+from qkv.database.storage.blob_storage import BlobStorage, read_verified_segment
+from qkv.database.storage.catalog import SEGMENT_COLUMNS, Catalog, VersionEntry, row_crc
+from qkv.database.storage.records import (
+    BUNDLE_GENERATION,
+    BUNDLE_LAYOUT,
+    NEWEST_SPAN,
+    RecordStore,
+    build_bundle,
+    merge_bundles,
+)
+from qkv.database.storage.segments import (
+    SEGMENT_SUFFIX,
+    Layout,
+    Segment,
+    SegmentEntry,
+    Tensors,
+    file_number,
+    split_segments,
+)
 from qkv.database.storage.snapshot import build_buffered_segment
-from qkv.database.storage.staged_files import StagedFiles
 from qkv.errors import ArgumentError, DtypeError
+from qkv.frameworks import threads
+from qkv.util.types import interruptible_contextmanager
+
+MIN_THREAD_BYTES = 32 << 20
+"""Rows of at least this many bytes are written in a background thread."""
+
+
+class StagedFiles:
+    """New files of a generation that are not yet in the catalog.
+
+    They are numbered from `next_file_number` on. Each contains the `settings` it was written with,
+    so that a lost catalog can be rebuilt.
+    """
+
+    def __init__(
+        self,
+        blob_storage: BlobStorage,
+        generation: int,
+        next_file_number: int,
+        settings: str,
+    ) -> None:
+        self.generation = generation
+        self.next_file_number = next_file_number
+        self._blob_storage = blob_storage
+        self._settings = settings
+        self._entries: list[SegmentEntry] = []
+        self._array_file: tuple[str, int, bytes] | None = None
+        self._is_cancelled = False
+        self._name_lock = Lock()
+
+    def write_segments(self, layout: Layout, rows: Iterable[Segment]) -> None:
+        """Write rows as segments of at most MAX_SEGMENT_BYTES."""
+        max_rows = max(1, limits.MAX_SEGMENT_BYTES // (layout.row_bytes + 8))
+        for group in split_segments(rows, max_rows):
+            if self._is_cancelled:
+                return
+            self._write_file("segment", self.generation, layout, group)
+
+    def write_bundle(self, rows: Segment) -> None:
+        """Write the digests and records of many rows to a bundle file."""
+        self._write_file("rows", BUNDLE_GENERATION, BUNDLE_LAYOUT, [rows])
+
+    def _write_file(self, kind: str, generation: int, layout: Layout, parts: list[Segment]) -> None:
+        file = self._next_file_name(kind)
+        size, checksum = self._blob_storage.write_segment(
+            file, layout, parts, self._file_metadata(generation)
+        )
+        first, last = int(parts[0].ids[0]), int(parts[-1].ids[-1])
+        count = sum(len(part.ids) for part in parts)
+        self._entries.append(SegmentEntry(file, generation, first, last, count, size, checksum))
+
+    @interruptible_contextmanager
+    def write_in_background(
+        self, layout: Layout | None, rows: list[Segment]
+    ) -> Iterator[Callable[[], None]]:
+        """Write rows as segments while the body of the `with` runs; yield a function that waits.
+
+        Few rows are written before the body runs.
+        """
+        if (
+            layout is None
+            or sum(len(part.ids) for part in rows) * layout.row_bytes < MIN_THREAD_BYTES
+        ):
+            if layout is not None and rows:
+                self.write_segments(layout, rows)
+            yield lambda: None
+            return
+        wait = threads.submit_job(self.write_segments, layout, rows)
+        try:
+            yield wait
+        except BaseException:
+            self._is_cancelled = True
+            with suppress(Exception):  # the first error is raised
+                wait()
+            raise
+
+    def write_arrays(self, arrays: Tensors) -> None:
+        """Write the arrays of the generation to a file."""
+        file = self._next_file_name("arrays")
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self._array_file = (
+            file,
+            *self._blob_storage.write_arrays(file, arrays, self._file_metadata(self.generation)),
+        )
+
+    def sync_files(self) -> None:
+        """Sync the files to disk; only then may the catalog list them."""
+        if self._entries or self._array_file:
+            self._blob_storage.sync_storage()
+
+    def register_files(self, catalog: Catalog) -> None:
+        """Add the files to the catalog, inside a transaction."""
+        if self._entries or self._array_file:
+            catalog.execute("UPDATE counters SET files = ?", self.next_file_number)
+            placeholders = "?, ?, ?, ?, ?, ?, ?"
+            catalog.execute_many(
+                f"INSERT INTO segments ({SEGMENT_COLUMNS}) VALUES ({placeholders})", self._entries
+            )
+        if self._array_file:
+            catalog.execute(
+                "UPDATE generations SET arrays = ?, bytes = ?, checksum = ? WHERE number = ?",
+                *self._array_file,
+                self.generation,
+            )
+
+    def _file_metadata(self, generation: int) -> dict[str, str]:
+        return {"generation": str(generation), "settings": self._settings}
+
+    def _next_file_name(self, kind: str) -> str:
+        with self._name_lock:
+            self.next_file_number += 1
+            return f"{kind}-{self.next_file_number - 1:08d}{SEGMENT_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class WriterState:
-    """What the writer knows without looking: the newest version, and what rests."""
+    """The writer's cache: the newest version, its layout, and the number of buffered rows."""
 
     newest_version: VersionEntry
     layout: Layout | None
@@ -33,103 +157,105 @@ class WriterState:
     buffered_rows: int
 
     @classmethod
-    def read_from_catalog(cls, catalogue: Catalog, shelf: BlobStorage) -> WriterState:
-        """As the catalogue says. A file that it does not know keeps its name, too."""
-        edition = catalogue.newest_version()
-        resting = "SELECT count(*) FROM resting WHERE generation = ?"
-        there = [1 + (file_number(file) or 0) for file in shelf.list_files()]
+    def read_from_catalog(cls, catalog: Catalog, blob_storage: BlobStorage) -> WriterState:
+        """Read the state from the catalog. Numbers of existing unknown files are not reused."""
+        version_entry = catalog.newest_version()
+        count_buffered = "SELECT count(*) FROM resting WHERE generation = ?"
+        used = [1 + (file_number(file) or 0) for file in blob_storage.list_files()]
         return cls(
-            edition,
-            catalog_queries.read_layout(catalogue, edition.generation),
-            max([catalogue.fetch_value("SELECT files FROM counters"), *there]),
-            catalogue.fetch_value(resting, edition.generation),
+            version_entry,
+            catalog.read_layout(version_entry.generation),
+            max([catalog.fetch_value("SELECT files FROM counters"), *used]),
+            catalog.fetch_value(count_buffered, version_entry.generation),
         )
 
 
 def fits_in_buffer(layout: Layout | None, rows: int) -> bool:
-    """Whether so many rows are too few for a segment."""
+    """Return True if this many rows are too few for a segment."""
     if layout is None:
         return True
     return rows < limits.MAX_BUFFERED_ROWS and rows * layout.row_bytes < limits.MAX_BUFFERED_BYTES
 
 
 def collect_small_segments(
-    catalogue: Catalog, shelf: BlobStorage, generation: int, layout: Layout
+    catalog: Catalog, blob_storage: BlobStorage, generation: int, layout: Layout
 ) -> tuple[list[SegmentEntry], list[Segment]]:
-    """What goes into a segment before new rows: small segments, if many, and resting rows."""
-    entries = catalog_queries.list_segments(catalogue, generation)
+    """Return the small segments to merge, if there are many, and their rows and buffered rows."""
+    entries = catalog.list_segments(generation)
     small: list[SegmentEntry] = []
     while entries and entries[-1].size < limits.MAX_SEGMENT_BYTES // limits.SEGMENTS_PER_MERGE:
         small.insert(0, entries.pop())
     if len(small) < limits.SEGMENTS_PER_MERGE:
         small = []
     try:
-        found = [read_verified_segment(shelf, entry, layout) for entry in small]
-    except StoreDamagedError:  # it stays where it is, for whoever can mend it
-        small, found = [], []
-    rows = catalogue.fetch_all(
+        segments = [read_verified_segment(blob_storage, entry, layout) for entry in small]
+    except StoreDamagedError:  # left as it is, for a repair
+        small, segments = [], []
+    rows = catalog.fetch_all(
         "SELECT id, tensors, crc FROM resting WHERE generation = ? ORDER BY id", generation
     )
-    return small, [*found, build_buffered_segment(catalogue, layout, rows)]
+    return small, [*segments, build_buffered_segment(catalog, layout, rows)]
 
 
-def mark_deleted(lines: RecordStore, gone: Sequence[int], version: int) -> None:
-    """Rows die in a version."""
-    if not gone:
+def mark_deleted(record_store: RecordStore, ids: Sequence[int], version: int) -> None:
+    """Mark rows as deleted in a version."""
+    if not ids:
         return
-    lines.copy_to_catalog(gone)
-    catalogue = lines.catalog
+    record_store.copy_to_catalog(ids)
+    catalog = record_store.catalog
     statement = "UPDATE rows SET died = ? WHERE id = ? AND died IS NULL"
-    if catalogue.execute_many(statement, [(version, row) for row in gone]) == len(gone):
+    if catalog.execute_many(statement, [(version, row) for row in ids]) == len(ids):
         return
-    for row in gone:
-        if not catalogue.fetch_one("SELECT 1 FROM rows WHERE id = ? AND died = ?", row, version):
+    for row in ids:
+        if not catalog.fetch_one("SELECT 1 FROM rows WHERE id = ? AND died = ?", row, version):
             raise RowNotFoundError(f"row {row} cannot be removed: it is not in the newest version")
 
 
-def check_unique_digests(lines: RecordStore, digests: Sequence[bytes], look: bool) -> None:
-    """Refuse a digest that comes twice or, if there is anything to `look` at, lives already."""
+def check_unique_digests(
+    record_store: RecordStore, digests: Sequence[bytes], check_existing: bool
+) -> None:
+    """Raise if a digest occurs twice or, with `check_existing`, if a live row has it."""
     seen: dict[bytes, int] = {}
     for position, digest in enumerate(digests):
         if digest in seen:
             raise DuplicateKeyError(
-                f"the key at position {position} is the one at position {seen[digest]} again, "
-                "and keys are unique here: give it once",
+                f"the key at position {position} repeats the one at position {seen[digest]}, but "
+                "keys are unique here: pass it once",
                 position,
             )
         seen[digest] = position
-        found = lines.find_newest(digest, NEWEST_SPAN) if look else None
-        if found is not None:
+        existing = record_store.find_newest(digest, NEWEST_SPAN) if check_existing else None
+        if existing is not None:
             raise DuplicateKeyError(
-                f"the key at position {position} is there already, as row {found[0]}, and keys "
-                "are unique here: remove or update it",
+                f"the key at position {position} exists already, as row {existing[0]}, but "
+                "keys are unique here: remove or update it",
                 position,
             )
 
 
 def insert_rows(
-    lines: RecordStore,
-    draft: StagedFiles,
+    record_store: RecordStore,
+    staged: StagedFiles,
     ids: range,
     digests: Sequence[bytes],
     records: Sequence[str],
 ) -> list[SegmentEntry]:
-    """New rows, many of them as a bundle; gives the bundles whose rows it has taken in."""
-    made = None
+    """Insert rows, many of them as a bundle; return the bundles that were merged into it."""
+    bundle = None
     if len(ids) >= limits.MIN_BUNDLE_ROWS:
-        # What is no row is refused below, where it is told which.
+        # The code below raises for invalid rows, and says which.
         with contextlib.suppress(TypeError, AttributeError, ValueError, OverflowError):
-            made = bundles.build_bundle(np.arange(ids.start, ids.stop), digests, records)
-    if made is not None:
-        absorbed, parts = _collect_small_bundles(lines, len(ids))
-        draft.write_bundle(bundles.merge_bundles([*parts, made]) if parts else made)
+            bundle = build_bundle(np.arange(ids.start, ids.stop), digests, records)
+    if bundle is not None:
+        absorbed, parts = _collect_small_bundles(record_store, len(ids))
+        staged.write_bundle(merge_bundles([*parts, bundle]) if parts else bundle)
         return absorbed
 
     def iterate_lines() -> Iterator[tuple[int, bytes, str, int]]:
         for row, digest, record in zip(ids, digests, records, strict=True):
             if not isinstance(record, str) or not isinstance(digest, bytes):
                 raise DtypeError(
-                    f"records[{row - ids.start}] must be text and its digest bytes, not "
+                    f"records[{row - ids.start}] must be str and its digest bytes, not "
                     f"{type(record).__name__} and {type(digest).__name__}"
                 )
             try:
@@ -141,22 +267,23 @@ def insert_rows(
             yield row, digest, record, crc
 
     statement = "INSERT INTO rows (id, digest, record, crc) VALUES (?, ?, ?, ?)"
-    lines.catalog.execute_many(statement, iterate_lines())
+    record_store.catalog.execute_many(statement, iterate_lines())
     return []
 
 
 def _collect_small_bundles(
-    lines: RecordStore, rows: int
+    record_store: RecordStore, rows: int
 ) -> tuple[list[SegmentEntry], list[Segment]]:
-    """The last bundles that have no more rows than come after them, so that bundles stay few."""
-    entries = catalog_queries.list_segments(lines.catalog, BUNDLE_GENERATION)
+    """Return the last bundles that have no more rows than follow them, so that bundles stay few."""
+    entries = record_store.catalog.list_segments(BUNDLE_GENERATION)
     small: list[SegmentEntry] = []
     while entries and entries[-1].rows <= rows and entries[-1].size <= limits.MAX_BUNDLE_BYTES:
         small.insert(0, entries.pop())
         rows += small[0].rows
     try:
         return small, [
-            read_verified_segment(lines.blob_storage, entry, BUNDLE_LAYOUT) for entry in small
+            read_verified_segment(record_store.blob_storage, entry, BUNDLE_LAYOUT)
+            for entry in small
         ]
-    except StoreDamagedError:  # it stays where it is, for whoever can mend it
+    except StoreDamagedError:  # left as it is, for a repair
         return [], []

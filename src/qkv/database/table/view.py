@@ -462,7 +462,7 @@ class TableView:
             self._is_memory_scarce,
             kept,
             bounds,
-            ahead=read_segments,
+            prefetch_chunks=read_segments,
         )
 
     def pick_rows(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
@@ -479,7 +479,7 @@ class TableView:
 
     def _read_segments(self, ahead: Collection[str] = ()) -> Iterable[Any]:
         if self._cached_segments is None:
-            return self.snapshot.iterate_segments(ahead=ahead)
+            return self.snapshot.iterate_segments(prefetch_fields=ahead)
         for part in self._cached_segments:
             part.check_not_truncated()
         return self._cached_segments

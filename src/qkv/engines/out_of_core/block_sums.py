@@ -124,7 +124,7 @@ def attend_by_blocks(
 def sum_blocks(rows: StoredRows) -> BlockMeans:
     """Summarize all rows in blocks. Keys and values are read once."""
     spans = rows.iter_spans(
-        ROWS_PER_BLOCK, ahead=("key", "value") if rows.value_width else ("key",)
+        ROWS_PER_BLOCK, prefetch_fields=("key", "value") if rows.value_width else ("key",)
     )
     summaries: list[tuple[np.ndarray, ...]] = RowReader(get_framework(np.zeros(0))).reduce_spans(
         lambda cut: [_summarize_block(cut, rows.value_width)], lambda one, two: one + two, [], spans

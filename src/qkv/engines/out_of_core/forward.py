@@ -160,7 +160,7 @@ def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
 
     numbers_per_row = max(width, score.numbers_per_pair(width), n, 1)
     size = max(streaming.MAX_KEY_NUMBERS_PER_READ // numbers_per_row, 512)
-    spans = rows.iter_spans(size, ahead=("key",))
+    spans = rows.iter_spans(size, prefetch_fields=("key",))
     RowReader(get_framework(query)).reduce_spans(fill_scores, lambda one, two: None, None, spans)
     if terms is not None:
         rows.key_terms_cache[signature] = terms
@@ -303,7 +303,7 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
         return (total, np.add.reduce(some, 1), _common_value(value, some)) if mean else (total,)
 
     size = max(min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ), 512)
-    cuts = rows.iter_spans(size, ahead=("value",) if few is None else ())
+    cuts = rows.iter_spans(size, prefetch_fields=("value",) if few is None else ())
     found: PooledSums = RowReader(get_framework(alpha)).reduce_spans(
         pool_cut, merge_sums, none, cuts
     )

@@ -307,9 +307,9 @@ class QuantizedScores:
     def iterate_cuts(self, ahead: Collection[str] = ()) -> Iterable[list[RowSpan]]:
         """Iterate over all rows. The spans are cached if memory can hold the rows."""
         if self.rows.reads_chunks_separately:
-            return self.rows.iter_spans(self.rows_per_block, codes=True, ahead=ahead)
+            return self.rows.iter_spans(self.rows_per_block, codes_only=True, prefetch_fields=ahead)
         if self._cut_cache is None:
-            self._cut_cache = list(self.rows.iter_spans(self.rows_per_block, codes=True))
+            self._cut_cache = list(self.rows.iter_spans(self.rows_per_block, codes_only=True))
         return self._cut_cache
 
     def read_keys(self, at: np.ndarray) -> Iterator[tuple[slice, np.ndarray, QuantizedKeys]]:

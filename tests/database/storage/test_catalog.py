@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from qkv.database.storage import Store
-from qkv.database.storage.connection import _read_with_log, open_connection
+from qkv.database.storage.catalog import _read_with_log, open_connection
 
 RNG = np.random.default_rng(11)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import DuplicateKeyError
-from qkv.database.storage import Store, check, limits, staged_files
+from qkv.database.storage import Store, check, limits, writer
 from tests.database.storage.test_store import add, expected, keys, whole
 
 
@@ -16,7 +16,7 @@ from tests.database.storage.test_store import add, expected, keys, whole
 def path(tmp_path, monkeypatch):
     """Limits so low that every commit has its thread and its bundle."""
     monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 4)
-    monkeypatch.setattr(staged_files, "MIN_THREAD_BYTES", 1)
+    monkeypatch.setattr(writer, "MIN_THREAD_BYTES", 1)
     monkeypatch.setattr(limits, "MIN_BUNDLE_ROWS", 2)
     return tmp_path / "books.qkv"
 
@@ -26,13 +26,13 @@ def files(path):
 
 
 def test_what_a_thread_writes_is_there(path, monkeypatch):
-    seen, put = [], staged_files.StagedFiles.write_segments
+    seen, put = [], writer.StagedFiles.write_segments
 
     def watched(self, layout, rows):
         seen.append(threading.current_thread() is threading.main_thread())
         put(self, layout, rows)
 
-    monkeypatch.setattr(staged_files.StagedFiles, "write_segments", watched)
+    monkeypatch.setattr(writer.StagedFiles, "write_segments", watched)
     with Store(path) as store:
         add(store, 20)
         add(store, 3)
