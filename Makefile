@@ -148,10 +148,11 @@ check: env ## Lint, types, contract, and a minute of the tests of what changed s
 	if [ -z "$$changed" ]; then echo "nothing changed that has tests"; else \
 	QKV_TEST_SECONDS=60 $(BIN)/python $(PYTEST) $$changed; fi
 
-lint: env ## Lint, formatting and names
+lint: env ## Lint, formatting, names and import cycles
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m tools.names
+	@$(BIN)/python -m tools.import_cycles
 
 types: env ## Type check, and a page of a user's code by mypy and by pyright
 	@$(BIN)/mypy

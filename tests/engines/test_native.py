@@ -233,13 +233,13 @@ def test_few_queries_split_the_keys(m, lead, dtype):
 
 def test_triton_is_not_imported_after_tensorflow(monkeypatch):
     """Their two copies of LLVM would end the process."""
-    from qkv.engines import native
+    from qkv.engines.triton_import import has_triton, triton_missing_reason
 
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
-    assert "import triton first" in native.triton_missing_reason() and not native.has_triton()
+    assert "import triton first" in triton_missing_reason() and not has_triton()
     monkeypatch.setitem(sys.modules, "triton", sys)
-    assert native.has_triton()
+    assert has_triton()
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "padding", "float"])

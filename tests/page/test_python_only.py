@@ -18,7 +18,6 @@ from qkv.page.calls import run_call
 from qkv.page.views import build_views
 from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.security import Access
-from qkv.weightings.base import Elementwise
 from tests.page.test_database import salaries, shown_as
 from tests.page.test_scores import KEYS, SHOWN, column, typed
 from tests.serve.test_page import at_work
@@ -41,7 +40,7 @@ class Stretched(scores.Score):
 
 
 @dataclass(frozen=True)
-class Halved(Elementwise):
+class Halved(weightings.Elementwise):
     """α = exp(s) / 2: the weights do not sum to one."""
 
     def weights(self, scores: Any, live: Any, k: Any) -> Any:

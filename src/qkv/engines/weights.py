@@ -13,6 +13,7 @@ from typing import Any
 
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call, ensure_seed
+from qkv.engines.native.softmax_dot import not_softmax_dot_reason
 from qkv.frameworks import tree
 from qkv.frameworks.base import Tiling
 from qkv.util.types import Array, Arrays, Gradients, Span
@@ -100,9 +101,7 @@ def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]
 def _is_plain_softmax(call: Call) -> bool:
     """Return whether it is PyTorch's softmax of dot products, without bias, dropout and lse."""
     is_softmax_dot = (
-        call.fw.name == "torch"
-        and call.value is not None
-        and not native.not_softmax_dot_reason(call)
+        call.fw.name == "torch" and call.value is not None and not not_softmax_dot_reason(call)
     )
     return is_softmax_dot and not (call.bias is not None or call.dropout or call.wants_lse)
 

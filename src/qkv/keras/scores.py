@@ -14,7 +14,7 @@ from keras import ops
 from qkv import scores, weightings
 from qkv.errors import unknown_name_error
 from qkv.frameworks import get_framework, is_array, to_numpy, tree
-from qkv.scores.functions import UserScore
+from qkv.scores.user_score import UserScore
 from qkv.util.registry import load_plugins
 from qkv.util.types import Array
 

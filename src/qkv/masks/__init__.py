@@ -2,30 +2,29 @@
 
 `causal`, `window`, `dilated`, `strided`, `global_tokens`, `blocks`, `lengths`, `documents` and
 `custom` are rules on positions. `array` holds a boolean array (True: may attend) or a float array
-(added to the scores; −∞ excludes a pair). Engines skip blocks that a mask excludes completely.
+(added to the scores; −∞ excludes a pair). Calls accept the name of a mask without parameters:
+`mask="causal"`. Engines skip blocks that a mask excludes completely.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 from qkv.masks.band import causal, dilated, global_tokens, is_plain_causal, strided, window
-from qkv.masks.base import Mask, array, localize_mask, resolve
+from qkv.masks.base import NAMES, Mask, array, localize_mask, resolve
 from qkv.masks.functions import custom, has_user_functions, hoist_mask
 from qkv.masks.sequences import blocks, documents, lengths
 from qkv.util.types import NestedLists, Shaped
 
-NAMES: dict[str, Mask | Callable[..., Mask]] = {
-    "blocks": blocks,
-    "causal": causal,
-    "custom": custom,
-    "dilated": dilated,
-    "documents": documents,
-    "global_tokens": global_tokens,
-    "lengths": lengths,
-    "strided": strided,
-    "window": window,
-}
-"""The masks by name. Calls accept the name of a mask without parameters: `mask="causal"`."""
+NAMES.update(
+    blocks=blocks,
+    causal=causal,
+    custom=custom,
+    dilated=dilated,
+    documents=documents,
+    global_tokens=global_tokens,
+    lengths=lengths,
+    strided=strided,
+    window=window,
+)
 
 Name = Literal["causal"]
 MaskLike = Mask | Name | Shaped | NestedLists

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import signature
@@ -227,6 +228,10 @@ class ArrayMask(Mask):
             )
 
 
+NAMES: dict[str, Mask | Callable[..., Mask]] = {}
+"""The masks by name. `qkv.masks` fills it, because `&` and `|` accept names too."""
+
+
 def array(values: Any) -> Mask:
     """Return a boolean array (True: may attend) or a float array (added to the scores) as a mask.
 
@@ -280,8 +285,6 @@ def array(values: Any) -> Mask:
 
 
 def _mask_by_name(name: str) -> Mask:
-    from qkv.masks import NAMES
-
     if name not in NAMES:
         raise unknown_name_error("mask", name, NAMES)
     mask = NAMES[name]

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from qkv.errors import DtypeError
-from qkv.frameworks.tree import Record
 from qkv.scores.additive import Additive
 from qkv.scores.base import Score
 from qkv.scores.distance import Gaussian, Laplace
 from qkv.scores.functions import (
     Modified,
-    UserScore,
     evaluate_block,
     has_user_code,
     hoist_score,
@@ -23,12 +20,10 @@ from qkv.scores.functions import (
 )
 from qkv.scores.gated import Gated
 from qkv.scores.product import Cosine, Dot, Multiplicative, ScaledDot
+from qkv.scores.registry import NAMES, register, resolve
 from qkv.scores.window import Boxcar, Constant, Epanechnikov, Exact, Triangular
-from qkv.util.registry import ClassRegistry
 
-NAMES = ClassRegistry(
-    "scores",
-    Score,
+NAMES.update(
     dot=Dot,
     scaled_dot=ScaledDot,
     cosine=Cosine,
@@ -44,7 +39,6 @@ NAMES = ClassRegistry(
     exact=Exact,
     modified=Modified,
 )
-register = NAMES.register
 
 Name = Literal[
     "dot",
@@ -90,20 +84,3 @@ __all__ = [
     "register",
     "resolve",
 ]
-
-
-def resolve(score: str | Score | Callable[..., Any]) -> Score:
-    """Return the score for a name, a score object or a function.
-
-    >>> resolve("gaussian")
-    Gaussian(bandwidth=1.0)
-    """
-    resolved = NAMES.resolve(score)
-    if resolved is not None:
-        return resolved
-    if isinstance(score, Record) and score.role:  # a weighting or a mask is callable too
-        role = score.role
-        raise DtypeError(f"score must be a score, not the {role} {score!r}: pass it as {role}=")
-    if callable(score):
-        return UserScore(score)
-    raise DtypeError(f"score must be a name, a score or a function, not {type(score).__name__}")

@@ -272,10 +272,3 @@ def broadcast_pairs(query: Array, key: Array) -> tuple[Array, Array]:
             fw.xp.broadcast_to(x, (*lead, *fw.dynamic_shape(x)[-2:])) for x in (query, key)
         )
     return query[..., None, :], key[..., None, :, :]
-
-
-def resolve_inner_score(owner: Any) -> None:
-    """Replace the `score` field, which may be a name or a function, by a score object."""
-    from qkv.scores import resolve
-
-    object.__setattr__(owner, "score", resolve(owner.score))

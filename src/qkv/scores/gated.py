@@ -13,9 +13,9 @@ from qkv.scores.base import (
     Lowering,
     Score,
     require_array_field,
-    resolve_inner_score,
     sizes_differ,
 )
+from qkv.scores.registry import resolve_inner_score
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 

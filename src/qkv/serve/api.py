@@ -23,7 +23,8 @@ from qkv.serve.databases import (
     check_text_length,
     count_characters,
 )
-from qkv.serve.route import RequestData, RequestError, Routes
+from qkv.serve.errors import RequestError
+from qkv.serve.route import RequestData, Routes
 from qkv.serve.schemas import (
     ADD_BODY,
     ANSWER_SCHEMA,

@@ -22,10 +22,11 @@ from starlette.types import Receive, Scope, Send
 from qkv.errors import unknown_name_error
 from qkv.serve import api, encoding, inference, limits, page, validation
 from qkv.serve.databases import DatabaseRegistry
+from qkv.serve.errors import RequestError
 from qkv.serve.openapi import build_openapi
 from qkv.serve.reference import render_reference
 from qkv.serve.responses import error_response, json_response, to_request_error
-from qkv.serve.route import RequestData, RequestError, Route
+from qkv.serve.route import RequestData, Route
 from qkv.serve.schemas import TEXT_SCHEMA
 from qkv.serve.security import Access, SecurityMiddleware
 from qkv.util.deadline import DeadlineError, limit_time

@@ -21,8 +21,8 @@ from qkv.database.table import cells
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import encoding, limits
 from qkv.serve.batch import QueryBatcher
+from qkv.serve.errors import RequestError
 from qkv.serve.metrics import Metrics
-from qkv.serve.route import RequestError
 from qkv.util.deadline import DeadlineError, current_deadline, limit_time
 from qkv.weightings import Weighting
 

@@ -20,7 +20,8 @@ from qkv.page.packing import pack_arrays
 from qkv.page.views import build_views
 from qkv.serve import limits
 from qkv.serve.databases import NAME_PATTERN, DatabaseRegistry, check_weighting
-from qkv.serve.route import RequestData, RequestError, Route, Routes
+from qkv.serve.errors import RequestError
+from qkv.serve.route import RequestData, Route, Routes
 from qkv.serve.schemas import (
     COUNT_SCHEMA,
     SUMMARY_PROPERTIES,

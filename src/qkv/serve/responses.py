@@ -22,7 +22,7 @@ from qkv.database.errors import (
 )
 from qkv.errors import MissingExtraError, QkvError
 from qkv.serve import encoding
-from qkv.serve.route import RequestError
+from qkv.serve.errors import RequestError
 from qkv.util.formatting import to_jsonable
 
 STATUS_BY_ERROR: dict[type[QkvError], int] = {

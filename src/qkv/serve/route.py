@@ -17,15 +17,6 @@ Method = Literal["GET", "POST", "DELETE"]
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
-class RequestError(Exception):
-    """An error response: its status, its message, and further fields of its JSON body."""
-
-    def __init__(self, status: int, message: str, **data: Any):
-        super().__init__(message)
-        self.status, self.message, self.data = status, message, data
-        self.headers: dict[str, str] = {}
-
-
 @dataclass(frozen=True)
 class RequestData:
     """The parsed parts of a request that a handler reads."""

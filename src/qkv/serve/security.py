@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.errors import ArgumentError
 from qkv.serve import limits
+from qkv.serve.errors import RequestError
 from qkv.serve.metrics import Metrics
 from qkv.serve.responses import error_response
-from qkv.serve.route import RequestError, Right
+from qkv.serve.route import Right
 from qkv.util.caches import memoize
 
 MIN_TOKEN_CHARACTERS = 16

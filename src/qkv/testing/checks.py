@@ -17,7 +17,7 @@ from qkv.engines import streaming
 from qkv.errors import EngineError
 from qkv.frameworks import get_framework, to_numpy
 from qkv.scores import resolve, user_functions
-from qkv.scores.functions import UserScore
+from qkv.scores.user_score import UserScore
 from qkv.testing.frameworks import NumPy as Framework
 from qkv.util.types import Array
 from qkv.weightings import Weighting

@@ -9,7 +9,7 @@ from qkv.scores import Score
 from qkv.util.registry import ClassRegistry
 from qkv.weightings import graph_nodes as _nodes  # noqa: F401, registers the nodes by name
 from qkv.weightings.average import Average
-from qkv.weightings.base import State, Weighting, pool_by_weights
+from qkv.weightings.base import Elementwise, State, Weighting, pool_by_weights
 from qkv.weightings.entmax import Entmax, Sparsemax
 from qkv.weightings.hard import Hard
 from qkv.weightings.normalized import Normalized, Raw, Sigmoid
@@ -39,6 +39,7 @@ WeightingLike = Name | Weighting
 __all__ = [
     "NAMES",
     "Average",
+    "Elementwise",
     "Entmax",
     "Hard",
     "Name",

@@ -275,7 +275,23 @@ class Weighting(tree.Record):
 
 
 class Elementwise(Weighting):
-    """Base of weightings whose weight i depends only on score i."""
+    """Base of weightings whose weight i depends only on score i: αᵢ = f(sᵢ).
+
+    A subclass is a frozen dataclass. It defines `weights`, which gives 0 where `live` is False, and
+    `score_gradient`, ∂L/∂s = f′(s) ∂L/∂α.
+
+    >>> from dataclasses import dataclass
+    >>> import numpy as np
+    >>> @dataclass(frozen=True)
+    ... class Square(Elementwise):
+    ...     def weights(self, scores, live, k):
+    ...         return get_framework(scores).fill_unless(scores**2, live)
+    ...
+    ...     def score_gradient(self, scores, weight, weight_gradient, centre, row_facts):
+    ...         return 2 * scores * weight_gradient
+    >>> Square()(np.array([[2.0, -1.0]]))
+    array([[4., 1.]])
+    """
 
     def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         return self.weights(scores, live, k)

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from qkv.database.encoders.arrays import Arrays
-from qkv.database.encoders.base import Encoder, EncoderArrays, EncoderSettings
+from qkv.database.encoders.base import Encoder
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.custom import Custom
 from qkv.database.encoders.exact import Exact
-from qkv.database.encoders.heads import Columns, Heads
+from qkv.database.encoders.heads import Columns, Heads, resolve
 from qkv.database.encoders.learned import Learned
 from qkv.database.encoders.lexical import Lexical
 from qkv.database.encoders.numbers import Numbers
+from qkv.database.encoders.registry import ENCODERS, load, register
 from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
 from qkv.database.encoders.vectors import Vectors
 from qkv.database.encoders.words import Words, is_installed
 from qkv.database.table import cells
-from qkv.errors import ArgumentError, DtypeError, QkvError, unknown_name_error
+from qkv.errors import ArgumentError, unknown_name_error
 from qkv.frameworks import is_array
-from qkv.util.registry import ClassRegistry
 
-ENCODERS = ClassRegistry(
-    "encoders",
-    Encoder,  # type: ignore[type-abstract]
+ENCODERS.update(
     arrays=Arrays,
     characters=Characters,
     columns=Columns,
@@ -41,7 +38,6 @@ ENCODERS = ClassRegistry(
     vectors=Vectors,
     words=Words,
 )
-register = ENCODERS.register
 
 EncoderName = Literal[
     "arrays", "characters", "exact", "lexical", "numbers", "sentences", "text", "words"
@@ -75,46 +71,6 @@ __all__ = [
 ]
 
 
-def load(
-    settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None = None
-) -> Encoder:
-    """Build the encoder of a stored database; `user_encoder` is the `encoder=` of the caller.
-
-    >>> load(Characters(128).settings(), {})
-    Characters(width=128, n=(2, 3), sounds=0.5, idf=False)
-    """
-    advice = " Register it by encoders.register, or open the database with encoder=."
-    try:
-        if user_encoder is not None and user_encoder.kind == settings["kind"]:
-            return user_encoder.restore(settings, arrays, user_encoder)
-        return ENCODERS.find_class(settings["kind"], advice).restore(settings, arrays, user_encoder)
-    except QkvError:
-        raise
-    except Exception as error:  # the settings may be damaged or untrusted
-        raise ArgumentError(
-            f"the settings of the encoder make none ({type(error).__name__}: {error}): encode the "
-            "keys again, D.encode(encoder)"
-        ) from error
-
-
-def resolve(encoder: Any) -> Encoder:
-    """Return the encoder for a name, an encoder, a function, "module:function" or a list of heads.
-
-    >>> resolve("exact")
-    Exact(width=256)
-    """
-    if isinstance(encoder, str) and ":" in encoder:
-        return Custom(_import_function(encoder))
-    resolved = ENCODERS.resolve(encoder)
-    if resolved is not None:
-        return resolved
-    if isinstance(encoder, list | tuple | Mapping):
-        return Heads(encoder)
-    if callable(encoder):
-        return Custom(encoder)
-    raise DtypeError(f"encoder must be a name, an encoder or a function, not {encoder!r}")
-
-
 def resolve_name(name: Any) -> Encoder:
     """Return the encoder of a registered name from an untrusted client.
 
@@ -126,17 +82,6 @@ def resolve_name(name: Any) -> Encoder:
     if not isinstance(name, str) or name not in ENCODERS:
         raise unknown_name_error("encoder", name, ENCODERS)
     return resolve(name)
-
-
-def _import_function(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        target: Any = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ArgumentError(f"encoder {path!r} cannot be imported: {error}") from None
-    return target
 
 
 def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:

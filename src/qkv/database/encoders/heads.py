@@ -17,6 +17,7 @@ from qkv.database.encoders.base import (
     select_by_prefix,
 )
 from qkv.database.encoders.characters import mix_hash
+from qkv.database.encoders.registry import load, resolve_single
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks.ragged import Ragged, build_sparse, entry_positions, entry_values
 from qkv.util.formatting import quote_cell
@@ -46,8 +47,6 @@ class Heads(Encoder):
     kind: ClassVar[str] = "heads"
 
     def __post_init__(self) -> None:
-        from qkv.database.encoders import resolve
-
         heads, names, what = self.heads, self.names, type(self).__name__
         if isinstance(heads, Mapping):
             names, heads = tuple(map(str, heads)), tuple(heads.values())
@@ -159,14 +158,23 @@ class Heads(Encoder):
     def restore(
         cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Heads:
-        from qkv.database.encoders import load
-
         own = user_encoder.heads if isinstance(user_encoder, Heads) else ()
         heads = [
             load(one, select_by_prefix(f"{i}.", arrays), own[i] if i < len(own) else None)
             for i, one in enumerate(settings["heads"])
         ]
         return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
+
+
+def resolve(encoder: Any) -> Encoder:
+    """Return the encoder for a name, an encoder, a function, "module:function" or a list of heads.
+
+    >>> resolve("exact")
+    Exact(width=256)
+    """
+    if isinstance(encoder, list | tuple | Mapping):
+        return Heads(encoder)
+    return resolve_single(encoder)
 
 
 def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:

@@ -20,6 +20,7 @@ from qkv.database.encoders.base import (
 )
 from qkv.database.encoders.heads import Heads, merge_sparse_heads
 from qkv.database.encoders.lexical import Lexical
+from qkv.database.encoders.registry import load
 from qkv.database.encoders.text import Text
 from qkv.errors import ArgumentError
 from qkv.frameworks.ragged import Ragged, entry_positions, entry_values, sparse_products
@@ -302,8 +303,6 @@ class Learned(Encoder):
     def restore(
         cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Learned:
-        from qkv.database.encoders import load
-
         user_encoder = user_encoder.base if isinstance(user_encoder, cls) else user_encoder
         base = load(settings["base"], select_by_prefix("base.", arrays), user_encoder)
         parameters = select_by_prefix("learned.", arrays)

@@ -5,26 +5,18 @@ PyTorch: `torch.nn.functional.scaled_dot_product_attention`. JAX: `jax.nn.dot_pr
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from qkv.engines import streaming
 from qkv.engines.call import Call, ThreeArrayRunner
-from qkv.frameworks import is_array
-from qkv.scores import Dot, ScaledDot
-from qkv.util.caches import memoize
+from qkv.engines.native.softmax_dot import MIN_MANY_KEYS, not_softmax_dot_reason
+from qkv.engines.triton_import import has_triton
 from qkv.util.types import Array
-from qkv.weightings import Softmax
 
 NAME = "native"
 
 ProjectedAttention = Callable[..., tuple[Array, Array | None] | None]
-
-MIN_MANY_KEYS = 2**14
-"""Keys from which, for few queries, reading the keys dominates the time."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -40,21 +32,6 @@ def unsupported_reason(call: Call) -> str | None:
     if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "an array is empty"
     return _select_backend(call).unsupported_reason(call)  # type: ignore[no-any-return]
-
-
-def not_softmax_dot_reason(call: Call) -> str | None:
-    """Return why the call is not a softmax of dot products, or None."""
-    if type(call.score) not in (Dot, ScaledDot):
-        return f"fused kernels support only dot products, not {type(call.score).__name__}"
-    if getattr(call.score, "softcap", None) is not None:
-        return "fused kernels do not support a softcap"
-    if type(call.weighting) is not Softmax:
-        return f"fused kernels support only softmax, not {type(call.weighting).__name__}"
-    if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
-        return "fused kernels give no gradient for a learned scale or temperature"
-    if call.rule is not None and effective_scale(call) <= 0:
-        return "fused kernels multiply masked scores, −∞, by the scale, which is not positive"
-    return None
 
 
 def slower_reason(call: Call) -> str | None:
@@ -124,34 +101,3 @@ def has_fused_kernels(call: Call) -> bool:
 def _has_lookup_kernel(call: Call) -> bool:
     on_cuda = call.fw.name == "torch" and call.query.device.type == "cuda"
     return on_cuda and has_triton() and not call.fw.is_traced(call.query)
-
-
-def has_triton() -> bool:
-    """Return whether Triton can be used."""
-    return triton_missing_reason() is None
-
-
-def triton_missing_reason() -> str | None:
-    """Return why Triton cannot be imported, or None."""
-    if "triton" in sys.modules:
-        return None
-    if "tensorflow" in sys.modules:
-        return (
-            "TensorFlow was imported before Triton, and their LLVM libraries would crash the "
-            "process: import triton first"
-        )
-    return None if _is_triton_installed() else "Triton is not installed: pip install triton"
-
-
-@memoize("engines.is_triton_installed")
-def _is_triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def effective_scale(call: Call) -> float:
-    """Return the factor of qᵀk, including the temperature of the softmax."""
-    scale: Any = 1.0
-    if isinstance(call.score, ScaledDot):
-        width = int(call.fw.static_shape(call.query)[-1] or 1)  # torch.compile may not know it yet
-        scale = 1 / math.sqrt(width) if call.score.scale is None else call.score.scale
-    return float(scale / call.weighting.temperature)  # type: ignore[attr-defined]

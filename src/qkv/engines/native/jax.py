@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from qkv.engines import call as calls
-from qkv.engines import native, streaming
+from qkv.engines import streaming
 from qkv.engines.call import Call
+from qkv.engines.native.softmax_dot import effective_scale
 from qkv.frameworks import tree
 from qkv.masks import is_plain_causal
 from qkv.util.types import Array
@@ -67,7 +68,7 @@ def run(call: Call) -> Array:
             parts.append(jnp.swapaxes(jnp.broadcast_to(x, (*lead, *x.shape[-2:])), -3, -2))
         out = jax.nn.dot_product_attention(
             *parts,
-            scale=native.effective_scale(call),
+            scale=effective_scale(call),
             is_causal=call.rule is not None,
             implementation="cudnn" if fused else None,
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qkv.engines import call as calls
-from qkv.engines import dense, native, streaming
+from qkv.engines import dense, streaming
 from qkv.engines.call import Call, ThreeArrayRunner
 from qkv.engines.native import backends, query_spans
 from qkv.engines.native.sdpa_kernel import (
@@ -20,6 +20,8 @@ from qkv.engines.native.sdpa_kernel import (
     kernel_mask,
     run_kernel,
 )
+from qkv.engines.native.softmax_dot import MIN_MANY_KEYS, effective_scale
+from qkv.engines.triton_import import has_triton
 from qkv.frameworks import threads, tree
 from qkv.frameworks.torch import HALF_DTYPES, is_dtensor, is_finite
 from qkv.masks import is_plain_causal
@@ -196,7 +198,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
         return _build_device_runner(call)
     if call.query.device.type != "cpu" or call.query.dtype in HALF_DTYPES:
         return None
-    sdpa, scale = backends.SDPA, native.effective_scale(call)
+    sdpa, scale = backends.SDPA, effective_scale(call)
     if scale != 1 / math.sqrt(shapes[0][-1]):  # the default: passing it would take longer
         sdpa = partial(sdpa, scale=scale)
     needs_gradient, is_short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
@@ -232,7 +234,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
 def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
     """Return the direct runner on CUDA, which never waits for values."""
-    causal, scale = is_plain_causal(call.rule), native.effective_scale(call)
+    causal, scale = is_plain_causal(call.rule), effective_scale(call)
     sdpa = backends.SDPA
     needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
     if call.rule is not None and (needs_gradient or not _repairs_nan(call)):
@@ -274,7 +276,7 @@ def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
 
 def _splits_keys(call: Call) -> bool:
     """Return whether the kernel, which distributes only queries and heads, leaves cores idle."""
-    if call.query.device.type != "cpu" or call.rule is not None or call.m < native.MIN_MANY_KEYS:
+    if call.query.device.type != "cpu" or call.rule is not None or call.m < MIN_MANY_KEYS:
         return False
     if call.fw.is_traced(call.query) or call.fw.dtype_name(call.query) == "float64" or call.dropout:
         return False
@@ -301,7 +303,7 @@ def _run_split_keys(call: Call) -> Array:
     def run_part(start: int, heads: int, size: int) -> tuple[Array, Array]:
         end = start + heads * size
         k, v = (x[:, :, start:end].reshape(batch, heads, size, width) for x in (key, value))
-        return flash(query.expand(-1, heads, -1, -1), k, v, scale=native.effective_scale(call))  # type: ignore[no-any-return]
+        return flash(query.expand(-1, heads, -1, -1), k, v, scale=effective_scale(call))  # type: ignore[no-any-return]
 
     results = [run_part(0, count, size)]
     if call.m % count:
@@ -340,7 +342,7 @@ def _repairs_nan(call: Call) -> bool:
     is_supported = (
         is_supported and max(call.fw.static_shape(x)[-1] for x in (call.query, call.value)) <= 256
     )
-    return is_supported and not call.fw.is_traced(call.query) and native.has_triton()
+    return is_supported and not call.fw.is_traced(call.query) and has_triton()
 
 
 def _run_with_repair(call: Call) -> Array:
@@ -386,7 +388,7 @@ def _repair_output(call: Call, out: Array) -> tuple[Array, Array]:
     out = out.contiguous()
     query, key, value = _visible_arrays(call)
     repair_state = import_nan_repair().repair_output(
-        as_four_axes(out, call.lead), query, key, value, native.effective_scale(call)
+        as_four_axes(out, call.lead), query, key, value, effective_scale(call)
     )
     return out, repair_state
 
@@ -399,7 +401,7 @@ def _repair_query_gradient(
         as_four_axes(x, call.lead) for x in (query_gradient, gradient.contiguous(), saved[1])
     )
     query, key, value = _visible_arrays(call)
-    scale = native.effective_scale(call)
+    scale = effective_scale(call)
     import_nan_repair().repair_query_gradient(
         dquery, gradient, out, saved[0], query, key, value, scale
     )

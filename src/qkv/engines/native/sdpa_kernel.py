@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 
 from qkv import masks
 from qkv.engines import call as calls
-from qkv.engines import dense, native
+from qkv.engines import dense
 from qkv.engines.call import Call
 from qkv.engines.native.backends import run_sdpa
+from qkv.engines.native.softmax_dot import effective_scale
 from qkv.errors import EngineError
 from qkv.frameworks import load_framework
 from qkv.frameworks.torch import MIN_DROPOUT_FOR_16_BITS, distinct_views, draw_survivors
@@ -54,7 +55,7 @@ def run_kernel(
         mask = expand_mask_rows(mask, key.shape[-2])
     if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = as_four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
-    scale, out = native.effective_scale(call), None
+    scale, out = effective_scale(call), None
     if lse_out is not None and mask is not None and not call.dropout:
         out = _run_cpu_flash(parts, mask, scale, lse_out)
     if out is None:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from qkv.engines import call as calls
-from qkv.engines import dense, native
+from qkv.engines import dense
 from qkv.engines.call import Call
+from qkv.engines.native.softmax_dot import effective_scale
+from qkv.engines.triton_import import has_triton
 from qkv.frameworks.torch import is_finite, should_copy_transpose
 from qkv.util.caches import memoize
 from qkv.util.types import Array, Arrays, Gradients
@@ -43,7 +45,7 @@ def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]
 
 def _bind_masked(call: Call) -> Callable[..., tuple[Array, Array] | None]:
     needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
-    average, scale = call.wants_weights == "mean", native.effective_scale(call)
+    average, scale = call.wants_weights == "mean", effective_scale(call)
     return partial(_run_masked, scale=scale, needs_gradient=needs_gradient, average=average)
 
 
@@ -87,7 +89,7 @@ def run(call: Call) -> tuple[Array, Array] | None:
     parts: list[Any] = [call.query, call.key, call.value]
     if not _has_equal_shapes(parts):
         return None
-    query, scale, average = call.query, native.effective_scale(call), call.wants_weights == "mean"
+    query, scale, average = call.query, effective_scale(call), call.wants_weights == "mean"
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return None
     if not call.fw.needs_gradient(parts):
@@ -101,7 +103,7 @@ def run_on_device(call: Call) -> tuple[Array, Array]:
     """Return the output and α on CUDA, for calls that fit the flash kernel."""
     from qkv.engines.triton.weights import compute_weights
 
-    query, key, scale = call.query, call.key, native.effective_scale(call)
+    query, key, scale = call.query, call.key, effective_scale(call)
     flash = torch._scaled_dot_product_flash_attention
     out, lse, *_ = flash(query, key, call.value, 0.0, False, False, scale=scale)
     return out, compute_weights(query, key, lse.detach(), scale, None, call.wants_weights == "mean")
@@ -161,7 +163,7 @@ def fits_flash_kernel(call: Call) -> bool:
         or not query.is_cuda
     ):
         return False
-    fits = native.has_triton() and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    fits = has_triton() and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return fits and _device_capability(query.device) >= (8, 0)
 
 

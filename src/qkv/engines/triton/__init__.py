@@ -16,7 +16,6 @@ from typing import Any
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call, ThreeArrayRunner
-from qkv.engines.native import triton_missing_reason
 from qkv.engines.triton.call_arrays import (
     KERNEL_WEIGHTINGS,
     MaskBounds,
@@ -31,6 +30,7 @@ from qkv.engines.triton.call_arrays import (
     kernel_lowering,
     split_mask,
 )
+from qkv.engines.triton_import import triton_missing_reason
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
 from qkv.masks.band import Band
