@@ -60,13 +60,13 @@ class Valuation:
         return vars(self) | {"_rows": partial(_rows_from_pickle, kept)}
 
 
-def _rows_from_pickle(kept: dict[int, Row], places: np.ndarray) -> list[Row]:
-    if not all(place in kept for place in places.tolist()):
+def _rows_from_pickle(rows_by_place: dict[int, Row], places: np.ndarray) -> list[Row]:
+    if not all(place in rows_by_place for place in places.tolist()):
         raise CombinationError(
             f"a pickle contains only the {PICKLED_ROWS_PER_END:,} best and the "
             f"{PICKLED_ROWS_PER_END:,} worst rows: call value_of_rows again for more"
         )
-    return [kept[place] for place in places.tolist()]
+    return [rows_by_place[place] for place in places.tolist()]
 
 
 def compute_influence(scan: RowScan, query: Any, alpha: np.ndarray, value: Any) -> Any:

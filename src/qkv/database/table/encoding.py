@@ -159,13 +159,13 @@ def reencode_rows(
     """Yield ids and tensors of all rows in blocks, with the keys encoded by another encoder."""
     # This includes rows whose segment is lost.
     ids, raw = view.snapshot.live_ids(), stores_raw_keys(encoder, view.schema)
-    kept = choose_precision(encoder, view.settings.get("precision"))
+    precision = choose_precision(encoder, view.settings.get("precision"))
     # If int8 vectors are the keys, only the old bounds know what rounding has lost.
-    same = (
+    reuses_codes = (
         encoder.is_identity
         and view.encoder.is_identity
-        and kept == view.vector_precision
-        and kept.is_int8
+        and precision == view.vector_precision
+        and precision.is_int8
     )
     names = [
         name
@@ -173,25 +173,28 @@ def reencode_rows(
         if name in view.snapshot.tensor_names
     ]
     for start in range(0, len(ids), KEYS_PER_BLOCK):
-        some, fresh = ids[start : start + KEYS_PER_BLOCK], keys[start : start + KEYS_PER_BLOCK]
-        if same:
-            made = {name: view.snapshot.read_tensor(name, some) for name in names}
+        block_ids, block_keys = (
+            ids[start : start + KEYS_PER_BLOCK],
+            keys[start : start + KEYS_PER_BLOCK],
+        )
+        if reuses_codes:
+            tensors = {name: view.snapshot.read_tensor(name, block_ids) for name in names}
         else:
-            made = encode_tensors(encoder, fresh, kept, int(some[0]))
+            tensors = encode_tensors(encoder, block_keys, precision, int(block_ids[0]))
         if raw:
-            made["key"] = fresh
-        made |= _read_other_tensors(view, some)
+            tensors["key"] = block_keys
+        tensors |= _read_other_tensors(view, block_ids)
         if progress is not None:
-            progress(start + len(some), len(ids))
-        yield some, made
+            progress(start + len(block_ids), len(ids))
+        yield block_ids, tensors
 
 
 def _read_other_tensors(view: TableView, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Return the tensors of values and columns, from the records if the segment is lost."""
     snapshot, schema = view.snapshot, view.schema
-    kept = [x for x in snapshot.tensor_names if x == "value" or columns.is_column_tensor(x)]
+    names = [x for x in snapshot.tensor_names if x == "value" or columns.is_column_tensor(x)]
     try:
-        return {name: snapshot.read_tensor(name, ids) for name in kept}
+        return {name: snapshot.read_tensor(name, ids) for name in names}
     except (StoreDamagedError, RowNotFoundError):
         if schema.vector_columns:  # records do not contain vectors
             raise
