@@ -300,7 +300,7 @@ def test_attend_of_nothing_is_null(con, arguments):
     [
         ("[1, 2], [[1, 2], [3]], [[1], [2]]", "keys has vectors of 1 and of 2 numbers"),
         ("[1, 2], [[1, 2], [3, 4]], [[1], []]", "values has vectors of 0 and of 1 numbers"),
-        ("[1, 2], [[1, 2], [3, 4]], [[1]]", "2 keys and 1 values: one for each key"),
+        ("[1, 2], [[1, 2], [3, 4]], [[1]]", "2 keys and 1 values: pass one value for each key"),
         ("[1, 2, 3], [[1, 2]], [[1]]", "query has 3 columns and key 2"),
         ("[1, NULL], [[1, 2]], [[1]]", "query holds a NULL"),
         ("[1, 2], [[1, 2], NULL], [[1], [2]]", "keys holds a NULL"),

@@ -95,7 +95,7 @@ class TestWhatIsWrongIsNoticed:
             def divisor_without(self, rest: Array) -> Array:
                 return rest
 
-        with pytest.raises(AssertionError, match=r"Felt.*-leaving"):
+        with pytest.raises(AssertionError, match=r"Felt.*-without_key"):
             check_weighting(Felt(), **QUICK)
 
     def test_a_mask_that_is_not_heeded(self) -> None:

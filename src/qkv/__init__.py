@@ -7,7 +7,7 @@ array([[10.01]])
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # the name is enough: to load typing takes longer than all that is here
+TYPE_CHECKING = False  # importing typing would take longer than the rest of this file
 if TYPE_CHECKING:
     from typing import Any
 
@@ -99,7 +99,7 @@ _NESTED_NAMES = {
     "from_source": "Database",
     "from_frame": "Database",
 }
-"""Names that users look for here, and the module that has each."""
+"""Names that users may look for in `qkv`, and the submodule or class that has each."""
 
 
 def __getattr__(name: str) -> Any:
@@ -117,10 +117,10 @@ def __getattr__(name: str) -> Any:
     there = difflib.get_close_matches(name, _NESTED_NAMES, n=1, cutoff=0.85)
     near = [*(f"qkv.{_NESTED_NAMES[x]}.{x}" for x in there), *map(repr, here)]
     hint = f": did you mean {near[0]}?" if near else ""
-    # With the module, Python would say what it finds nearest as well.
+    # Without `obj`, so that Python does not append a suggestion of its own.
     raise AttributeError(f"module 'qkv' has no attribute {name!r}{hint}", name=name)
 
 
 def __dir__() -> list[str]:
-    # Without the modules of frameworks: help\(\) looks at every name and would load them all.
+    # Without `_SUBMODULES`: help(qkv) reads every listed name and would import all frameworks.
     return [*__all__, "__version__"]

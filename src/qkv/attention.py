@@ -40,13 +40,13 @@ class FormulaOptions(TypedDict, total=False):
 
 
 class AttendOptions(FormulaOptions, total=False):
-    """Those, and the choice of an engine, which does not change the result."""
+    """The arguments of `FormulaOptions`, and the engine, which does not change the result."""
 
     engine: EngineName | None
 
 
 class ReturnOptions(AttendOptions, total=False):
-    """Those, and the further results that `attend` returns."""
+    """The arguments of `AttendOptions`, and those that request further results."""
 
     return_lse: bool
     return_weights: bool | Literal["mean"]

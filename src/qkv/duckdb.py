@@ -104,7 +104,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
 def _answer_columns_sql(path: str) -> str:
     """Return SQL for the answer's rows with the database's columns and their types."""
     if path is None:
-        raise ArgumentError("qkv_ask: the path is NULL: give that of a database, 'books.qkv'")
+        raise ArgumentError("qkv_ask: the path is NULL: pass the path of a database, 'books.qkv'")
     with open(path, create=False) as database:
         types = _column_types(database)
     cells = [
@@ -263,8 +263,8 @@ def _attend_columns(query: Any, keys: Any, values: Any, score: Any, weighting: A
     # The sum of nothing is NULL, as in SQL.
     live = ~(q.is_null | k.is_null | v.is_null) & (k.vector_count > 0)
     for i in np.flatnonzero(live & (k.vector_count != v.vector_count))[:1]:
-        told = f"{k.vector_count[i]} keys and {v.vector_count[i]} values"
-        raise ShapeError(f"attend: {told}: one for each key")
+        counts = f"{k.vector_count[i]} keys and {v.vector_count[i]} values"
+        raise ShapeError(f"attend: {counts}: pass one value for each key")
     ways = zip(score.to_pylist(), weighting.to_pylist(), strict=True)
     shapes = zip(
         ways, k.vector_count.tolist(), *(side.vector_widths(live) for side in sides), strict=True
@@ -315,8 +315,8 @@ class _VectorColumn:
         for i in np.flatnonzero((sizes[self._rows[0] :] != found[row]) & some[row])[:1]:
             two = sorted((sizes[self._rows[0] + i], found[row[i]]))
             raise ShapeError(
-                f"attend: {self.name} has vectors of {two[0]} and of {two[1]} numbers: all that "
-                "belong to one query need one length"
+                f"attend: {self.name} has vectors of {two[0]} and of {two[1]} numbers: all "
+                "vectors for one query must have the same length"
             )
         return found.tolist()
 

@@ -304,7 +304,7 @@ def test_the_precision_of_x_is_kept():
         (lambda: AttentionClassifier().fit(X, C).partial_fit(X, np.ones(40)),
          "y is numbers, such as 1.0, but the classes so far are text"),
         (lambda: AttentionClassifier().partial_fit(X, np.c_[C, C], classes=["low"]),
-         "classes has 1 lists, but y 2 columns"),
+         "classes has 1 lists, but y has 2 columns"),
         (lambda: AttentionTransformer(cells="some").fit(X), "unknown cells 'some'"),
         (lambda: AttentionTransformer("learned").fit(X), "needs a y"),
         (lambda: AttentionTransformer().fit(X * [1, np.nan, 1]), "column 1 has no value"),

@@ -49,9 +49,9 @@ SALARIES = {
 
 
 def demo() -> Iterator[Result]:
-    """Show three short examples on built-in tables.
+    """Show four short examples on built-in tables.
 
-    For a longer demo with three hundred books and plots, run `make demo` in the repository.
+    For a longer demo with 300 books and plots, run `make demo` in the repository.
     """
     from qkv.database import Database
 

@@ -36,7 +36,7 @@ from qkv.database.query.arguments import (
     encode_numbers,
     list_pairs,
     parse_queries,
-    score_beside,
+    resolve_score_like,
 )
 from qkv.database.query.inputs import Batch, as_cells
 from qkv.database.storage import CompactReport, Store, Version, folder
@@ -545,7 +545,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
                 return np.concatenate([self.attend(batch, **options) for batch in batches])
             code = view.encode_queries(queries)
         view.check_query(code)
-        resolved_score = score_beside(view, score, code.code)
+        resolved_score = resolve_score_like(view, score, code.code)
         if resolved_score.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is only for ask")
         bound_options = dict(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qkv.database.query.arguments import encode_numbers, score_beside
+from qkv.database.query.arguments import encode_numbers, resolve_score_like
 from qkv.database.table.schema import rows_to_columns
 from qkv.errors import CombinationError
 from qkv.frameworks import get_framework
@@ -43,7 +43,7 @@ def encode_memory_query(database: Database[Any, Any], query: Array) -> Array:
 
 def own_score(database: Database[Any, Any], query: Array) -> Score:
     """Return the encoder's score, with its arrays on the query's device."""
-    return score_beside(database._nonempty_view(), None, query)
+    return resolve_score_like(database._nonempty_view(), None, query)
 
 
 def find_memory_rows(
@@ -70,7 +70,7 @@ def find_memory_rows(
     allowed = view.mask_missing_values(None)[0]
     rows = view.open_vectors(allowed)
     scores, places = find_nearest_rows(
-        rows, query, min(k, rows.shape[0]), score=score_beside(view, score, query)
+        rows, query, min(k, rows.shape[0]), score=resolve_score_like(view, score, query)
     )
     fw = get_framework(query)
     live = fw.to_numpy(scores) > -np.inf

@@ -237,8 +237,8 @@ def overflow_error(score: Score, weighting: Weighting, queries: int) -> Argument
     """Return the error for scores that overflow float64."""
     return ArgumentError(
         f"the scores of {format_record(score)} and {format_record(weighting)} overflow float64 "
-        f"for {format_count(queries)} of the queries: use a larger bandwidth or temperature; the "
-        "best key has all the weight at much larger ones already"
+        f"for {format_count(queries)} of the queries: use a larger bandwidth or temperature. "
+        "Even at much larger ones, the best key has all the weight"
     )
 
 

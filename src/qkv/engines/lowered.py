@@ -13,7 +13,7 @@ from types import ModuleType
 
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
-from qkv.engines.triton.call_arrays import build_form
+from qkv.engines.triton.call_arrays import build_dot_product_form
 from qkv.errors import format_count
 from qkv.frameworks import is_array
 from qkv.scores import Additive, Dot, Gated, Gaussian, ScaledDot, Score
@@ -40,7 +40,7 @@ MIN_PAIRS_PER_FUNCTION = 6
 
 
 def shape_based_reason(call: Call) -> str | None:
-    """Return a reason that needs no array values; `unsupported_reason` reads them."""
+    """Return why this engine is not used, judged by shapes and types without array values."""
     if not isinstance(call.score, Additive):
         return None
     shape = (*call.lead, call.n, call.m)
@@ -141,7 +141,11 @@ def rewrite_as_dot(call: Call) -> Call:
     assert not isinstance(call.lowering, str)
     score = call.lowering[0]
     if native.has_fused_kernels(call):
-        form = build_form(call, score) if call.fw.name == "torch" else _narrow_form(call, score)
+        form = (
+            build_dot_product_form(call, score)
+            if call.fw.name == "torch"
+            else _narrow_form(call, score)
+        )
         if form.bias is None and form.gate_query is None:
             query, key = form.query, form.key
             return replace(call, query=query, key=key, score=ScaledDot(form.scale))

@@ -57,7 +57,7 @@ def find_plan(
     mask: Any,
     flags: tuple[Hashable, ...],
 ) -> tuple[Signature | None, Plan | None]:
-    """Return the signature of a call and the cached plan for it; None for what there is not.
+    """Return the signature of a call and the cached plan for it; None for each that is missing.
 
     This is the only place that builds a signature. It runs in every call, so the records' cached
     signatures are read here without a further function call.

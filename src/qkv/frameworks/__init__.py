@@ -156,9 +156,8 @@ def as_plain_array(x: Array, name: str) -> Array:
             f"{name} is ragged, its rows differ in length: pass {name}.to_tensor() and the mask "
             f"masks.lengths({name}.row_lengths())"
         )
-    x = get_framework(x).as_plain_array(
-        x, name
-    )  # first: what it refuses may have no shape to be asked for
+    # Before the check of the shape: arrays that it rejects may have no shape.
+    x = get_framework(x).as_plain_array(x, name)
     if getattr(x.shape, "rank", 2) is None:
         raise ShapeError(f"{name} must have a known number of axes: set it with tf.ensure_shape")
     return x

@@ -129,8 +129,8 @@ class Framework:
         """Return x on the device of `like`."""
         return x
 
-    def surely(self, condition: Any) -> bool:
-        """Return whether a comparison of sizes holds; False if only a run of the graph knows."""
+    def is_known_true(self, condition: Any) -> bool:
+        """Return whether a condition on sizes holds; False if unknown until the graph runs."""
         return bool(condition)
 
     def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
@@ -193,7 +193,7 @@ class Framework:
         return x
 
     def register_record_classes(self) -> None:
-        """Let the framework take new classes of records apart, where it has such a protocol."""
+        """Register new record classes as pytrees, if the framework has pytrees."""
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the function compiled, if the framework has a compiler that pays off."""
@@ -210,11 +210,11 @@ class Framework:
         return self.xp.asarray(host, dtype=getattr(self.xp, dtype), device=self.device_of(like))
 
     def cached_constant(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        """Return the same for host data that never changes; each device gets one copy."""
+        """Return constant host data as an array on the device of `like`; cached for each device."""
         return self.array_from_host(data, like, dtype)
 
     def block_from_host(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        """Return the same for one of many blocks that are read one after another."""
+        """Return host data as `array_from_host` does, for many blocks read one after another."""
         return self.array_from_host(data, like, dtype)
 
     def device_of(self, x: Array) -> Any:
@@ -264,7 +264,7 @@ class Framework:
         return None
 
     def fused_softmax_and_lse(self, x: Array, live: Array | None) -> tuple[Array, Array] | None:
-        """Return the same and the log-sum-exp (…, 1); None in the same cases."""
+        """Return softmax(x) and the log-sum-exp (…, 1); None as for `fused_softmax`."""
         return None
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
@@ -383,8 +383,10 @@ class Framework:
         return self.full(self.static_shape(like), 0.0, like)
 
     def add_to_span(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
-        """Add a piece at a span of axis −2 and of axis −1 (None: the whole axis); return the
-        accumulator."""
+        """Add `piece` to the rows and columns `rows`, `cols` of the accumulator, and return it.
+
+        None means the whole axis: −2 for rows, −1 for columns.
+        """
         at = [slice(None), slice(None)]
         for axis, span in ((-2, rows), (-1, cols)):
             if span is not None and total.shape[axis] != 1:
@@ -431,7 +433,7 @@ class Framework:
     # Gradients
 
     def with_zero_gradient(self, x: Array) -> Array:
-        """Return x for a result that does not depend on it; its gradient is 0, not missing."""
+        """Return x with a gradient of 0; frameworks may otherwise leave it missing or undefined."""
         return x
 
     def hoist_captures(

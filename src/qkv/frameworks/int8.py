@@ -59,7 +59,7 @@ class Int8Queries:
         self.residual_norm = np.sqrt(np.einsum("ij,ij->i", left, left)) * (1 + 1e-6)
 
     def inner_products(self, code: np.ndarray) -> np.ndarray:
-        """Return the products with int8 vectors (m, d), (n, m) float32."""
+        """Return the dot products of the queries with int8 vectors (m, d): (n, m) float32."""
         return self._product(code)
 
 

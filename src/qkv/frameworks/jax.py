@@ -382,14 +382,14 @@ def _leaf_field_names(record: Any) -> tuple[str, ...]:
         return kept
     fields = tree.field_names(record) or ()
     return tuple(
-        x for x in fields if x not in record.static_fields and _is_child(getattr(record, x))
+        x for x in fields if x not in record.static_fields and _holds_arrays(getattr(record, x))
     )
 
 
-def _is_child(value: Any) -> bool:
+def _holds_arrays(value: Any) -> bool:
     """Return whether the value holds arrays, or JAX's placeholders for them."""
     if isinstance(value, tuple | list):
-        return any(map(_is_child, value))
+        return any(map(_holds_arrays, value))
     if isinstance(value, tree.Record):
         return True
     return not (isinstance(value, _STATIC_TYPES) or callable(value))

@@ -114,15 +114,15 @@ def entry_values(vectors: Ragged) -> np.ndarray:
     return vectors.trim_flat().flat.view("<f4")[::2]
 
 
-def gather_columns(vectors: Ragged, asked: np.ndarray) -> np.ndarray:
-    """Return the values at the positions `asked` (w,), ascending, and the norm of the others.
+def gather_columns(vectors: Ragged, positions: np.ndarray) -> np.ndarray:
+    """Return dense vectors (m, w + 1): the values at w positions, and the norm of all others.
 
-    The result (m, w + 1) has the same products and distances with vectors that are 0 at all other
-    positions as the sparse vectors have.
+    `positions` (w,) ascend. With a query that is 0 at all other positions, the dense vectors have
+    the same dot products and distances as the sparse vectors.
     """
     number, starts = entry_values(vectors), vectors.trim_flat().starts
-    out = np.zeros((len(vectors), len(asked) + 1), np.float32)
-    row, column, at = find_entries(vectors, asked)
+    out = np.zeros((len(vectors), len(positions) + 1), np.float32)
+    row, column, at = find_entries(vectors, positions)
     out[row, column] = number[at]
     square = number * number
     square[at] = 0
@@ -132,10 +132,12 @@ def gather_columns(vectors: Ragged, asked: np.ndarray) -> np.ndarray:
     return out
 
 
-def find_entries(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the entries at the positions `asked`: rows, indices into `asked`, entry numbers.
+def find_entries(
+    vectors: Ragged, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the e entries at these positions: rows, indices into `positions`, entry numbers.
 
-    Each is (e,).
+    Each result is (e,).
 
     >>> find_entries(
     ...     build_sparse(np.array([0, 1]), np.array([5, 9]), np.ones(2), 2),
@@ -145,15 +147,15 @@ def find_entries(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.nda
     """
     vectors = vectors.trim_flat()
     place = vectors.flat.view("<u4")[1::2]
-    if len(place) * len(asked) < MIN_PAIRS_TO_PREFILTER:
-        at, column = (place[:, None] == asked).nonzero()
+    if len(place) * len(positions) < MIN_PAIRS_TO_PREFILTER:
+        at, column = (place[:, None] == positions).nonzero()
     else:  # the low 16 bits exclude nearly all entries
         near = np.zeros(1 << 16, bool)
-        near[asked & np.uint32(0xFFFF)] = True
+        near[positions & np.uint32(0xFFFF)] = True
         at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
-        column = asked.searchsorted(place[at])
-        same = column < len(asked)
-        same[same] = asked[column[same]] == place[at[same]]
+        column = positions.searchsorted(place[at])
+        same = column < len(positions)
+        same[same] = positions[column[same]] == place[at[same]]
         at, column = at[same], column[same]
     row = vectors.starts.searchsorted(at, side="right") - 1 if len(at) else at
     return row, column, at

@@ -311,7 +311,7 @@ class Torch(Framework):
     def to_device_of(self, x: Array, like: Array) -> Array:
         return x if x.device == like.device else x.to(like.device)
 
-    def surely(self, condition: Any) -> bool:
+    def is_known_true(self, condition: Any) -> bool:
         # A graph cannot branch on a size that depends on data, such as that of nonzero.
         return _is_surely_true(condition) if _is_tracing() else bool(condition)
 

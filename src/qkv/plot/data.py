@@ -306,7 +306,7 @@ def captured_cells(weights: Any) -> Cells:
 
 
 def require_unpooled(weights: Any) -> Matrix:
-    """Return the same; raise an error if weights were pooled."""
+    """Return α as `captured_cells` does; raise an error if the weights were pooled."""
     alpha, block = captured_cells(weights)
     if block != (1, 1):
         raise ArgumentError(

@@ -23,32 +23,32 @@ class RetrievedDocument(NamedTuple):
 
 
 def retrieve_documents(
-    database: Any, query: str, top: int, content: str | None = None, **how: Any
+    database: Any, query: str, top: int, content: str | None = None, **options: Any
 ) -> list[RetrievedDocument]:
-    """Return the heaviest rows for a question, heaviest first; `how` are options of `ask`.
+    """Return the heaviest rows for a question, heaviest first; `options` are those of `ask`.
 
     >>> from qkv import Database
     >>> one = retrieve_documents(Database({"Li": "Mu", "Hu": "Rachel"}), "Lii", 1)[0]
     >>> one.text, one.metadata["key"]
     ('Mu', 'Li')
     """
-    answer = database.ask(query, top=top, **how)
+    answer = database.ask(query, top=top, **options)
     if not isinstance(answer, Answer):
-        raise DtypeError(f"a retriever is asked one question, not {query!r}")
+        raise DtypeError(f"query must be one question, not {query!r}")
     sure: dict[str, Any] = {"entropy": answer.entropy, "effective_rows": answer.effective_rows}
     if answer.coverage is not None:
         sure |= {"coverage": answer.coverage, "abstains": answer.abstains}
     return [_build_document(row, content, sure) for row in answer.rows]
 
 
-def check_arguments(database: Any, top: Any, how: Mapping[str, Any]) -> None:
+def check_arguments(database: Any, top: Any, options: Mapping[str, Any]) -> None:
     if not hasattr(database, "ask") or not hasattr(database, "info"):
         raise DtypeError(
-            f"database must be a qkv.Database or one of a qkv.Client, not {database!r}: "
-            "qkv.open(path) opens one, and Client(url)[name] is one of a server"
+            f"database must be a qkv.Database or a database of a qkv.Client, not "
+            f"{database!r}: pass qkv.open(path) or qkv.Client(url)[name]"
         )
     check_top(top)
-    for name in how:
+    for name in options:
         if name not in AttendOptions.__optional_keys__:
             raise unknown_name_error(
                 "option of a retriever", name, ["top", "content", *AttendOptions.__optional_keys__]
@@ -71,7 +71,7 @@ def _build_document(row: Row, content: str | None, sure: Mapping[str, Any]) -> R
 
 
 def _format_text(value: Any) -> str:
-    """A value as text; of several columns a line for each.
+    """Return a value as text, with one line per column if there are several.
 
     >>> _format_text({"author": "Melville", "year": 1851})
     'author: Melville\\nyear: 1851'

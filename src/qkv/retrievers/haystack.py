@@ -15,7 +15,7 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 class HaystackRetriever:
     """Returns the heaviest rows for a question as Haystack documents; the score is the weight.
 
-    `content` names the column with the text, by default the value. `how` are options of `ask`:
+    `content` names the column with the text, by default the value. `options` are those of `ask`:
     `where`, `score`, `weighting`.
 
     >>> from qkv import Database
@@ -27,15 +27,15 @@ class HaystackRetriever:
     """
 
     def __init__(
-        self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
+        self, database: Any, *, top: int = 5, content: str | None = None, **options: Any
     ) -> None:
-        check_arguments(database, top, how)
-        self.database, self.top, self.content, self.how = database, top, content, how
+        check_arguments(database, top, options)
+        self.database, self.top, self.content, self.options = database, top, content, options
 
     @component.output_types(documents=list[Document])
     def run(self, query: str, top: int | None = None) -> dict[str, list[Document]]:
         top = self.top if top is None else top
-        rows = retrieve_documents(self.database, query, top, self.content, **self.how)
+        rows = retrieve_documents(self.database, query, top, self.content, **self.options)
         return {
             "documents": [
                 Document(content=text, meta=about, score=weight) for text, about, weight in rows
@@ -46,15 +46,15 @@ class HaystackRetriever:
         """Return the component as a dictionary; the database is stored as its path."""
         if getattr(self.database, "path", None) is None:
             raise CombinationError(
-                "a pipeline keeps a database by its folder, and this one is in memory: keep it in "
-                "one, Database.from_columns(…, path=…)"
+                "a pipeline stores the path of its database, but this database is in memory: "
+                "create it on disk, Database.from_columns(…, path=…)"
             )
-        told = {"database": str(self.database.path), "top": self.top, "content": self.content}
-        return default_to_dict(self, **told, **parsing.format_options(self.how))
+        fields = {"database": str(self.database.path), "top": self.top, "content": self.content}
+        return default_to_dict(self, **fields, **parsing.format_options(self.options))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HaystackRetriever:
         from qkv.database import open
 
-        told = dict(data["init_parameters"])
-        return cls(open(told.pop("database"), create=False), **parsing.parse_options(told))
+        fields = dict(data["init_parameters"])
+        return cls(open(fields.pop("database"), create=False), **parsing.parse_options(fields))

@@ -29,15 +29,17 @@ class LangChainRetriever(BaseRetriever):
     database: Any
     top: int = 5
     content: str | None = None
-    how: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
 
     def __init__(self, database: Any, **given: Any) -> None:
-        how = {name: given.pop(name) for name in [*given] if name not in type(self).model_fields}
-        super().__init__(database=database, **given | {"how": given.get("how", {}) | how})
-        check_arguments(self.database, self.top, self.how)
+        own = type(self).model_fields
+        options = {name: given.pop(name) for name in [*given] if name not in own}
+        options = given.get("options", {}) | options
+        super().__init__(database=database, **given | {"options": options})
+        check_arguments(self.database, self.top, self.options)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
-        rows = retrieve_documents(self.database, query, self.top, self.content, **self.how)
+        rows = retrieve_documents(self.database, query, self.top, self.content, **self.options)
         return [Document(page_content=text, metadata=about) for text, about, _ in rows]

@@ -13,7 +13,7 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 class LlamaIndexRetriever(BaseRetriever):
     """Returns the heaviest rows for a question as LlamaIndex nodes; the score is the weight.
 
-    `content` names the column with the text, by default the value. `how` are options of `ask`:
+    `content` names the column with the text, by default the value. `options` are those of `ask`:
     `where`, `score`, `weighting`.
 
     >>> from qkv import Database
@@ -25,10 +25,10 @@ class LlamaIndexRetriever(BaseRetriever):
     """
 
     def __init__(
-        self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
+        self, database: Any, *, top: int = 5, content: str | None = None, **options: Any
     ) -> None:
-        check_arguments(database, top, how)
-        self.database, self.top, self.content, self.how = database, top, content, how
+        check_arguments(database, top, options)
+        self.database, self.top, self.content, self.options = database, top, content, options
         super().__init__()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -36,6 +36,6 @@ class LlamaIndexRetriever(BaseRetriever):
         return [
             NodeWithScore(node=TextNode(text=text, metadata=about), score=weight)
             for text, about, weight in retrieve_documents(
-                self.database, query, self.top, self.content, **self.how
+                self.database, query, self.top, self.content, **self.options
             )
         ]

@@ -56,7 +56,9 @@ class TanhFactors(NamedTuple):
 
 
 def find_factors(reach_query: float, reach_key: float, error: float) -> TanhFactors:
-    """Return the shortest sum within the error, for |a| and |b| up to their reach; cached.
+    """Return the shortest sum of products that equals tanh(a + b) up to `error`; cached.
+
+    It holds for |a| ≤ reach_query and |b| ≤ reach_key.
 
     >>> (
     ...     find_factors(4.0, 4.0, 1e-6).term_count,
@@ -315,13 +317,14 @@ def _even_half(a: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 class HalfFactors(NamedTuple):
-    """One side's functions in the products that are even in a, or in those that are odd.
+    """The functions of one variable (a or b) in half of the products: the even or the odd half.
 
-    `weights` (units, J, K) holds the coefficients of p.
+    tanh(a + b) ≈ Σⱼ fⱼ(a) gⱼ(b). A function is p(y) or x p(y), p a polynomial with coefficients
+    `weights` (units, J, K): J functions, K coefficients.
     """
 
     odd: bool
-    """Whether the functions are x p(y) and not p(y)."""
+    """True: the functions are x p(y). False: they are p(y)."""
     weights: np.ndarray
 
 

@@ -1,7 +1,7 @@
 """Validation of JSON bodies and parameters against the schemas of the OpenAPI description.
 
 It is written by hand because the texts of its errors are part of the API: they name the field, the
-value, the limit and the nearest valid name. jsonschema and jsonschema-rs have texts of their own,
+value, the limit and the nearest valid name. jsonschema and jsonschema-rs have their own texts,
 and pydantic and msgspec need classes in the place of the published schemas.
 """
 

@@ -92,7 +92,7 @@ class AttentionEstimator(BaseEstimator):
             raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
         if self.degree:
             self._require_convex("degree=1")
-        self._resolve_attention()  # names that are not known, before anything is looked for
+        self._resolve_attention()  # reports unknown names before the search begins
         kept = counts > 0
         names = getattr(self, "feature_names_in_", None)
         places = resolve_categorical(self.categorical, names, self.n_features_in_)
@@ -169,9 +169,7 @@ class AttentionEstimator(BaseEstimator):
         score: Score = scores.resolve(self.kernel)
         if self.weighting is not None:
             weighting = weightings.resolve(self.weighting)
-            weightings.pair_score_with_weighting(
-                score, weighting
-            )  # refused where they do not go together
+            weightings.pair_score_with_weighting(score, weighting)  # raises if they do not fit
             return {"score": score, "weighting": weighting}
         inside: Weighting = Softmax()
         if score.is_nonnegative:
@@ -227,7 +225,7 @@ class AttentionEstimator(BaseEstimator):
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Return the stored rows followed by these."""
         if y.shape[1:] != self._y.shape[1:]:
-            raise ShapeError(f"y has shape {y.shape}, but earlier rows {self._y.shape}")
+            raise ShapeError(f"y has shape {y.shape}, but the earlier y has shape {self._y.shape}")
         given = (self._X, X), (self._y, y), (self._counts, counts)
         X, y, counts = map(np.concatenate, given)
         return X, y, counts

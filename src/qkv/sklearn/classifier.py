@@ -62,8 +62,10 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         known = [None] * len(columns) if classes is None else classes
         known = [known] if y.ndim == 1 and classes is not None else known
         if len(known) != len(columns):
-            have = f"classes has {len(known)} lists, but y {len(columns)} columns"
-            raise ArgumentError(f"{have}: give one for each")
+            raise ArgumentError(
+                f"classes has {len(known)} lists, but y has {len(columns)} columns: "
+                "pass one list for each column"
+            )
         if classes is not None:
             for column, told in zip(columns, known, strict=True):
                 _check_same_kind("classes are", np.asarray(told), "y is", column)
@@ -143,7 +145,7 @@ def _check_same_kind(one: str, these: Numbers, two: str, those: Numbers) -> None
         some = [x.flat[0].item() if x.size else None for x in (these, those)]
         raise ArgumentError(
             f"{one} {kinds[0]}, such as {some[0]!r}, but {two} {kinds[1]}, such as {some[1]!r}: "
-            "give both in one kind"
+            "use numbers for both, or text for both"
         )
 
 

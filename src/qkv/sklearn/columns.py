@@ -39,7 +39,7 @@ class Features(NamedTuple):
         return cls(numeric, categories, owner.astype(np.intp))
 
     def to_vectors(self, table: Numbers) -> Numbers:
-        """(n, d) → (n, D)
+        """Return a table (n, d) as vectors (n, D).
 
         >>> table = np.array([[1.5, "b"], [2.5, "a"]], dtype=object)
         >>> Features.from_table(table, [1]).to_vectors(table).round(2)
@@ -132,5 +132,5 @@ def _column_index(column: Any, names: list[str], width: int) -> int:
             raise unknown_name_error("column in categorical", column, names)
         return names.index(column)
     if not isinstance(column, int | np.integer) or not -width <= column < width:
-        raise ArgumentError(f"categorical: X has {width} columns, so none at {column!r}")
+        raise ArgumentError(f"categorical: X has {width} columns, but no column {column!r}")
     return int(column) % width

@@ -112,7 +112,7 @@ def _build_checks(
         fallback = scores.Triangular(3.0) if nonnegative else scores.ScaledDot()
         pairs = [(scores.resolve(score or fallback), thing)]
         yield Check(f"{title}-merging", partial(checks.check_merging, thing, nonnegative))
-        yield Check(f"{title}-leaving", partial(checks.check_leaving, thing, nonnegative))
+        yield Check(f"{title}-without_key", partial(checks.check_without_key, thing, nonnegative))
     elif isinstance(thing, Score):
         kinds: list[Weighting] = [weightings.Softmax(), weightings.Raw()]
         kinds += [weightings.Normalized()] if thing.is_nonnegative else []

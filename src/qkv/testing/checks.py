@@ -184,7 +184,7 @@ def check_merging(weighting: Weighting, nonnegative: bool = False) -> None:
         np.testing.assert_allclose(weighting.finish(state, found)[0], want, atol=1e-10)
 
 
-def check_leaving(weighting: Weighting, nonnegative: bool = False) -> None:
+def check_without_key(weighting: Weighting, nonnegative: bool = False) -> None:
     """Check the weights without one key against `divisor_without`.
 
     Where it returns None, a sparse weighting must not change if the key had weight 0.

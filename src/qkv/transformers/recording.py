@@ -200,7 +200,7 @@ class Recorder:
     halvings: int = 0
 
     def begin_pass(self, *_: Any) -> None:
-        """Called before each forward pass of a model, also of a model inside a model."""
+        """Count a forward pass, also of a nested model; the outermost one drops earlier layers."""
         if self.record_layer not in OBSERVERS.get():
             return
         if self.depth == 0:
@@ -208,7 +208,7 @@ class Recorder:
         self.depth += 1
 
     def end_pass(self, *_: Any) -> None:
-        """Called after each forward pass."""
+        """Count the end of a forward pass."""
         if self.record_layer in OBSERVERS.get():
             self.depth -= 1
 

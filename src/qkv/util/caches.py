@@ -22,7 +22,7 @@ V = TypeVar("V")
 
 
 class ClearableCache(Protocol):
-    """What the registry needs of a cache: dict, WeakKeyDictionary and others have it."""
+    """The methods that a registered cache must have. A dict or WeakKeyDictionary has them."""
 
     def __len__(self) -> int: ...
     def clear(self) -> None: ...
@@ -62,8 +62,8 @@ def create_table(name: str) -> dict[Any, Any]:
 def insert_bounded(table: dict[K, V], key: K, entry: V, max_entries: int) -> None:
     """Insert an entry; a table that holds `max_entries` already is emptied first.
 
-    Emptying is cheaper than an eviction order, which every read would have to maintain. Whoever
-    calls must use the entry that it holds and not read it back: another thread may empty the table.
+    Emptying is cheaper than an eviction order, which every read would have to maintain. Do not
+    read the entry back from the table: another thread may have emptied it.
     """
     if len(table) >= max_entries:
         table.clear()

@@ -30,7 +30,9 @@ def format_bar(weight: float, width: int = BAR_WIDTH) -> str:
 
 
 def bar_lengths(weights: Iterable[float]) -> list[float]:
-    """Return the relative length of each bar: the weight divided by 1 or the largest, if greater.
+    """Return the length of each weight's bar, from 0 to 1.
+
+    It is |weight|. If a weight exceeds 1, all lengths are divided by the largest.
 
     >>> bar_lengths([0.5, 0.25]), bar_lengths([-4.0, 2.0, math.nan])
     ([0.5, 0.25], [1.0, 0.5, 0.0])
@@ -104,7 +106,7 @@ def to_jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist
 
 
 def format_number(x: float) -> str:
-    """Format a number with six significant digits, or as an integer if it is larger.
+    """Format a number with six significant digits, or as an integer from 10⁶ to 10¹⁵.
 
     >>> format_number(3.14159265), format_number(3203071.25), format_number(1e20)
     ('3.14159', '3203071', '1e+20')

@@ -418,7 +418,10 @@ class Tsallis(Entmax):
         )[0]
 
     def refine_threshold(self, fold: FoldFunction, top: Array, tau: Array) -> Array:
-        """Return τ unchanged, with the derivatives of two steps: above 2 these may diverge."""
+        """Return τ itself, with the derivatives of τ after two Newton steps.
+
+        The steps are not applied, because they may diverge for alpha > 2.
+        """
         moved = super().refine_threshold(fold, top, tau)
         return get_framework(tau).detach(tau) + (moved - get_framework(tau).detach(moved))
 

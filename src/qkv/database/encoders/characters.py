@@ -139,7 +139,7 @@ def split_blocks(keys: list[str], most: int = TEXTS_PER_BLOCK) -> Iterator[tuple
 
 
 def normalize_text(text: str) -> str:
-    """Text without case, accents, compatibility forms and punctuation, which becomes a space.
+    """Return text without case, accents and compatibility forms; punctuation becomes a space.
 
     >>> normalize_text("Les Misérables: Gulliver’s C++")
     'les miserables  gullivers c++'
@@ -154,8 +154,10 @@ MARKS = 30
 
 
 def _decomposed(text: str) -> str:
-    """The text in NFKD. Python sorts the marks of a letter in time that grows with the square of
-    their number, so a longer run of marks is normalized in pieces.
+    """Return the text in NFKD.
+
+    Python sorts the marks of a letter in quadratic time, so a long run of marks is normalized in
+    pieces.
 
     >>> _decomposed("é") == "e\u0301"
     True

@@ -228,12 +228,13 @@ class Columns(Heads):
         stretch = super()._head_factors(keys, query)
         if not query:
             return stretch
-        whole = np.array([self.asked_weight(key) for key in keys], np.float32)
+        whole = np.array([self.query_weight(key) for key in keys], np.float32)
         return np.asarray(stretch / whole[:, None], np.float32)
 
-    def asked_weight(self, query: Any) -> float:
-        """Return the weight of the columns in a query; dividing by it restores the sharpness.
+    def query_weight(self, query: Any) -> float:
+        """Return the total weight of the columns that a query has.
 
+        Scores are divided by it, so that a query with few columns is as sharp as one with all.
         One value needs to match only one column: the one with the largest weight that encodes it.
         """
         parts = zip(self.weights, self._split_query(query), strict=True)

@@ -35,8 +35,8 @@ def load(
         raise
     except Exception as error:  # the settings may be damaged or untrusted
         raise ArgumentError(
-            f"the settings of the encoder make none ({type(error).__name__}: {error}): encode the "
-            "keys again, D.encode(encoder)"
+            f"no encoder can be built from the stored settings ({type(error).__name__}: {error}): "
+            "encode the keys again, D.encode(encoder)"
         ) from error
 
 

@@ -205,7 +205,7 @@ def _read_blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[VectorBlock
     if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
         count, width = map(int, fields)
         if not 0 < width < 1 << 16:
-            raise VectorFileError(f"{path}, line 1: vectors of {width} numbers")
+            raise VectorFileError(f"{path}, line 1: vectors of {width} numbers are not supported")
         if _is_text(rest, width):
             return _read_text(path, chunk, rest, width, count)
         return _read_binary(path, chunk, rest, width, count)

@@ -104,7 +104,7 @@ class Task:
         return self._compute_ranks(score_block)
 
     def ranks_after(self, learned: Learned, key: ProjectedVectors) -> np.ndarray:
-        """Return the same for the learned encoder; `key` are its vectors of all keys."""
+        """Return `ranks_before` for the learned encoder; `key` are its vectors of all keys."""
 
         def score_block(some: slice) -> np.ndarray:
             features = take_inputs(self.query_features, self.held_pairs.query[some])

@@ -211,8 +211,8 @@ def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
     return fw.array_from_host(view.encode_queries(keys).code, query, "float32"), single
 
 
-def score_beside(view: TableView, score: ScoreLike | None, query: Array) -> Score:
-    """Return the score; arrays of the default score move to the query's framework and device."""
+def resolve_score_like(view: TableView, score: ScoreLike | None, query: Array) -> Score:
+    """Return the score; a default score gets its arrays in the query's framework, on its device."""
     chosen, fw = view.resolve_score(score), get_framework(query)
     if score is not None or fw.name == "numpy":
         return chosen

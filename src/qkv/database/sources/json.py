@@ -209,7 +209,7 @@ def _read_lines(text: str) -> Iterator[tuple[int, int, Any]]:
         try:
             value, end = _decode_value(line, at)
             if end < len(line):
-                raise _syntax_error("more after the object", end)
+                raise _syntax_error("text after the object", end)
         except _JsonError as error:
             if first and _is_single_value(text, match.start() + at):
                 raise _JsonError(
@@ -235,7 +235,7 @@ def _read_elements(text: str) -> Iterator[tuple[int, int, Any]]:
         at = end if closed else _skip_space(text, end + 1)
     after = _skip_space(text, at + 1)
     if after < len(text):
-        raise _JsonError("more after the end of the list: a file contains one list", after)
+        raise _JsonError("text after the end of the list: a file contains one list", after)
 
 
 def _skip_space(text: str, at: int) -> int:

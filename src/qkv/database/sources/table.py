@@ -268,7 +268,7 @@ def to_plain_cell(value: Any) -> Any:
         case np.generic():
             item = value.item()
             if isinstance(item, np.generic):  # a long double has no Python type
-                raise TypeError(f"a {type(value).__name__}, which a cell cannot be")
+                raise TypeError(f"a {type(value).__name__}, which a cell cannot hold")
             return to_plain_cell(item)
         case np.ndarray() if value.ndim == 1 and value.dtype.kind == "f":
             return value
@@ -281,7 +281,7 @@ def to_plain_cell(value: Any) -> Any:
         case float():
             return float(value)
         case _:
-            raise TypeError(f"a {type(value).__name__}, which a cell cannot be")
+            raise TypeError(f"a {type(value).__name__}, which a cell cannot hold")
 
 
 def _convert_decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:

@@ -138,7 +138,7 @@ def quantize_lazily(vectors: np.ndarray, first: int) -> dict[str, LazyArray]:
 
 
 def read_codes(tensors: Any) -> QuantizedKeys | None:
-    """Return the codes from the tensors of rows, or None if there are none."""
+    """Return the quantized keys among the tensors of rows, or None if keys are not quantized."""
     bounds = tensors.get("near.bounds")
     if bounds is not None:
         code = tensors["near"] if "near" in tensors else tensors["code"]

@@ -114,7 +114,7 @@ class TableView:
         return encoders.load(settings, arrays, candidate)
 
     def encode_queries(self, queries: Any) -> EncodedQuery:
-        """Return the vectors of queries; those of single texts are cached for later details."""
+        """Return the vectors of queries; cache that of a single text, which may be needed again."""
         single = len(queries) == 1 and type(queries[0]) is str
         if single and (known := self._query_cache.get(queries[0])) is not None:
             return known

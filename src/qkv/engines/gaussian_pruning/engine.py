@@ -55,7 +55,7 @@ MAX_QUERIES_PER_CHUNK = 1024
 
 
 def shape_based_reason(call: Call) -> str | None:
-    """Return a reason that needs no array values; `unsupported_reason` reads them."""
+    """Return why this engine is not used, judged by shapes and types without array values."""
     if call.fw.name not in ("numpy", "torch") or type(call.score) is not Gaussian:
         return None  # `unsupported_reason` gives the reason
     if call.fw.is_traced(call.query):

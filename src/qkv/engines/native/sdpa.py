@@ -62,10 +62,10 @@ def slower_reason(call: Call) -> str | None:
     parts = (call.query, call.key, call.value)
     if not is_on_device(call):
         return None
-    surely = call.fw.surely
-    is_short = surely(call.n == call.m) and surely(call.n <= MAX_SHORT_CAUSAL_QUERIES)
-    is_short = is_short and surely(math.prod(call.lead) * call.n <= 32 * MAX_SHORT_CAUSAL_QUERIES)
-    has_row_bias = call.bias is not None and surely(call.bias.shape[-1] == 1) and surely(call.m > 1)
+    known = call.fw.is_known_true
+    is_short = known(call.n == call.m) and known(call.n <= MAX_SHORT_CAUSAL_QUERIES)
+    is_short = is_short and known(math.prod(call.lead) * call.n <= 32 * MAX_SHORT_CAUSAL_QUERIES)
+    has_row_bias = call.bias is not None and known(call.bias.shape[-1] == 1) and known(call.m > 1)
     if has_row_bias and call.fw.needs_gradient((call.bias,)):
         return "a bias per row does not change the weights; its gradient would be rounding error"
     if _is_faster_tiled(call) and import_triton_engine().unsupported_reason(call) is None:

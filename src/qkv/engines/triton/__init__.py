@@ -185,7 +185,7 @@ def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None
 
 
 def _build_plain_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
-    """Return the same without compilation in advance and without drawing a seed."""
+    """Return the runner of `build_runner`, without compiling ahead and without drawing a seed."""
     from qkv.engines.triton import attend_operator
     from qkv.engines.triton.sparse import thresholds
 

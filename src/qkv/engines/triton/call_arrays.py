@@ -289,7 +289,7 @@ def call_with_form(call: Call) -> tuple[Call, DotProductForm]:
     if not needs_merged_squares(call):
         found = kernel_lowering(call)
         assert not isinstance(found, str)
-        return call, build_form(call, found[0])
+        return call, build_dot_product_form(call, found[0])
     wide = call.upcast()
     found = call.lowering
     if wide is not call:  # 16 bits: without reading values
@@ -301,7 +301,7 @@ def call_with_form(call: Call) -> tuple[Call, DotProductForm]:
     return wide, DotProductForm(query, key, gate_query=form.gate_query, gate_key=form.gate_key)
 
 
-def build_form(call: Call, score: Score) -> DotProductForm:
+def build_dot_product_form(call: Call, score: Score) -> DotProductForm:
     """Return `score.dot_product_form`; kernels compute norms of 16-bit rows in one pass."""
     if isinstance(score, SeparableAdditive):
         rows = (call.query, call.key)

@@ -55,8 +55,8 @@ def attend_backward(
 
     `along` is ∂L/∂out; `along_lse`, for softmax and top-k, is ∂L/∂lse. `rest` holds the arguments
     of `attend_forward`, then three booleans: gradients for queries, for keys, for pairs. A gradient
-    that is not needed is an empty array. `known` is `compute_centre` of the first three arguments,
-    if it exists already. `dvalue` receives the gradient of the values.
+    that is not needed is an empty array. `known` is `compute_centre(along, along_lse, out)`, if the
+    caller has it. If `dvalue` is given, the gradient of the values is written into it.
     """
     *given, for_queries, for_keys, for_pairs = rest
     call = KernelCall(*round_query(given))

@@ -124,7 +124,7 @@ def stage_tile(x, stage, F: gl.constexpr):
 def consume_tiles(
     tiles, bars, out, lse, kept, scale, heads, rows, jobs, count, n, m, team, F: gl.constexpr
 ):  # fmt: skip
-    """Compute one group's rows of each job."""
+    """Compute the outputs of this warp group's query rows, for each job of the program."""
     q, k, v, added = tiles
     q_full, q_free, k_full, k_free, v_full = bars
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.COLS, 16])

@@ -42,7 +42,7 @@ def locate_side(e, peak, v, lane, rows, F):
 
 @triton.jit
 def load_units(side, x, start, near, F):
-    """Return the tile of rows from `start` on; `near` are its rows relative to x."""
+    """Return the tile of rows that begins at row `start`; x + `near` addresses its rows."""
     unit = tl.arange(0, F.UNITS)
     v = tl.load(side.v + unit, mask=unit < F.W, other=0.0).to(tl.float32)
     peak = tl.load(side.peak + start // F.BLOCK)

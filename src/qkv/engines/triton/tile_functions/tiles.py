@@ -64,7 +64,7 @@ def visible_tiles(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UP
 
 @triton.jit
 def listed_tiles(counts, tile, lengths):
-    """Return the same for the list of a layout: full tiles come first, unless lengths cut them."""
+    """Return `visible_tiles` of a layout's list: full tiles come first, unless lengths cut them."""
     lo = 0
     whole = tl.load(counts + tile * 2)
     hi = whole + tl.load(counts + tile * 2 + 1)
@@ -197,7 +197,7 @@ def load_rows(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_some_columns(base, offset, width, BLOCK: tl.constexpr):
-    """Load the same with a width that is known only at run time."""
+    """Load rows as `load_rows` does, with a width that is known only at run time."""
     column = tl.arange(0, BLOCK)[None, :]
     return tl.load(base + offset[:, None] + column, mask=column < width, other=0.0)
 
