@@ -100,7 +100,7 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.run({"rows": {"query": "moby dick"}})["rows"] == sharp.run("moby dick")
     with pytest.raises(qkv.QkvError, match="top must be a number of rows"):
         late.run("moby dick", top=0)
-    with pytest.raises(CombinationError, match="this one is in memory"):
+    with pytest.raises(CombinationError, match="this database is in memory"):
         HaystackRetriever(qkv.Database({"a": "b"})).to_dict()
 
 
