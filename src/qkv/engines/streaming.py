@@ -98,6 +98,14 @@ def describe(call: Call) -> str:
 
 
 def numbers_per_pair(call: Call) -> int:
+    """Numbers that a score holds at once for one query and key.
+
+    A caller's function is measured once, where the framework can run it without data.
+    """
+    if isinstance(call.score, scores.UserScore):
+        measured = call.fw.measure_pair_numbers(call.score.function, call.query, call.key)
+        if measured is not None:
+            return measured
     return call.score.numbers_per_pair(call.fw.static_shape(call.key)[-1])
 
 
@@ -185,12 +193,20 @@ def hoist_captured_arrays(call: Call, tiling: Tiling) -> Call:
 def block_size(call: Call) -> tuple[int, int]:
     """Return queries and keys per block: about a square of MAX_NUMBERS_PER_BLOCK numbers."""
     each = max(math.prod(call.lead) * numbers_per_pair(call), 1)
-    area = max(MAX_NUMBERS_PER_BLOCK // each, 1)
+    on_device = call.fw.device_block_numbers(call.query)
+    area = max((on_device or MAX_NUMBERS_PER_BLOCK) // each, 1)
     if isinstance(call.key, UnreadArray):  # as many queries as possible share what is read
         rows = max(min(call.n, area // 512), 1)
         return rows, max(
             min(area // rows, 4 * MAX_KEY_NUMBERS_PER_READ // max(call.key.shape[-1], 1)), 512
         )
+    if on_device:  # few large operations: a launch takes longer than a small block
+        cols = max(min(call.m, area), 1)
+        rows = max(min(call.n, area // cols), 1)
+        if call.rule is not None:  # as below, but in blocks that fill the device
+            start, end = call.rule.key_extent(Span(call.n // 2, 1), call.n, call.m)
+            rows = min(rows, max(end - start, 1024))
+        return rows, cols
     if call.weighting.needs_search and call.m <= area:  # whole rows in one block
         numbers = each * call.n * call.m
         parts = -(

@@ -446,6 +446,17 @@ class Framework:
         """Return whether the function may capture arrays that `hoist_captures` cannot find."""
         return False
 
+    def device_block_numbers(self, like: Array) -> int | None:
+        """Return how many numbers a block may hold on a device of its own; None: on the CPU."""
+        return None
+
+    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
+        """Return the numbers per query and key that `function(query, key)` holds at once.
+
+        None: this framework cannot tell without running it.
+        """
+        return None
+
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         """Return function(*args) and the map from its gradient to the gradients of args."""
         raise FrameworkError(f"{self.name} has no gradients")

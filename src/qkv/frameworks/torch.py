@@ -12,9 +12,11 @@ import array_api_compat.torch
 import numpy as np
 import torch
 from torch import compiler
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkv.errors import FrameworkError
 from qkv.frameworks import pinned_memory
@@ -26,7 +28,7 @@ from qkv.frameworks.base import (
     ReferenceFunction,
 )
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
-from qkv.util.caches import create_table
+from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import (
     Array,
     ArrayFunction,
@@ -39,6 +41,12 @@ from qkv.util.types import (
 )
 
 _NULL_CONTEXT = nullcontext()
+
+MAX_DEVICE_BLOCK_NUMBERS = 2**28
+"""Numbers of a block on a GPU: 1 GiB in float32."""
+
+_PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("torch.pair_numbers")
+MAX_PAIR_NUMBERS_ENTRIES = 256
 
 # Called in every `attend`, so bound to short names.
 _is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -106,6 +114,41 @@ def is_finite(*arrays: Array) -> bool:
         return True
     finally:
         _set_grad_enabled(records)
+
+
+class _SizeRecorder(TorchDispatchMode):
+    """Records the number of elements of every result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.sizes.append(result.numel())
+        return result
+
+
+def count_pair_numbers(function: Any, query: Array, key: Array, learns: bool) -> int | None:
+    """Run a score without data and return the numbers that it holds per query and key.
+
+    With gradients all results count, since autograd saves them; otherwise the largest one.
+    """
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            arguments = [fake.from_tensor(x.detach()) for x in (query, key)]
+            with _SizeRecorder() as recorder:
+                function(*arguments)
+    except Exception:  # whatever the caller's function does that needs data
+        return None
+    if not pairs or not recorder.sizes:
+        return None
+    numbers = sum(recorder.sizes) if learns else max(recorder.sizes)
+    return max(-(-numbers // pairs), 1)
 
 
 def should_copy_transpose(x: Array, y: Array) -> bool:
@@ -598,6 +641,24 @@ class Torch(Framework):
         if _has_functorch_transforms():  # they differentiate the function itself
             return function, ()
         return hoist_captured_tensors(function, *example)
+
+    def device_block_numbers(self, like: Array) -> int | None:
+        return MAX_DEVICE_BLOCK_NUMBERS if like.is_cuda else None
+
+    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
+        if self.is_traced(query) or _is_wrapper_subclass(query) or _is_wrapper_subclass(key):
+            return None
+        learns = self.needs_gradient((query, key))
+        code = getattr(function, "__code__", function)  # a lambda is often made anew for each call
+        signature = code, query.shape, key.shape, query.dtype, query.device, learns
+        try:
+            if signature not in _PAIR_NUMBERS:
+                numbers = count_pair_numbers(function, query, key, learns)
+                insert_bounded(_PAIR_NUMBERS, signature, numbers, MAX_PAIR_NUMBERS_ENTRIES)
+                return numbers
+            return _PAIR_NUMBERS[signature]
+        except (KeyError, TypeError):  # emptied by another thread; an object without a hash
+            return None
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         with torch.enable_grad():
