@@ -42,8 +42,8 @@ from qkv.util.types import (
 
 _NULL_CONTEXT = nullcontext()
 
-MAX_DEVICE_BLOCK_NUMBERS = 2**28
-"""Numbers of a block on a GPU: 1 GiB in float32."""
+MAX_DEVICE_BLOCK_NUMBERS = 2**27
+"""Numbers of a block on a GPU: half a GiB of scores in float32, and as much for the weights."""
 
 _PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("torch.pair_numbers")
 MAX_PAIR_NUMBERS_ENTRIES = 256
@@ -147,7 +147,8 @@ def count_pair_numbers(function: Any, query: Array, key: Array, learns: bool) ->
         return None
     if not pairs or not recorder.sizes:
         return None
-    numbers = sum(recorder.sizes) if learns else max(recorder.sizes)
+    per_pair = [size for size in recorder.sizes if size >= pairs]  # the others are small
+    numbers = sum(per_pair) if learns else max(recorder.sizes)
     return max(-(-numbers // pairs), 1)
 
 

@@ -256,3 +256,9 @@ def test_torch_compile_sees_through():
     compiled = torch.compile(joined, backend="aot_eager", fullgraph=True)
     for one, two in zip(gradients(compiled, given), gradients(joined, given), strict=True):
         assert torch.equal(one, two)
+
+
+def test_float32_values_have_tiles_that_triton_compiles_rightly():
+    """On an H200, tiles of 16 columns with 8 warps were an illegal memory access."""
+    call = additive_exact.ExactKernelCall(*arrays(d=16))
+    assert call.constexprs["BLOCK_D"] == 32

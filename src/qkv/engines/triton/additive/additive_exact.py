@@ -24,6 +24,10 @@ from qkv.engines.triton.tile_functions.tiles import INFINITY, jit_kernel
 
 TILE_ROWS = 64
 """Queries or keys of a tile."""
+
+MIN_VALUE_COLUMNS = 32
+"""Columns of a tile of values. With 8 warps and float32 tiles of 16 columns, Triton 3.6 addresses
+shared memory out of range (H200)."""
 ROW_TILE = Tile(TILE_ROWS, 1, 1, 4, 3)
 """The tile of kernels that process rows only."""
 
@@ -152,6 +156,7 @@ class ExactKernelCall(KernelCall):
             "EDGES": True,  # one loop, because each takes long to compile
             "BLOCK": TILE_ROWS,
             "UNITS": launch.next_power_of_2(self.w),
+            "BLOCK_D": max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS),
         }
         self.can_use_descriptors = False
         paired = self.w + self.w % 2

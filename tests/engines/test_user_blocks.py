@@ -1,0 +1,72 @@
+"""Blocks for functions of the caller: sized by what the function holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import qkv  # noqa: E402
+from qkv.attention import build_call  # noqa: E402
+from qkv.engines import streaming  # noqa: E402
+from qkv.frameworks import torch as torch_framework  # noqa: E402
+
+
+def products(q, k):
+    return (q @ k.mT) / 8
+
+
+def distances(q, k):
+    return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1)
+
+
+def reads_data(q, k):
+    return products(q, k) * float(q.sum())
+
+
+def arrays(needs_gradient=False):
+    rng = np.random.default_rng(0)
+    draw = lambda: torch.tensor(rng.normal(size=(2, 30, 6)), requires_grad=needs_gradient)  # noqa: E731
+    return draw(), draw(), draw()
+
+
+@pytest.mark.parametrize(
+    ("function", "forward", "with_gradients"), [(products, 1, 2), (distances, 6, 13)]
+)
+def test_numbers_per_pair_are_those_that_the_function_holds(function, forward, with_gradients):
+    for needs_gradient, numbers in ((False, forward), (True, with_gradients)):
+        call = build_call(*arrays(needs_gradient), score=function)
+        assert streaming.numbers_per_pair(call) == numbers
+
+
+def test_a_function_that_needs_data_is_assumed_to_compare_number_by_number():
+    assert streaming.numbers_per_pair(build_call(*arrays(), score=reads_data)) == 12
+
+
+def test_a_captured_array_does_not_hinder_the_measurement():
+    scale = torch.ones(6, dtype=torch.float64)
+    call = build_call(*arrays(), score=lambda q, k: (q * scale) @ k.mT)
+    assert streaming.numbers_per_pair(call) == 1
+
+
+def test_lambdas_of_one_place_are_measured_once(monkeypatch):
+    calls, measure = [], torch_framework.count_pair_numbers
+    monkeypatch.setattr(
+        torch_framework, "count_pair_numbers", lambda *a: calls.append(1) or measure(*a)
+    )
+    q, k, v = arrays()
+    for factor in (1.0, 2.0, 3.0):
+        qkv.attend(q, k, v, score=lambda a, b, c=factor: c * (a @ b.mT), engine="streaming")
+    assert len(calls) == 1
+
+
+def test_blocks_on_a_device_fill_it(monkeypatch):
+    monkeypatch.setattr(
+        type(build_call(*arrays()).fw), "device_block_numbers", lambda self, like: 2 * 30 * 10
+    )
+    call = build_call(*arrays(), score=products)
+    assert streaming.block_size(call) == (10, 30)
+    q, k, v = arrays()
+    want = torch.softmax(products(q, k), -1) @ v
+    torch.testing.assert_close(qkv.attend(q, k, v, score=products, engine="streaming"), want)
