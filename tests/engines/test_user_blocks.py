@@ -32,7 +32,7 @@ def arrays(needs_gradient=False):
 
 
 @pytest.mark.parametrize(
-    ("function", "forward", "with_gradients"), [(products, 1, 2), (distances, 6, 13)]
+    ("function", "forward", "with_gradients"), [(products, 1, 3), (distances, 6, 14)]
 )
 def test_numbers_per_pair_are_those_that_the_function_holds(function, forward, with_gradients):
     for needs_gradient, numbers in ((False, forward), (True, with_gradients)):

@@ -226,7 +226,6 @@ def power_cuts(folder: Path, seed: int, skip: tuple[str, ...] = ()) -> None:
         place = after
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", range(200 if FULL else 20))
 def test_power_cuts(tmp_path, tight, seed):
     power_cuts(tmp_path, seed)
