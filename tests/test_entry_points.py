@@ -489,6 +489,7 @@ def test_the_weighting_of_scores(score, weighting):
 # Layers
 
 
+@pytest.mark.sample(350)
 @pairs
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_layer_and_its_gradients(score, weighting, need_weights):

@@ -23,7 +23,7 @@ ALL = {**OPTIONS, **LAYERS, **PEER}
 
 
 # Of torch's own attention under vmap, and of parameters that are lent to a layer.
-@pytest.mark.sample(36)
+@pytest.mark.sample(26)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize(("transform", "option"), cells(TORCH, ALL))

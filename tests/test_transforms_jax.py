@@ -28,7 +28,7 @@ IN_BLOCKS = {name: option for name, option in OPTIONS.items() if option.family !
 PAIRS = list(zip(JAX, [*[*IN_BLOCKS][1::2], *IN_BLOCKS], strict=False))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("transform", "option"), PAIRS)
 def test_jax(transform, option):
     option = IN_BLOCKS[option]
@@ -39,7 +39,7 @@ def test_jax(transform, option):
     JAX[transform](function, made(option, jax.numpy.asarray, lead=(2,)))
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("transform", "option"), cells(JAX, OPTIONS))
 def test_as_a_user_calls(transform, option):
     JAX[transform](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))

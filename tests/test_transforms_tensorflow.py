@@ -19,7 +19,7 @@ from tests.transforms_tensorflow import TENSORFLOW, close, slopes
 pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("transform", "option"), [*cells(TENSORFLOW, OPTIONS), ("tf.function, XLA", "entmax15")]
 )

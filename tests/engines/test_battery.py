@@ -21,7 +21,7 @@ FUNCTIONS_REFUSED = ("tensorflow", "mxnet")
 
 CASES = cases.product() if FULL else cases.covering()
 SPARSELY = (
-    {"numpy": 2, "torch": 2, "jax": 60, "array_api_strict": 12, "tensorflow": 40, "mxnet": 8}
+    {"numpy": 2, "torch": 3, "jax": 80, "array_api_strict": 16, "tensorflow": 60, "mxnet": 8}
     if not FULL
     else {}
 )  # one case in so many

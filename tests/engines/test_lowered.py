@@ -48,6 +48,7 @@ def parametrize_cases(frameworks: list[Any]) -> Any:
     return pytest.mark.parametrize(("fw", "score", "weighting", "mask"), chosen)
 
 
+@pytest.mark.sample(110)
 @parametrize_cases(FRAMEWORKS)
 def test_values(fw, score, weighting, mask):
     call = case(score, weighting, mask)
@@ -55,6 +56,7 @@ def test_values(fw, score, weighting, mask):
     np.testing.assert_allclose(to_numpy(out), call.expected, atol=10 * NEAR)
 
 
+@pytest.mark.sample(50)
 @parametrize_cases(NOT_TRACED)
 def test_gradients(fw, score, weighting, mask):
     """By the chain rule through φ and ψ; JAX traces what it differentiates, and is not lowered."""

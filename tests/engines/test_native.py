@@ -31,7 +31,7 @@ def jax_arrays():
     return [jax.numpy.asarray(x, "float32") for x in (QUERY, KEY, VALUE)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=str)
 @pytest.mark.parametrize("how", WANTED.values(), ids=WANTED)
 def test_jax_nn_agrees_with_dense(how, mask):

@@ -63,6 +63,7 @@ def test_rows_without_weights(fw, engine, wish, score, monkeypatch):
     np.testing.assert_allclose(qkv.frameworks.to_numpy(out), want @ VALUE, atol=1e-12)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 @pytest.mark.parametrize("wish", ["zero", "uniform", "nearest"])

@@ -113,7 +113,7 @@ def slopes(fw, loss, arrays):
     return list(jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays))  # not traced by jit
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(40)
 @pytest.mark.applies(
     lambda fw, score, weighting, allowed: (  # each shape takes the others seconds
         fw.name == "torch"

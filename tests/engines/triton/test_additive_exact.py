@@ -203,7 +203,7 @@ def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
         assert torch.equal(one, two)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [0.6, 4.0])
 def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
