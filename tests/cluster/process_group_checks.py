@@ -301,7 +301,7 @@ def check_refusals(group: Any) -> None:
     how: Any = {"queries": "sharded", "weighting": by_row}
     refused("for each query", lambda: cluster.attend(x, x, x, group, **how))
     out = cluster.attend(x, x, x, group)
-    refused("first derivatives", lambda: torch.autograd.grad(out.sum(), x, create_graph=True))
+    refused("second derivatives", lambda: torch.autograd.grad(out.sum(), x, create_graph=True))
     small = masks.array(torch.ones(2, 3, dtype=torch.bool))
     refused("does not broadcast", lambda: cluster.attend(x, x, x, group, mask=small))
 

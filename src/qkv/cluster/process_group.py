@@ -48,7 +48,9 @@ class RankGroup:
         self.query_counts: Sequence[int] = ()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ArgumentError("group: this process is not a member")
+            raise ArgumentError(
+                "group: this process is not a member of it: call attend only on members"
+            )
 
     def gather_lengths(self, *arrays: Tensor) -> list[list[int]]:
         """Return, for each array, its number of rows on each process."""
@@ -70,7 +72,11 @@ class RankGroup:
     def _merge_states(
         self, states: Iterable[State], merge: Callable[[State, State], State]
     ) -> State:
-        """Merge the states of all processes; of several states, one per process, merge ours."""
+        """Merge states of all processes.
+
+        Each process passes one state, and all get the merged state. Or each passes one state for
+        every process, and this process gets those for it, merged.
+        """
         sent = [pack_by_dtype(state) for state in states]
         unpack, kinds = sent[0][1], zip(*(flat for flat, _ in sent), strict=True)
         gathered = [
@@ -79,7 +85,7 @@ class RankGroup:
         return reduce(merge, map(unpack, zip(*gathered, strict=True)))
 
     def _exchange_parts(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Send one part to each process; return the parts of this one. All have one length."""
+        """Send part i to process i; return the parts sent to this process. All have one length."""
         sent = torch.cat(list(parts))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)

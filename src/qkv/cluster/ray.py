@@ -189,13 +189,15 @@ class _PendingRequest:
 
 
 def start_ray(address: str | None, cores: int) -> None:
-    """Join the Ray at an address, or start one here."""
+    """Connect to the Ray cluster at an address, or start Ray on this machine."""
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ArgumentError(f"address: no Ray answers at {address!r}: {error}") from None
+            raise ArgumentError(
+                f"address: no Ray cluster answers at {address!r}: {error}"
+            ) from None
         return
     # By default Ray's workers have the lowest priority, but here users wait for them.
     os.environ.setdefault("RAY_worker_niceness", "0")

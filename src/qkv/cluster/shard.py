@@ -383,7 +383,7 @@ def _precise_lse(weighed: WeighedRows, weighting: Weighting) -> np.ndarray:
 
 
 class StoreProfile(NamedTuple):
-    """What a cluster needs to know of one version of a store."""
+    """The properties of one version of a store that a cluster needs."""
 
     version: int
     rows: int

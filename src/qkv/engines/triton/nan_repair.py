@@ -172,7 +172,7 @@ def repair_output(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale:
     n, m = query.shape[2], key.shape[2]
     if m > n:
         raise ArgumentError(
-            f"{m} keys for {n} queries: the last query must see all keys, pass the first {n} keys"
+            f"{m} keys for {n} queries, but the last query must see all keys: pass {n} keys"
         )
     kept = _fake_repair(out, query)
     repair_in_place(out, query, key, value, scale, kept)

@@ -144,8 +144,9 @@ def entmax_weights(s, threshold, alpha, POWER: tl.constexpr):
 def tile_weights(s, j, live, top, share, row_a, row_b, alpha, F, MASKED: tl.constexpr):
     """Return α of a tile from the statistics of its rows, and (for entmax) r^(e − 1).
 
-    `share` is 1 / total, or 0 for an empty row. With APART, `top` is the largest score and `share`
-    is a factor. Otherwise `top` is the log of the sum, which has no digits left at 1e8.
+    `share` is 1 / total, or 0 for an empty row. With APART, softmax is 2^(s − top) · share, where
+    `top` is the largest score. Otherwise it is 2^(s − top), where `top` is the log-sum-exp, which
+    is too imprecise for scores near 1e8.
     """
     if F.EXPONENTIAL:
         if F.WEIGHTING == "topk":
