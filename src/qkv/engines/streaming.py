@@ -28,6 +28,7 @@ from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.stored_rows import RowSpan, RowSpans, UnreadArray, to_framework_array
 from qkv.scores import user_functions
+from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, Arrays, Gradients, LiveMask, MergeFunction, Span
 from qkv.weightings import State, Weighting
@@ -98,11 +99,11 @@ def describe(call: Call) -> str:
 
 
 def numbers_per_pair(call: Call) -> int:
-    """Numbers that a score holds at once for one query and key.
+    """Return how many numbers a score holds at once for one query and key.
 
-    A caller's function is measured once, where the framework can run it without data.
+    A user's function is measured once, if the framework can run it without data.
     """
-    if isinstance(call.score, scores.UserScore):
+    if isinstance(call.score, UserScore):
         measured = call.fw.measure_pair_numbers(call.score.function, call.query, call.key)
         if measured is not None:
             return measured
