@@ -291,7 +291,7 @@ def test_the_precision_of_x_is_kept():
         (lambda: AttentionRegressor().fit(X, Y, [1.0]), "sample_weight has shape"),
         (lambda: AttentionRegressor().fit(X, Y).partial_fit(X, np.ones((40, 2))), "y has shape"),
         (lambda: AttentionRegressor(categorical=["a"]).fit(X, Y), "X has no names"),
-        (lambda: AttentionRegressor(categorical=[3]).fit(X, Y), "none at 3"),
+        (lambda: AttentionRegressor(categorical=[3]).fit(X, Y), "no column 3"),
         (lambda: AttentionRegressor(categorical="a").fit(X, Y), "must list columns"),
         (lambda: AttentionRegressor(categorical=[0]).fit(X * np.nan, Y), "NaN or infinity"),
         (lambda: AttentionRegressor(categorical=[0]).fit([["a", "b"], ["a", "c"]], [1, 2]),
