@@ -62,17 +62,17 @@ STORAGE_MUTANTS = [
     ),
     Mutant(
         "folder-not-synced-before-commit",
-        "database/storage/staged_files.py",
+        "database/storage/writer.py",
         "self._blob_storage.sync_storage()",
         "pass",
         STORAGE + "test_crash.py::test_power_cuts",
     ),
     Mutant(
         "catalog-commit-not-synced",
-        "database/storage/connection.py",
+        "database/storage/catalog.py",
         "PRAGMA synchronous = FULL",
         "PRAGMA synchronous = NORMAL",
-        STORAGE + "test_connection.py",
+        STORAGE + "test_catalog.py",
     ),
     Mutant(
         "row-deleted-twice",
@@ -91,15 +91,15 @@ STORAGE_MUTANTS = [
     Mutant(
         "older-catalog-accepted",
         "database/storage/garbage.py",
-        "newest < known.version",
-        "newest > known.version",
+        "newest < marker.version",
+        "newest > marker.version",
         STORAGE + "test_commit_marker.py",
     ),
     Mutant(
         "first-leftover-file-kept",
         "database/storage/garbage.py",
-        "<= following <= ",
-        "<= following < ",
+        "<= next_number <= number",
+        "<= next_number < number",
         STORAGE + "test_store.py::test_leftovers_are_removed_by_the_next_writer",
     ),
     Mutant(
@@ -125,16 +125,16 @@ STORAGE_MUTANTS = [
     ),
     Mutant(
         "compaction-copies-damage",
-        "database/storage/compaction.py",
-        ".verify_file(entry.file, entry.size, entry.checksum)",
-        ".list_files()",
+        "database/storage/blob_storage.py",
+        "blob_storage.verify_file(entry.file, entry.size, entry.checksum)",
+        "blob_storage.list_files()",
         STORAGE + "test_store.py::test_a_flipped_bit_is_found_by_check_and_not_copied",
     ),
     Mutant(
         "repair-reuses-an-acknowledged-version",
-        "database/storage/catalog_recovery.py",
-        "version = max(version, known.version + 1)",
-        "version = max(version, known.version)",
+        "database/storage/integrity_check.py",
+        "version = max(version, marker.version + 1)",
+        "version = max(version, marker.version)",
         STORAGE + "test_commit_marker.py -k repair",
     ),
 ]

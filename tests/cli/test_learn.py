@@ -72,7 +72,7 @@ class TestCalibrate:
     def test_too_few_pairs_are_told(self, store: Path) -> None:
         pairs = store.with_name("pairs.csv")
         pairs.write_text(f'query,key\nx,"{BOOKS[0][0]}"\n')
-        assert "needs 12 pairs at least" in data("calibrate", store, pairs, code=2)["error"]
+        assert "needs at least 12 pairs" in data("calibrate", store, pairs, code=2)["error"]
 
 
 def test_pairs_of_text_keys_are_text(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_lists_of_numbers_are_vectors_where_the_first_rows_were():
     assert D.ask([1.0, 0.0, 0.0], weighting="hard").value == "a"
     with pytest.raises(ShapeError, match="key 0 has 2 numbers, but the keys are vectors of 3"):
         D.add([0.5, 0.5], "x")
-    with pytest.raises(DtypeError, match="of type vector"):
+    with pytest.raises(DtypeError, match="fixed the type of keys: vector"):
         D.add([["x", 1.0, 2.0]], ["x"])
     V = Database({"a": np.ones(2)})
     V.add("b", [0.5, 2.0])

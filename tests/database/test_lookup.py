@@ -208,5 +208,5 @@ def test_parts_of_a_key_are_read_of_text():
     assert D.ask([("Li", "3", None), ("Hu", None, "2024-01-01 10:00")])[1].rows[0].value == 2.0
     with pytest.raises(DtypeError, match="query 1, column 'n', must be a number, not 'x'"):
         D.ask([("Li", 3, DAY), ("Li", "x", DAY)])
-    with pytest.raises(DtypeError, match="query 0, column 'day', must be a date or its ISO text"):
+    with pytest.raises(DtypeError, match="query 0, column 'day', must be a date or ISO text"):
         D.ask({"day": "soon"})
