@@ -185,7 +185,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("sets", lambda: qkv.Database([{1, 2}]), "pairs (key, value)"),
     ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys but 1 values"),
     ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "have one type"),
-    ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: no query could find it"),
+    ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: no query could match it"),
     ("a table that is not there", lambda: qkv.Database.from_source("book.csv"), "'books.csv'?"),
     ("a column that is not there", lambda: books(key="titel"), "did you mean 'title'"),
     ("a value that is not there", lambda: books(key="title", value="yaer"), "mean 'year'"),

@@ -91,7 +91,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
         nulls = "default" if function in (_answer_rows, _match_keys) else "special"
         try:
             con.create_function(name, function, takes, gives, type=kind, null_handling=nulls)
-        # Another cursor or this connection has already registered it for all.
+        # Already registered: cursors share the functions of their connection.
         except (duckdb.CatalogException, duckdb.NotImplementedException):
             continue
     con.execute(_MACROS)

@@ -190,13 +190,13 @@ def require_parent_folder(path: Path) -> Path:
 
 
 def format_count(number: int) -> str:
-    """Format a number with thousands separators; it may be a symbol of torch.compile.
+    """Format a number with thousands separators; it may be a symbolic int of torch.compile.
 
     >>> format_count(1234567)
     '1,234,567'
     """
     if not isinstance(number, int | float):
-        return str(number)  # a symbol of make_fx
+        return str(number)  # a symbolic int of make_fx
     return "{:,}".format(number)  # noqa: UP032, an f-string would force torch.compile to specialize
 
 

@@ -339,7 +339,7 @@ def refusals():
         "only the Gaussian score": replace(call, score=scores.Laplace()),
         "only softmax, not Hard": replace(call, weighting=weightings.Hard()),
         "mask": replace(call, rule=masks.causal),
-        "no separate weights": replace(call, wants_weights=True),
+        "does not store the weights": replace(call, wants_weights=True),
         "array is empty": request(query[:0], key, value, 0.3),
         "only one bandwidth": request(query, key, value, np.full((2, 1, 1), 0.3)),
         "not finite": replace(call, key=hole),
@@ -382,8 +382,8 @@ def test_what_does_not_pay_is_declined():
     big = np.broadcast_to(x, (10**7, 3))
     call = request(np.zeros((1000, 3)), big, big, 1.0)
     assert near.shape_based_reason(call) is near.slower_reason(call) is None
-    assert "too few to pay" in near.shape_based_reason(request(np.zeros((1, 3)), big, big, 1.0))
-    assert "too few to pay" in near.shape_based_reason(request(*problem(), 1.0))
+    assert "are too few" in near.shape_based_reason(request(np.zeros((1, 3)), big, big, 1.0))
+    assert "are too few" in near.shape_based_reason(request(*problem(), 1.0))
     wide = np.broadcast_to(x, (10**5, 9))
     assert "9 dimensions" in near.shape_based_reason(request(np.zeros((1000, 9)), wide, wide, 1.0))
 

@@ -35,16 +35,18 @@ def learn(
     ] = False,
     resume: Annotated[
         Path | None,
-        options.make_option("FILE", "Save the state in FILE, and resume from it if it exists."),
+        options.make_option(
+            "FILE", "Save the training state in FILE. If FILE exists, resume from it."
+        ),
     ] = None,
     seed: Annotated[int, options.make_option("NUMBER", "Set the random seed.")] = 0,
     table: options.TableName = None,
 ) -> Result:
     """Learn from PAIRS of a query and its right key.
 
-    Save the result as a new version of the database PATH. Print the recall before and after, on
-    held-out pairs: a tenth of at least 100 pairs, none of fewer. Ctrl-C saves the best state so
-    far, if any, and exits with 130.
+    Save the result as a new version of the database PATH. Of 100 or more pairs, a tenth is held
+    out: print the recall on it before and after. Ctrl-C saves the best state so far, if any, and
+    exits with 130.
     """
     with open_store(path) as database:
         columns = _read_pairs(pairs, table, database)

@@ -72,7 +72,9 @@ Source = Annotated[
     ),
 ]
 Folder = Annotated[Path, _path_argument("PATH", f"{_FOLDER_HELP}.", callback=_reject_url)]
-FolderOrUrl = Annotated[str, _path_argument("PATH", f"{_FOLDER_HELP}, or the URL of a served one.")]
+FolderOrUrl = Annotated[
+    str, _path_argument("PATH", f"{_FOLDER_HELP}, or the URL of a served database.")
+]
 Token = Annotated[
     str | None,
     make_option("--token TEXT", "Send this token to a qkv server.", envvar="QKV_TOKEN"),
@@ -142,8 +144,8 @@ Tolerance = Annotated[
     float | None,
     make_option(
         "--tolerance ERROR",
-        "Allow the weights to differ from the exact ones by at most this: half the sum of the "
-        "absolute differences. A large database then reads fewer vectors in full.",
+        "Allow an error of the weights up to this: half the sum of the absolute differences from "
+        "the exact weights. A large database then reads fewer vectors in full.",
         min=0.0,
     ),
 ]

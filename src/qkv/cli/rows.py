@@ -24,7 +24,9 @@ def rows(
     start: Annotated[
         int, options.make_option("--from ROW", "Start at this row; 0 is the oldest.", min=0)
     ] = 0,
-    count: Annotated[int, options.make_option("--count -n ROWS", "Show this many.", min=1)] = 20,
+    count: Annotated[
+        int, options.make_option("--count -n ROWS", "Show this many rows.", min=1)
+    ] = 20,
     where: options.Where = None,
     skip: options.Skip = False,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,

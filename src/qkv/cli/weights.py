@@ -40,10 +40,11 @@ def weights(
     ] = DEFAULT_TEMPERATURE,
     others: Annotated[
         bool,
-        options.make_option("--others", "Hide each word from itself."),
+        options.make_option("--others", "Mask the attention of each word to itself."),
     ] = False,
     causal: Annotated[
-        bool, options.make_option("--causal", "Hide the words after each word from it.")
+        bool,
+        options.make_option("--causal", "Mask the attention of each word to the words after it."),
     ] = False,
     model: Annotated[
         bool,
@@ -53,7 +54,8 @@ def weights(
         str | None,
         options.make_option(
             "LAYER.HEAD",
-            "Choose one of the 6 × 12 heads; by default the one that attends farthest.",
+            "Choose one of the 6 × 12 heads; by default the one with the largest weights between "
+            "words that are not neighbours.",
         ),
     ] = None,
     png: Annotated[
@@ -67,8 +69,10 @@ def weights(
 
     Each word is a query and a key. Its vector comes from the Words encoder, the score is the
     cosine divided by the temperature, and the softmax gives the weights. A row sums to 1. Words
-    attend most to themselves; --model shows a head of a small transformer, and files show all its
-    heads.
+    attend most to themselves.
+
+    --model shows one head of a small transformer. The files of --png and --html show all its heads,
+    unless --head selects one.
     """
     text = " ".join(sentence)
     words = split_words(text)
@@ -277,7 +281,7 @@ def capture_model_weights(
 ) -> tuple[CapturedAttention, int, int]:
     """Run MiniLM on a sentence; return its weights between words, and a layer and head.
 
-    By default, the head is the one that attends farthest.
+    By default, the head is that of `find_farthest_head`.
     """
     from qkv.page.sentence import find_farthest_head, load_minilm
 

@@ -109,8 +109,8 @@ class ShardedView(TableView):
 
     def open_vectors(self, *_: Any, **__: Any) -> Any:
         raise CombinationError(
-            "the rows are in shards, and this needs all vectors in one process: open the database "
-            "itself with qkv.open"
+            "the rows are in shards, but this call needs all vectors in one process: open the "
+            "database itself with qkv.open"
         )
 
     def build_job(

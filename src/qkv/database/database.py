@@ -990,7 +990,8 @@ class Database(ReadableDatabase[K, V]):
         for v in values:
             if not isinstance(v, Mapping) or not set(v) <= set(value_names):
                 raise ArgumentError(
-                    f"a value must be a mapping of {', '.join(value_names)}, not {quote_cell(v)}"
+                    f"a value must be a mapping of the columns {', '.join(value_names)}, not "
+                    f"{quote_cell(v)}"
                 )
         return columns | {name: [v.get(name) for v in values] for name in value_names}
 

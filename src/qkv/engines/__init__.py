@@ -1,1 +1,1 @@
-"""How the equation is computed. Each engine says why it cannot serve a call, or serves it."""
+"""The engines compute the equation. Each one runs a call or says why it does not support it."""

@@ -24,7 +24,7 @@ from qkv.weightings.base import weighting_for_rows
 
 
 class ThreeArrayRunner(NamedTuple):
-    """An engine as a function of three arrays, for calls that need nothing else."""
+    """An engine as a function of query, key and value, for calls without other arguments."""
 
     function: Callable[[Array, Array, Array], Any]
 
@@ -238,7 +238,7 @@ def overflow_error(score: Score, weighting: Weighting, queries: int) -> Argument
     return ArgumentError(
         f"the scores of {format_record(score)} and {format_record(weighting)} overflow float64 "
         f"for {format_count(queries)} of the queries: use a larger bandwidth or temperature. "
-        "Even at much larger ones, the best key has all the weight"
+        "A much larger one still gives the best key all the weight"
     )
 
 

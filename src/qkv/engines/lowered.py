@@ -49,7 +49,7 @@ def shape_based_reason(call: Call) -> str | None:
         and math.prod(shape) * streaming.numbers_per_pair(call) < MAX_DIRECT_TANHS
     ):
         size = f"{format_count(call.n)} queries and {format_count(call.m)} keys"
-        return f"{size} are too few to pay for a factorization of tanh"
+        return f"{size} are too few: a factorization of tanh would take longer than it saves"
     return None
 
 
@@ -74,7 +74,10 @@ def slower_reason(call: Call) -> str | None:
         pairs = call.n * call.m / (call.n + call.m)
         if pairs < MIN_PAIRS_PER_FUNCTION * each:
             size = f"{format_count(call.n)} queries and {format_count(call.m)} keys"
-            return f"{size} are too few to pay for {each:.0f} functions of each hidden unit"
+            return (
+                f"{size} are too few: computing {each:.0f} functions of each hidden unit would "
+                "take longer than it saves"
+            )
     return streaming.slower_reason(call)
 
 

@@ -386,6 +386,6 @@ def _softmax_state(call: Call, out: Array | None, lse: Array | None) -> State:
 
 
 def upcast_array(call: Call, x: Array) -> Array:
-    """Return x in the dtype in which sums run."""
+    """Return x in the dtype of sums: 16-bit floats become float32."""
     fw = call.fw
     return fw.astype(x, "float32") if fw.dtype_name(x) in ("float16", "bfloat16") else x

@@ -275,7 +275,7 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
 
 
 def _broadcast_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape) -> Shape:
-    """Return the common leading shape; on the last axis, the heads, `other` may have fewer."""
+    """Return the common leading shape. Its last axis is the heads; `other` may have fewer."""
     size = max(len(lead), len(other))
     a, b = ((1,) * (size - len(x)) + tuple(x) for x in (lead, other))
     joined = []

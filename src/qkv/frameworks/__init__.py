@@ -59,7 +59,8 @@ def _framework_of_type(kind: type) -> str | None:
 def load_framework(name: str) -> Framework:
     """Return the adapter of the framework with this name, and import it at the first call."""
     if name not in _FRAMEWORKS:
-        if name != "numpy":  # now: torch.compile guards on the size of the registry
+        if name != "numpy":
+            # Not later: torch.compile recompiles if the registry grows.
             load_framework("numpy")
         _FRAMEWORKS[name] = _import_adapter(name)
         _FRAMEWORK_NAME_BY_TYPE.update(dict.fromkeys(_FRAMEWORKS[name].array_types, name))
@@ -140,7 +141,7 @@ def common_framework(**arrays: Array) -> Framework:
 
 
 def as_plain_array(x: Array, name: str) -> Array:
-    """Return x in the plain array class of its framework; raise an error that names `name`."""
+    """Return x in the plain array class of its framework; errors call it `name`."""
     if isinstance(x, np.ndarray) and type(x) is not np.ndarray and np.ma.is_masked(x):
         raise DtypeError(
             f"{name} is a masked array, and qkv would use its masked elements: pass "

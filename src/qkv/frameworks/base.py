@@ -447,7 +447,7 @@ class Framework:
         return False
 
     def device_block_numbers(self, like: Array) -> int | None:
-        """Return how many numbers a block may hold on a device of its own; None: on the CPU."""
+        """Return how many numbers a block may hold in an accelerator's memory; None: on the CPU."""
         return None
 
     def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:

@@ -140,7 +140,7 @@ class NumPy(Framework):
     def reduce_spans(
         self, lift: PartialStateFunction, merge: MergeFunction, start: Any, spans: Sequence[Span]
     ) -> Any:
-        """Reduce runs of the spans on all cores, unless this is already a worker thread."""
+        """Reduce groups of spans in parallel on all cores, unless this is a worker thread."""
         if len(spans) < 2 or threads.CORE_COUNT < 2 or threads.is_worker_thread():
             return super().reduce_spans(lift, merge, start, spans)
 

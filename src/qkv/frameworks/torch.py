@@ -143,7 +143,7 @@ def count_pair_numbers(function: Any, query: Array, key: Array, learns: bool) ->
             arguments = [fake.from_tensor(x.detach()) for x in (query, key)]
             with _SizeRecorder() as recorder:
                 function(*arguments)
-    except Exception:  # whatever the caller's function does that needs data
+    except Exception:  # the caller's function may need data
         return None
     if not pairs or not recorder.sizes:
         return None

@@ -150,7 +150,7 @@ def array_leaves(fw: Framework, record: Any) -> list[Array]:
 
 
 def replace_arrays(fw: Framework, record: T, arrays: Iterable[Array]) -> T:
-    """Return the record with its arrays replaced, in the order of `array_leaves`."""
+    """Return the record with `arrays` in place of its own, in the order of `array_leaves`."""
     fresh = iter(arrays)
     return map_arrays(fw, lambda _: next(fresh), record)
 

@@ -109,7 +109,7 @@ def copy_score(score: Any) -> Any:
 
 
 def copy_options(options: Any) -> Any:
-    """Return the options for another layer, with its own parameters."""
+    """Return a copy of the options for another layer; learned modules get new parameters."""
     return {name: copy_score(x) for name, x in options.items()}
 
 

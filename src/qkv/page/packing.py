@@ -54,7 +54,10 @@ def _to_known_dtype(x: np.ndarray) -> np.ndarray:
 
 
 def find_deferred_buffers(views: list[Any], buffers: list[bytes]) -> dict[int, int]:
-    """Return the buffers that the page loads in parts, one per head, and the size of a part."""
+    """Return the buffers that the page loads in parts: their numbers, and the size of a part.
+
+    A part is one head. Its size is a number of elements.
+    """
     shown = [view["data"] for view in views if view["view"] == "model"]
     models = [data["weights"] for data in shown if "weights" in data]
     return {

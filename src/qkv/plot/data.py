@@ -61,7 +61,7 @@ class Fit(NamedTuple):
 
 
 class Regression(NamedTuple):
-    """The fit of each score by name at the queries (p,); keys and values (m,), sorted by key."""
+    """The fits at the queries (p,), by name of the score; keys and values (m,), sorted by key."""
 
     query: Matrix
     key: Matrix
@@ -310,8 +310,8 @@ def require_unpooled(weights: Any) -> Matrix:
     alpha, block = captured_cells(weights)
     if block != (1, 1):
         raise ArgumentError(
-            f"weights has only the largest of each {block[0]} × {block[1]} weights, and this needs "
-            "all of them: capture with a larger budget"
+            f"weights has only the largest of each {block[0]} × {block[1]} weights, but flow and "
+            "entropy need all of them: capture with a larger budget"
         )
     return alpha
 

@@ -21,7 +21,8 @@ class Client(Closable):
     """A client of the databases that `qkv serve` serves at `url`. Threads may share it.
 
     `client["books"]` is one database, with the methods of a local one. `client.ask("books", query)`
-    is short for `client["books"].ask(query)`; the other methods likewise. `timeout` is in seconds.
+    is short for `client["books"].ask(query)`, and likewise for the other methods. `timeout` is in
+    seconds.
 
         client = qkv.Client("http://127.0.0.1:8000")
         client.ask("books", "the alchmist").value

@@ -51,7 +51,7 @@ def loads(text: str) -> Any:
 
 
 def restore_cells(body: Any) -> Any:
-    """Convert the tagged cells of parsed JSON."""
+    """Return parsed JSON with its tagged cells as Python values."""
     try:
         return cells.from_json_value(body)
     except cells.CELL_ERRORS as error:

@@ -105,7 +105,7 @@ async def check_ready(registry: DatabaseRegistry, request: RequestData) -> Any:
     ),
 )
 def get_model(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Describe the inputs and outputs of a database as a model."""
+    """Describe a database as a model: the names, types and shapes of its inputs and outputs."""
     served = request.served_database
     return {
         "name": served.name,

@@ -245,7 +245,9 @@ class RemoteDatabase(Closable, Displayable):
             )
         columns = {values[0]: value} if len(values) == 1 else value
         if not isinstance(columns, Mapping):
-            raise DtypeError(f"the value must be a mapping of {', '.join(values)}, not {value!r}")
+            raise DtypeError(
+                f"the value must be a mapping of the columns {', '.join(values)}, not {value!r}"
+            )
         return {**dict.fromkeys(values), **dict(zip(keys, parts, strict=True)), **columns}
 
     # Export

@@ -280,7 +280,7 @@ def group_tokens(tokenizer: Any, ids: list[int]) -> tuple[list[str], list[int]]:
         joins = not (is_special or word_ended)
         if joins and mark == "begin":
             joins = not token.startswith(WORD_MARKS[mark])
-            # Punctuation starts a new word without a mark.
+            # Punctuation starts a new word even if its token has no mark.
             joins = joins and _is_punctuation(tokenizer, token) == _is_punctuation(
                 tokenizer, words[-1][-1]
             )

@@ -214,10 +214,10 @@ def _notify_observers(module: Any, call: AttentionCall) -> None:
 
 
 def _prepare_mask(mask: Any, key: Any, weighting: Weighting) -> Any:
-    """Cut the mask to the keys, and replace the lowest float, transformers' −∞, by −∞.
+    """Crop the mask to the keys, and replace the lowest float by −∞.
 
-    A row that contains only the lowest float stays: all its keys get equal weights, as in eager
-    and sdpa.
+    transformers masks with the lowest float. A row that contains only this float is not changed:
+    all its keys get equal weights, as in eager and sdpa.
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         shape = getattr(mask, "shape", None)

@@ -132,7 +132,7 @@ def arrow_to_cells(column: Any) -> list[Any]:
         dtype = kind.value_type.to_pandas_dtype()
         return [None if x is None else np.asarray(x, dtype) for x in column.to_pylist()]
     if getattr(kind, "unit", None) == "ns":
-        # Python has microseconds: a column with finer times becomes text.
+        # Python's times have a resolution of 1 µs: a column with finer times becomes text.
         target = pyarrow.time64("us") if types.is_time64(kind) else pyarrow.duration("us")
         if types.is_timestamp(kind):
             target = pyarrow.timestamp("us", kind.tz)

@@ -23,13 +23,13 @@ def current_deadline() -> float | None:
 
 @contextlib.contextmanager
 def limit_time(deadline: float | None) -> Iterator[None]:
-    """Stop the work inside the `with` at this `time.monotonic`; None sets no limit.
+    """Stop the work inside the `with` statement at this `time.monotonic`; None sets no limit.
 
     >>> with limit_time(time.monotonic() - 1):
     ...     check_deadline()
     Traceback (most recent call last):
-    qkv.util.deadline.DeadlineError: the work took longer than its time limit: ask for less at a
-    time
+    qkv.util.deadline.DeadlineError: the computation exceeded its time limit: request fewer rows or
+    queries at a time
     """
     token = _DEADLINE.set(deadline)
     try:
@@ -42,4 +42,6 @@ def check_deadline() -> None:
     """Raise `DeadlineError` if the deadline has passed."""
     deadline = _DEADLINE.get()
     if deadline is not None and time.monotonic() > deadline:
-        raise DeadlineError("the work took longer than its time limit: ask for less at a time")
+        raise DeadlineError(
+            "the computation exceeded its time limit: request fewer rows or queries at a time"
+        )

@@ -32,7 +32,7 @@ UNSET: Any = _Unset()
 
 
 class Closable:
-    """An object that a `with` closes at its end."""
+    """An object that a `with` statement closes."""
 
     def __enter__(self) -> Self:
         return self

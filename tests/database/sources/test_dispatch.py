@@ -921,7 +921,7 @@ def test_sources_that_are_no_source(tmp_path):
     with pytest.raises(CombinationError, match="table='x'"):
         read(write(tmp_path, "t.csv", "a\n1\n"), table="x")
     assert "download" in str(refused("https://example.org/books.csv"))
-    assert "supported are files" in str(refused("mysql://host/shop"))
+    assert "qkv reads files" in str(refused("mysql://host/shop"))
     assert read(f"file://{tmp_path}/t.csv").columns == {"a": [1]}
 
 

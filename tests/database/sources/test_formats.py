@@ -62,7 +62,7 @@ def test_a_registered_scheme() -> None:
     register_source(SourceFormat("shop", read_url, schemes=("shop",), has_tables=True))
     table = read("SHOP://li:secret@host/books", table="t")
     assert table == Table("books", {"url": ["SHOP://li:secret@host/books"], "table": ["t"]})
-    with pytest.raises(SourceError, match="other:// URLs are not supported: supported are files"):
+    with pytest.raises(SourceError, match="other:// URLs are not supported: qkv reads files"):
         read("other://host")
 
 

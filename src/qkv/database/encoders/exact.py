@@ -51,5 +51,5 @@ class Exact(Encoder):
         return (bits * np.float32(2) - 1) / np.float32(math.sqrt(self.width))
 
     def default_score(self, rows: int) -> Score:
-        # e^τ against m − 1 rows of about e^0: a factor of e⁶ leaves those less than 1 % in total.
+        # An equal key gets e^τ = m e⁶, the other m − 1 rows about e^0 each: less than 1 % in total.
         return ScaledDot(math.log(max(rows, 1)) + 6)

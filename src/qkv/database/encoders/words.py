@@ -28,7 +28,7 @@ from qkv.util.keyword_hints import suggest_keywords
 
 TEXTS_PER_BLOCK = 4096
 MAX_MAPPED_TOKENS = 8192
-"""Up to so many tokens, only their vectors are read from the file."""
+"""Up to this number of tokens, only their vectors are read from the file."""
 MAX_GROUPED_TOKENS, TEXTS_PER_GROUP = 64, 256
 """A text with more tokens is summed alone. The others are summed in groups, one token of each text
 at a time; a group fits the processor's cache."""

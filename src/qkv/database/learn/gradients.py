@@ -16,7 +16,7 @@ Parameters = Mapping[str, np.ndarray]
 
 
 class SharedWords(NamedTuple):
-    """The a words of a batch's n queries, φ (a, n), and their entries in the keys, ψ.
+    """The words of n queries: their values φ (words, n), and their entries ψ in the keys.
 
     Entry e of ψ has the key `row`, the word `word` and the value `number`, each (e,).
     """

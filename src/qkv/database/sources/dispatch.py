@@ -365,8 +365,8 @@ def _sniff_format(opening: bytes, path: Path) -> SourceFormat:
         return _CSV
     suffix = f"The suffix {path.suffix!r} is unknown" if path.suffix else "There is no suffix"
     raise SourceError(
-        f"the format is not recognized. {suffix}, and the contents look like no table: rename the "
-        f"file; {describe_formats()}",
+        f"the format is not recognized. {suffix}, and the contents do not look like a table: "
+        f"rename the file; {describe_formats()}",
         file=str(path),
     )
 

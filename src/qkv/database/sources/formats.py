@@ -196,6 +196,6 @@ def describe_formats() -> str:
     suffixes = " ".join(suffix for known in _FORMATS.values() for suffix in known.suffixes)
     examples = ", ".join(known.example for known in _FORMATS.values() if known.example)
     return (
-        f"supported are files that end in {suffixes}, text also compressed (.csv.gz, .bz2, .xz); "
+        f"qkv reads files that end in {suffixes}, text also compressed (.csv.gz, .bz2, .xz); "
         f"{examples}; and - for CSV on standard input.{''.join(load_plugins())}"
     )

@@ -235,7 +235,7 @@ def _read_elements(text: str) -> Iterator[tuple[int, int, Any]]:
         at = end if closed else _skip_space(text, end + 1)
     after = _skip_space(text, at + 1)
     if after < len(text):
-        raise _JsonError("text after the end of the list: a file contains one list", after)
+        raise _JsonError("text after the end of the list: expected one list per file", after)
 
 
 def _skip_space(text: str, at: int) -> int:

@@ -84,7 +84,7 @@ class MarkerWatch:
         self._folder, self._file = folder, -1
 
     def read_state(self) -> tuple[bytes, float]:
-        """Return the lock file's content and until when to trust it (monotonic seconds).
+        """Return the lock file's content, and the `time.monotonic` until which it is valid.
 
         Call it before reading the catalog. The content is b"" while a writer is active and when
         there is no marker.

@@ -47,8 +47,8 @@ def check_not_older(catalog: Catalog, marker: CommitMarker | None) -> None:
     newest = catalog.newest_version().number
     if marker is not None and newest < marker.version:
         raise catalog.damaged_error(
-            f"it ends with version {newest}, but version {marker.version} was acknowledged; its "
-            f"log, {CATALOG_FILE}-wal, is missing or was not copied with it"
+            f"its newest version is {newest}, but version {marker.version} was acknowledged; "
+            f"its log, {CATALOG_FILE}-wal, is missing or was not copied with it"
         )
 
 

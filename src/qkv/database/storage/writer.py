@@ -180,7 +180,10 @@ def fits_in_buffer(layout: Layout | None, rows: int) -> bool:
 def collect_small_segments(
     catalog: Catalog, blob_storage: BlobStorage, generation: int, layout: Layout
 ) -> tuple[list[SegmentEntry], list[Segment]]:
-    """Return the small segments to merge, if there are many, and their rows and buffered rows."""
+    """Return the small segments to merge, and their rows together with the buffered rows.
+
+    If there are few small segments, none is merged.
+    """
     entries = catalog.list_segments(generation)
     small: list[SegmentEntry] = []
     while entries and entries[-1].size < limits.MAX_SEGMENT_BYTES // limits.SEGMENTS_PER_MERGE:

@@ -262,7 +262,7 @@ def key_digest(key: Any) -> bytes:
     if isinstance(key, str):
         return blake2b(b"s" + encode_utf8(key), digest_size=DIGEST_BYTES).digest()
     if key is None:
-        raise ArgumentError("a key must not be None: no query could find it")
+        raise ArgumentError("a key must not be None: no query could match it; leave that row out")
     if is_array(key) and len(key.shape) == 1:
         row = np.ascontiguousarray(_check_numeric(to_numpy(key)), dtype="<f8") + 0.0
         if np.isnan(row).any():

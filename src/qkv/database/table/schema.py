@@ -222,7 +222,8 @@ def _key_column_kind(column: Any, name: str) -> str:
         absent = next((i for i, key in enumerate(column) if cells.is_missing(key)), None)
         if absent is not None:
             raise ArgumentError(
-                f"key {absent} (column {name}) is {column[absent]}: no query could find it"
+                f"key {absent} (column {name}) is {column[absent]}: no query could match it; "
+                "leave that row out"
             )
     return column_kind(column)
 

@@ -66,8 +66,8 @@ def shape_based_reason(call: Call) -> str | None:
     n = call.n * (math.prod(call.lead) if _shares_keys(call) else 1)
     if n < MIN_QUERIES or n * call.m < MIN_PAIRS:
         return (
-            f"{format_count(n)} queries and {format_count(call.m)} keys are too few to pay for "
-            "sorting keys into boxes"
+            f"{format_count(n)} queries and {format_count(call.m)} keys are too few: "
+            "sorting keys into boxes would take longer than it saves"
         )
     return None
 
@@ -83,7 +83,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.rule is not None or call.bias is not None:
         return "it does not support a mask"
     if call.dropout or call.wants_weights:
-        return "it computes no separate weights, so it can neither return nor drop them"
+        return "it does not store the weights, so it cannot return them or apply dropout"
     if fw.has_empty_axis((*call.lead, call.n, call.m, fw.static_shape(call.key)[-1])):
         return "an array is empty"
     widths = (call.score.bandwidth, call.weighting.temperature)

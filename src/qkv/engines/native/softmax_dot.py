@@ -25,7 +25,7 @@ def not_softmax_dot_reason(call: Call) -> str | None:
     if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
         return "fused kernels give no gradient for a learned scale or temperature"
     if call.rule is not None and effective_scale(call) <= 0:
-        return "fused kernels multiply masked scores, −∞, by the scale, which is not positive"
+        return "the scale is not positive, and fused kernels multiply the −∞ of masked scores by it"
     return None
 
 

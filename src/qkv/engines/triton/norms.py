@@ -114,8 +114,10 @@ def _launch_rows(
     kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], numbers: tuple[float, ...] = (),
     *whole: int, each: int = NUMBERS_PER_PROGRAM,
 ) -> None:  # fmt: skip
-    """Launch a kernel on arrays of x's size, or with one number per row; `each` program takes so
-    many elements."""
+    """Launch a kernel on arrays of x's size, or with one number per row.
+
+    `each` is the number of elements per program.
+    """
     if not x.numel():
         return
     w = x.shape[-1]

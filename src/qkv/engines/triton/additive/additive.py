@@ -1,7 +1,8 @@
-"""Softmax attention with s = Σ_h v_h tanh(a_h + b_h): by features if in range, else exactly.
+"""Softmax attention with s = Σ_h v_h tanh(a_h + b_h): approximated by features or exact.
 
-Only the device knows the range. So both are launched. The exact kernels come second; they read a
-flag on the device, and either return at once or overwrite the result.
+Features are valid for arguments in a range, which only the device can check. So both kinds of
+kernels are launched. The exact kernels run second: they read a flag on the device, and either
+return at once or overwrite the result.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class NotifyingGluonKernel(CompileNotifier, GluonJITFunction):
 def pool_hopper(
     given, at, counts, out, lse, kept, scales, steps, z, lanes, rows, count, F: gl.constexpr
 ):  # fmt: skip
-    """Compute jobs of 2 · ROWS queries, one after another per processor.
+    """Compute jobs of 2 · ROWS queries each; a processor runs its jobs one after another.
 
     The arrays are those of `forward.pool_kernel`, so both launches are replayed alike.
     """

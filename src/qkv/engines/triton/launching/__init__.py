@@ -1,1 +1,1 @@
-"""How kernels are compiled, launched and replayed, and how PyTorch sees them."""
+"""Kernels are compiled, launched and replayed here, and registered as PyTorch operators."""

@@ -50,7 +50,7 @@ def count_tiles(length: int) -> int:
 
 
 def allocate_bits(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return zeroed bits: per tile of queries and key, and per tile of keys and query."""
+    """Return zeroed bits: one per (tile of queries, key), and one per (tile of keys, query)."""
     (b, h, n, _), m = query.shape, key.shape[2]
     words = ROWS_PER_LIST // BITS_PER_WORD.value
     return (

@@ -84,9 +84,10 @@ def wait_for_previous_launch(F):
 
 @triton.jit
 def lanes_and_rows(first, length, ROWS: tl.constexpr):
-    """Return lane and row within the lane for ROWS rows from `first` on; lanes have `length` rows.
+    """Return the lane of each of ROWS rows from `first` on, and its row within that lane.
 
-    One 64-bit division: a division per row would take longer than reading the row.
+    A lane has `length` rows. The function makes one 64-bit division: one per row would take longer
+    than reading the row.
     """
     lane = first // length
     near = (first - lane * length).to(tl.int32) + tl.arange(0, ROWS)
