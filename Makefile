@@ -54,7 +54,7 @@ $(SUITES) check test-full: export JAX_PLATFORMS := cpu
 $(SUITES): export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-# $(call apt,packages) installs system packages where we may.
+# $(call apt,packages) installs system packages, as root or with sudo.
 tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); }
 apt = $(tried) || { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
@@ -96,7 +96,7 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 		$(call apt,libgomp1 libquadmath0); fi
 	@touch $@
 
-demo: .venv/.shown ## Build books.qkv, ask it, tell the seeds' other stories, draw them into demo/
+demo: .venv/.shown ## Build books.qkv, ask it, run four short examples, draw their pictures into demo/
 	@$(BIN)/python examples/demo.py
 
 frontend/node_modules/.installed: frontend/package-lock.json
@@ -111,7 +111,7 @@ browser: ## Find a Chromium, or install one
 	@command -v chromium chromium-browser google-chrome $(CHROMIUM) >/dev/null \
 		|| $(call tried,chromium) || $(MAKE) --no-print-directory $(CHROMIUM)
 
-postgres: ## Find PostgreSQL's programs, or install them where we may; its tests need them
+postgres: ## Find PostgreSQL's programs, or try to install them; its tests need them
 	@PATH="$$PATH:$$(echo /usr/lib/postgresql/*/bin | tr ' ' ':')" command -v initdb >/dev/null \
 		|| $(call tried,postgresql) || echo "PostgreSQL is not installed: its tests are left out"
 

@@ -44,15 +44,15 @@ def books(out: Path) -> None:
     ) as B:
         say(f"B has {len(B)} rows of {', '.join(B.columns)}; a key is a title, a value its author.")
 
-        say("\nHard attention is the query that every database knows: one row counts, no other.")
+        say("\nHard attention is the classical database query: one row gets all the weight.")
         show(f'{B.ask("war", weighting="hard") = }')
-        say("\nSoft attention lets every row count, as far as its key resembles the query.")
+        say("\nSoft attention gives every row a weight: the more similar its key, the larger.")
         show(f'{B.ask("war") = }')
-        say("\nA temperature above 1 lets the others speak louder.")
+        say("\nA temperature above 1 gives the other rows more weight.")
         warm = weightings.Softmax(temperature=2)
         say("  warm = weightings.Softmax(temperature=2)")
         show(f'{B.ask("war", weighting=warm) = }')
-        say("\nA title that is nearly right needs no others: a slip does no harm.")
+        say("\nTypos are tolerated: a query with one still finds its title.")
         show(f'{B.ask("the alchmist") = }')
 
         say("\nThe same rows, with summaries as keys and titles as values:")
@@ -62,7 +62,7 @@ def books(out: Path) -> None:
         show(f"{by_summary.ask(idea) = }")
         show(f"{by_summary.ask(idea).explain() = !s}")
         show(f'{by_summary.ask("why countries are rich") = }')
-        say("\nA vague query is answered vaguely, and `where` leaves rows out.")
+        say("\nA vague query spreads the weight over many rows. `where` filters the rows.")
         show(f'{by_summary.ask("unhappy love") = }')
         show(f'{by_summary.ask("growing up in a war", where={"genre": "memoir"}) = }')
 
@@ -106,7 +106,7 @@ def names(out: Path) -> None:
     D = qkv.Database(FIRST_NAMES)
     say("D holds " + ", ".join(f"{last} → {first}" for last, first in D.items()) + ".")
 
-    say("\nAn exact match finds the key or nothing.")
+    say("\nAn exact look-up returns the row with this key, or raises KeyError.")
     show(f'{D["Li"] = }')
     try:
         D["Lee"]
@@ -138,7 +138,7 @@ def majors(out: Path) -> None:
     heading("3. Find people by major")
     students = qkv.Database(STUDENTS, key="name", value="major")
     show(f'{students["John Doe"] = }')
-    say("\nTo a database the query is like one key and no other, which one_hot.png shows:")
+    say("\none_hot.png shows the weights of an exact look-up: one row has all the weight.")
     say('  students.plot("John Doe", score="exact", weighting="raw")')
     draw(students.plot("John Doe", score="exact", weighting="raw"), out / "one_hot.png")
     say("\nKey and value change places:")
@@ -164,12 +164,12 @@ def salary(out: Path) -> None:
     heading("4. GPA → starting salary")
     D = qkv.Database(salaries(), key="gpa", value="salary")
     say(f"D holds {len(D)} invented engineers. What will a student with a GPA of 3.5 earn?")
-    say("\nThe score −(q − k)²/2σ² and softmax: Nadaraya and Watson's regression.")
+    say("\nThe score −(q − k)²/2σ² with softmax is Nadaraya–Watson regression.")
     near = scores.Gaussian(0.15)
     say("  near = scores.Gaussian(0.15)")
     show(f"{D.ask(3.5, score=near) = }")
 
-    say("\nA wider bandwidth listens to more rows.")
+    say("\nA larger bandwidth gives weight to more rows.")
     for width in (0.02, 0.05, 0.15, 0.5, 5.0):
         answer = D.ask(3.5, score=scores.Gaussian(width))
         say(
@@ -335,7 +335,7 @@ def next_steps(store: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Five stories of attention, with pictures.")
+    parser = argparse.ArgumentParser(description="Five examples of attention, with pictures.")
     parser.add_argument(
         "--out", type=Path, default=Path("demo"), metavar="DIR", help="where all goes (demo/)"
     )
