@@ -96,9 +96,9 @@ class Softplus(weightings.Weighting):
     def init(self, rows, width):
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def partial_state(self, scores, live, k, found, value, keep):
+    def partial_state(self, scores, live, k, found, value, dropout_mask):
         _, bent = self.bent(scores, live)
-        return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, keep)
+        return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, dropout_mask)
 
     def merge(self, one, two):
         return one[0] + two[0], one[1] + two[1]

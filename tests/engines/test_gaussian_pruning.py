@@ -119,12 +119,12 @@ def test_what_is_left_out_is_within_the_bound(sigma, tolerance, dtype):
     scaled = [np.ascontiguousarray(x.T, "float64") / sigma for x in (query, key)]
     boxes = grid.build_boxes(scaled[1], value)
     found = grid.select_boxes(scaled[0], boxes, share)
-    assert found.keep.mean() < 0.8
+    assert found.is_read.mean() < 0.8
     want, _, alpha = exact(query, key, value, sigma)
     of_key = np.empty(len(key), int)
     real = boxes.order < len(key)
     of_key[boxes.order[real]] = np.flatnonzero(real) // boxes.points.shape[-1]
-    lost = np.where(found.keep[:, of_key], 0, alpha).sum(axis=1)
+    lost = np.where(found.is_read[:, of_key], 0, alpha).sum(axis=1)
     assert (lost <= found.lost_share_bound).all()
     if tolerance == 1e-2:
         assert lost.max() > 0

@@ -30,16 +30,16 @@ def evaluate_features(units: HiddenUnits, side: int, x: Array, v: Array | None =
     def rows_last(made: Array) -> Array:
         return fw.xp.reshape(fw.xp.matrix_transpose(made), (*x.shape[:-1], -1))
 
-    def concat_features(*given: Array) -> tuple[Array]:
-        return (rows_last(fw.xp.concat(_features_by_group(units, side, *given), axis=0)),)
+    def concat_features(*arrays: Array) -> tuple[Array]:
+        return (rows_last(fw.xp.concat(_features_by_group(units, side, *arrays), axis=0)),)
 
-    def write_features(*given: Array) -> tuple[tuple[Array], tuple[()]]:
-        return (rows_last(_write_features(units, side, *given)),), ()
+    def write_features(*arrays: Array) -> tuple[tuple[Array], tuple[()]]:
+        return (rows_last(_write_features(units, side, *arrays)),), ()
 
     def backward(
-        given: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+        arrays: Sequence[Array], saved: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array, ...]:
-        return _feature_gradients(units, side, gradients[0], *given)
+        return _feature_gradients(units, side, gradients[0], *arrays)
 
     if not _is_writable(x):
         return concat_features(*leaves)[0]

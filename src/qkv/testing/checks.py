@@ -82,8 +82,8 @@ class Case:
             self.output_gradient, get_framework(arrays["query"]).dtype_name(arrays["query"])
         )
 
-        def loss(*given: Array) -> Array:
-            now = dict(zip(arrays, given, strict=True))
+        def loss(*inputs: Array) -> Array:
+            now = dict(zip(arrays, inputs, strict=True))
             out = self.attend(now, engine=engine, **more) * along
             return get_framework(out).xp.sum(out)
 

@@ -200,15 +200,15 @@ class Entmax(Weighting):
         return fw.masked_scatter(weight, at, scores if spend else None)
 
     def pool_whole_rows(
-        self, scores: Array, live: LiveMask, k: Array, value: Array, keep: DropoutMask
+        self, scores: Array, live: LiveMask, k: Array, value: Array, dropout_mask: DropoutMask
     ) -> Array:
         fw = get_framework(scores)
         if not self.gathers_candidates(scores):
-            return super().pool_whole_rows(scores, live, k, value, keep)
+            return super().pool_whole_rows(scores, live, k, value, dropout_mask)
         weight = self.weights_of_candidates(scores, live, self.alpha - 1, spend=True)
-        if keep is None and bool(fw.xp.all(fw.xp.isfinite(value))):
+        if dropout_mask is None and bool(fw.xp.all(fw.xp.isfinite(value))):
             return fw.xp.matmul(weight, value)
-        return pool_by_weights(weight, value, live, keep, sparse=True)
+        return pool_by_weights(weight, value, live, dropout_mask, sparse=True)
 
     def candidate_mask(self, scores: Array, live: LiveMask, top: Array, start: Array) -> Array:
         """Return which scores are not below the initial τ; NaN is included, so it propagates."""
@@ -306,10 +306,12 @@ class Entmax(Weighting):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         weight, lean = self.weight_and_slope(scores, live, row_facts)
-        pooled = (pool_by_weights(x, value, live, keep, sparse=True) for x in (weight, lean))
+        pooled = (
+            pool_by_weights(x, value, live, dropout_mask, sparse=True) for x in (weight, lean)
+        )
         return *pooled, get_framework(lean).row_sum(lean)
 
     def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
