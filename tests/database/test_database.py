@@ -633,7 +633,7 @@ def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
 
     D = make(NAMES)
     true = [a.weights for a in D.ask(["Li", "Lee"])]
-    monkeypatch.setattr(executor, "MAX_KEPT_WEIGHTS_PER_BATCH", 1)
+    monkeypatch.setattr(executor, "MAX_CACHED_WEIGHTS_PER_BATCH", 1)
     monkeypatch.setattr(scan, "MAX_SCORES_PER_BATCH", 6)
     for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
         np.testing.assert_allclose(a.weights, weights, rtol=1e-5)

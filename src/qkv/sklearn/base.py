@@ -276,17 +276,17 @@ def _column_spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
     return np.where(square > 0, np.sqrt(square) * most, 1.0)
 
 
-def _parse_bandwidth(given: Any, d: int) -> Numbers:
+def _parse_bandwidth(bandwidth: Any, d: int) -> Numbers:
     try:
-        width = np.asarray(given, dtype=np.float64)
+        width = np.asarray(bandwidth, dtype=np.float64)
     except (TypeError, ValueError):
         raise DtypeError(
             "bandwidth must be a number, one for each column, or one of "
             f"{', '.join(BANDWIDTH_RULES)}, not "
-            f"{given!r}"
+            f"{bandwidth!r}"
         ) from None
     if width.shape not in ((), (d,)):
         raise ShapeError(f"bandwidth has shape {width.shape}, but X has {d} columns")
     if not (np.isfinite(width) & (width > 0)).all():
-        raise ArgumentError(f"bandwidth must be above 0, not {given!r}")
+        raise ArgumentError(f"bandwidth must be above 0, not {bandwidth!r}")
     return np.broadcast_to(width, (d,)).copy()
