@@ -81,7 +81,7 @@ EQUIVALENT = {
     "distance": {
         "xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0",  # · −1 is / −1
         "x + self.centre[*[None] * (len(x.shape) - 1), ...]",  # both sides are shifted alike
-        "reach * reach * scale < MAX_SQUARED_REACH",
+        "norm_sum * norm_sum * scale < MAX_SQUARED_NORM_SUM",
         "1e+150",  # and 1
     },
     "window": {

@@ -143,8 +143,8 @@ QUERY_MUTANTS = [
     Mutant(
         "filter-number-equals-missing",
         "database/filter/comparisons.py",
-        "near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)",
-        "near &= (column.kinds != TEXT) & (column.kinds != OTHER)",
+        "is_equal &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)",
+        "is_equal &= (column.kinds != TEXT) & (column.kinds != OTHER)",
         "tests/database/filter/test_filter.py -k missing_number",
     ),
     Mutant(
@@ -244,8 +244,8 @@ SERVER_MUTANTS = [
     Mutant(
         "batch-ten-times-larger",
         "serve/batch.py",
-        "(count > limits.MAX_QUERIES or",
-        "(count > 10 * limits.MAX_QUERIES or",
+        "count > limits.MAX_QUERIES or",
+        "count > 10 * limits.MAX_QUERIES or",
         SERVE + "test_batch.py",
     ),
     Mutant(

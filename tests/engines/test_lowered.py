@@ -30,10 +30,10 @@ NEAR = 1e-7
 """The error in a score that float64 is told to accept, so that Additive is lowered at all."""
 
 
-@pytest.fixture(autouse=True, params=[lowered.MAX_FORM_NUMBERS, 0], ids=["whole", "in blocks"])
+@pytest.fixture(autouse=True, params=[lowered.MAX_FEATURE_NUMBERS, 0], ids=["whole", "in blocks"])
 def room(request, monkeypatch):
     """φ and ψ whole, or made block by block; and blocks that do not divide the call."""
-    monkeypatch.setattr(lowered, "MAX_FORM_NUMBERS", request.param)
+    monkeypatch.setattr(lowered, "MAX_FEATURE_NUMBERS", request.param)
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 4))
     monkeypatch.setattr(streaming, "MAX_DENSE_NUMBERS", 0)
 
@@ -106,17 +106,19 @@ def test_tolerance_bounds_the_error_of_a_score(tolerance):
     )[0].dot_product_width(16)
 
 
-@pytest.mark.parametrize("reach", [(0.01, 0.01), (1.0, 1.0), (0.1, 9.0), (5.0, 5.0), (20.0, 20.0)])
+@pytest.mark.parametrize(
+    "input_ranges", [(0.01, 0.01), (1.0, 1.0), (0.1, 9.0), (5.0, 5.0), (20.0, 20.0)]
+)
 @pytest.mark.parametrize("error", [1e-2, 1e-4, 1e-6, 1e-10])
-def test_factors_keep_their_bound_everywhere(reach, error):
+def test_factors_keep_their_bound_everywhere(input_ranges, error):
     """Also at the corners, and at points that the fit never looked at."""
-    found = find_factors(*reach, error)
+    found = find_factors(*input_ranges, error)
     assert found.error <= error
     rng = np.random.default_rng(0)
-    a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in reach)
+    a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in input_ranges)
 
     def functions(x: np.ndarray, side: int) -> np.ndarray:
-        x = x / found.reach[side]
+        x = x / found.input_ranges[side]
         parts = []
         for odd, p in ((side, found.even[side]), (1 - side, found.odd[side])):
             y = np.polynomial.chebyshev.chebval(2 * x * x - 1, p.T)

@@ -20,7 +20,7 @@ from qkv.util.deadline import DeadlineError, check_deadline, current_deadline, l
 from tests.serve.conftest import LOCAL
 
 LONG = "x" * (limits.MAX_TEXT_CHARACTERS + 1)
-MANY = ["y" * 2_000] * (limits.TEXTS // 2_000 + 1)
+MANY = ["y" * 2_000] * (limits.MAX_BATCH_CHARACTERS // 2_000 + 1)
 
 
 @pytest.mark.parametrize("route", ["ask", "attend"])
@@ -67,7 +67,10 @@ def test_long_texts_of_the_page_are_refused(
 def test_long_cells_are_refused(client: TestClient) -> None:
     for row, told in (
         ({"title": LONG, "genre": "a", "year": 1}, "rows[0].title: at most 65,536 characters"),
-        ({"title": "a", "genre": "x" * (limits.CELL + 1), "year": 1}, "at most 1,048,576"),
+        (
+            {"title": "a", "genre": "x" * (limits.MAX_CELL_CHARACTERS + 1), "year": 1},
+            "at most 1,048,576",
+        ),
     ):
         answer = client.post("/v1/databases/books/rows", json={"rows": [row]})
         assert answer.status_code == 413 and told in answer.json()["error"]
@@ -102,14 +105,16 @@ def test_a_hostile_csv_is_refused_where_it_is_met(
 
 
 def test_a_long_cell_of_json_is_refused(client: TestClient) -> None:
-    answer = upload(client, b'{"a": 1, "b": "' + b"x" * (limits.CELL + 1) + b'"}\n', "jsonl")
+    answer = upload(
+        client, b'{"a": 1, "b": "' + b"x" * (limits.MAX_CELL_CHARACTERS + 1) + b'"}\n', "jsonl"
+    )
     assert answer.status_code == 422 and "at most 1,048,576" in answer.json()["error"]
 
 
 def test_an_upload_is_stopped_at_its_deadline(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "UPLOAD_SECONDS", -1.0)
+    monkeypatch.setattr(limits, "UPLOAD_TIMEOUT_SECONDS", -1.0)
     for form, content in (("csv", b"a,b\n1,2\n"), ("jsonl", b'{"a": "b", "b": 1}\n')):
         answer = upload(client, content, form)
         assert answer.status_code == 503 and "qkv import FILE" in answer.json()["error"]
@@ -178,7 +183,7 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
 
 
 def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TEXTS", 10)
+    monkeypatch.setattr(limits, "MAX_BATCH_CHARACTERS", 10)
     sizes: list[int] = []
     go, begun = threading.Event(), threading.Event()
 

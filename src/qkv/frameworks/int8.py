@@ -107,7 +107,7 @@ def _simsimd_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
     return multiply_codes
 
 
-_THREAD = threading.local()
+_THREAD_BUFFERS = threading.local()
 
 
 def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
@@ -140,13 +140,16 @@ def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 
     New memory would cost as much time as the products.
     """
-    if getattr(_THREAD, "shape", None) != shape:
-        size, held = shape[0] * shape[1], getattr(_THREAD, "held", None)
+    if getattr(_THREAD_BUFFERS, "shape", None) != shape:
+        size, held = shape[0] * shape[1], getattr(_THREAD_BUFFERS, "held", None)
         if held is None or len(held[0]) < size:
             kinds = torch.int32, torch.float32
-            _THREAD.held = held = [torch.empty(size, dtype=x, device="cpu") for x in kinds]
-        _THREAD.shape, _THREAD.views = shape, tuple(x[:size].view(shape) for x in held)
-    views: tuple[Any, Any] = _THREAD.views
+            _THREAD_BUFFERS.held = held = [torch.empty(size, dtype=x, device="cpu") for x in kinds]
+        _THREAD_BUFFERS.shape, _THREAD_BUFFERS.views = (
+            shape,
+            tuple(x[:size].view(shape) for x in held),
+        )
+    views: tuple[Any, Any] = _THREAD_BUFFERS.views
     return views
 
 
@@ -161,11 +164,11 @@ def _writable_view(x: np.ndarray) -> np.ndarray:
 
 def _limit_torch_threads(torch: Any) -> None:
     """Let PyTorch use one thread inside each worker thread, of which there is one per core."""
-    if not getattr(_THREAD, "alone", False):
+    if not getattr(_THREAD_BUFFERS, "alone", False):
         torch.get_num_threads()  # the first call in a thread initializes its OpenMP settings
         for library in _openmp_controllers():
             library.set_num_threads(1)
-        _THREAD.alone = True
+        _THREAD_BUFFERS.alone = True
 
 
 @memoize("frameworks.openmp_controllers")

@@ -214,11 +214,11 @@ def count_characters(query: Any) -> int:
             stack += x
         elif isinstance(x, dict):
             stack += x.values()
-    if count > limits.TEXTS:
+    if count > limits.MAX_BATCH_CHARACTERS:
         raise RequestError(
             413,
-            f"query: at most {limits.TEXTS:,} characters in one request, not {count:,}: send fewer "
-            "queries at a time",
+            f"query: at most {limits.MAX_BATCH_CHARACTERS:,} characters in one request, "
+            f"not {count:,}: send fewer queries at a time",
         )
     return count
 

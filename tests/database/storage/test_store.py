@@ -738,7 +738,7 @@ def test_a_store_that_is_made_while_another_thread_forks_waits_for_it():
     finally:
         lock._after_fork()
     maker.join()
-    assert made[0] in lock._REGISTERED
+    assert made[0] in lock._FORK_HANDLERS
     made[0].close()
 
 

@@ -137,10 +137,10 @@ def test_vectors_that_are_the_keys_are_not_encoded_anew_when_they_have_doubled()
 
 
 def test_rows_whose_codes_cannot_be_made_change_nothing(tmp_path, small, monkeypatch):
-    def fails(vectors, first, keep=True, near=quantization.quantize_with_bounds):
+    def fails(vectors, first, with_codes=True, near=quantization.quantize_with_bounds):
         if first > 100:
             raise MemoryError("no room for codes")
-        return near(vectors, first, keep)
+        return near(vectors, first, with_codes)
 
     with qkv.open(tmp_path / "new") as D:
         with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):

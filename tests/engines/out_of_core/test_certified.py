@@ -200,7 +200,11 @@ def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
     score, query = scores.Epanechnikov(8.0), np.stack([keys[0] * 100, keys[0]])
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     found = weigh_rows(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
@@ -213,7 +217,11 @@ def test_a_window_without_keys_changes_nothing_of_another():
     keys = made(np.random.default_rng(1), "plain", 300)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, None, scale=scale, quantized=near)], keys.shape)
     query, score = np.stack([keys[3], keys[3] + 1e3]), scores.Epanechnikov(8.0)
@@ -541,7 +549,11 @@ def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
     keys = (made(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     with pytest.raises(CombinationError, match="cannot be proven"):
@@ -556,7 +568,11 @@ def test_a_weight_of_almost_1_is_rounded_too():
     keys[7] *= 3
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     for size in np.linspace(0.1, 0.3, 40):

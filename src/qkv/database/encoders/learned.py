@@ -204,10 +204,12 @@ class Learned(Encoder):
         if not any(is_sparse(head) for head, _ in leaf_heads(self.base)):
             return None
         side = "query" if query else "key"
-        found = self.project_sparse(
+        words = self.project_sparse(
             extract_features(self.base, check_batch(keys), side, is_sparse), side
         )
-        return self.base.add_exact_places(found, keys) if isinstance(self.base, Text) else found
+        if isinstance(self.base, Text):
+            return self.base.add_full_text_positions(words, keys)
+        return words
 
     def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         return self._encode_vectors(keys, "query" if query else "key")

@@ -63,19 +63,19 @@ class Lexical(Encoder):
 
     def fit(self, keys: Sequence[Any]) -> Lexical:
         keys = to_texts(keys)
-        found = threads.map_parallel(
+        counted = threads.map_parallel(
             count_words, [block for _, block in split_blocks(keys)] or [[]]
         )
-        total = sum(int(f.sum()) for _, _, f in found)
+        total = sum(int(f.sum()) for _, _, f in counted)
         codes, counts = np.unique(
-            np.concatenate([code for _, code, _ in found]), return_counts=True
+            np.concatenate([code for _, code, _ in counted]), return_counts=True
         )
         m = max(len(keys), 1)
-        told = float(counts @ np.log1p((m - counts + 0.5) / (counts + 0.5)))
+        total_information = float(counts @ np.log1p((m - counts + 0.5) / (counts + 0.5)))
         return replace(
             self,
             mean=max(total / m, 1.0),
-            usual=told / m,
+            usual=total_information / m,
             rows=m,
             codes=codes,
             counts=counts.astype(np.int32),

@@ -92,19 +92,21 @@ def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | No
             return None
         fresh = temporary / "fresh.sqlite"
         losses, used = _write_catalog(data, folder, fresh, marker)
-        kept = _create_damaged_folder(folder)
+        damaged_folder = _create_damaged_folder(folder)
         # SQLite would apply the old log to the new catalog, so move the log first. A crash after
         # this point leaves a store without an intact catalog, as it was before.
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
-                os.replace(f"{folder / CATALOG_FILE}{suffix}", kept / f"{CATALOG_FILE}{suffix}")
+                os.replace(
+                    f"{folder / CATALOG_FILE}{suffix}", damaged_folder / f"{CATALOG_FILE}{suffix}"
+                )
         with contextlib.suppress(FileNotFoundError):
-            os.link(folder / CATALOG_FILE, kept / CATALOG_FILE)
+            os.link(folder / CATALOG_FILE, damaged_folder / CATALOG_FILE)
         os.replace(fresh, folder / CATALOG_FILE)
         for file in DiskBlobStorage(folder).list_files():
             if file_number(file) is not None and file not in used:
-                os.replace(folder / file, kept / file)
-        for path in (kept, folder):
+                os.replace(folder / file, damaged_folder / file)
+        for path in (damaged_folder, folder):
             FileSystem().fsync_folder(path)
     return losses
 
