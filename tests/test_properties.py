@@ -627,7 +627,7 @@ def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> Non
     q, k, v = (make(np.array(x)[:, None]) for x in ([0.0, 5.0, 5.0], [0.0, 3.0, 9.0], [1.0, 2, 4]))
     mask = make(np.array([[True] * 3, [True, True, False], [False] * 3]))
     nan = math.nan
-    for wish, answer, alpha in (
+    for on_empty, answer, alpha in (
         ("zero", 0.0, [0.0, 0.0]),
         ("nan", nan, [nan, nan]),
         ("uniform", 1.5, [0.5, 0.5]),
@@ -637,14 +637,14 @@ def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> Non
             out, found = qkv.attend(
                 *(q, k, v),
                 score=score,
-                weighting=weightings.Normalized(wish),
+                weighting=weightings.Normalized(on_empty),
                 mask=mask,
                 engine=engine,
                 return_weights=True,
             )
             close(out, [[1.0], [answer], [0.0]])
             close(found[:, :2], [[1.0, 0.0], alpha, [0.0, 0.0]])
-            assert wish == "nan" or not to_numpy(found)[:, 2].any()
+            assert on_empty == "nan" or not to_numpy(found)[:, 2].any()
 
 
 # Sparse weightings

@@ -472,7 +472,7 @@ TRITON_MUTANTS = [
         "engines/triton/launching/workspace.py",
         "begin + -(-size // 128) * 128",
         "begin",
-        TRITON + "test_launch_replay.py -k 'room or pieces'",
+        TRITON + "test_launch_replay.py -k 'workspace or pieces'",
     ),
     Mutant(
         "parts-ten-times-longer",

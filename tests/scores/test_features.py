@@ -49,7 +49,7 @@ def test_in_place_is_the_same(units, side):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_gradients_of_our_own(units, side):
-    """Beside torch's, of the first and second order."""
+    """Compared with torch's derivatives of the first and second order."""
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(sides(3)[side]).requires_grad_()
     v = torch.linspace(-1, 2, len(RANGES), dtype=torch.float64).requires_grad_()
