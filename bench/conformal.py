@@ -47,7 +47,7 @@ def main() -> None:
         print(f"no {options.wordnet}: the reverse dictionary is not measured")
     show_goals(rows)
     if options.write:
-        write("conformal", rows, whole=options.wordnet.is_dir())
+        write("conformal", rows, replace=options.wordnet.is_dir())
 
 
 def parser() -> argparse.ArgumentParser:
