@@ -120,13 +120,13 @@ def calibration(s: np.ndarray, right: np.ndarray) -> float:
 
 
 def scored(made: Encoder, keys: list[str]) -> Callable[[list[str]], np.ndarray]:
-    key, beside, score = made.encode(keys), made.encode_sparse(keys), made.default_score(len(keys))
+    key, sparse, score = made.encode(keys), made.encode_sparse(keys), made.default_score(len(keys))
 
     def scores(queries: list[str]) -> np.ndarray:
         found = []
         for start in range(0, len(queries), AT_ONCE):
             query, asked = made.encode_full_query(queries[start : start + AT_ONCE])
-            whole = key if asked is None else np.asarray(DenseAndSparse(key, beside, asked))
+            whole = key if asked is None else np.asarray(DenseAndSparse(key, sparse, asked))
             found.append(np.asarray(score(query, whole), np.float64))
         return np.concatenate(found)
 

@@ -114,9 +114,9 @@ def amid_nan(x: Tensor, random: Random) -> Tensor:
     before, after = random.choice((0, 1, 8)), random.choice((0, 3, 8))
     turned = x.ndim == 4 and random.random() < 0.5
     x = x.transpose(1, 2) if turned else x
-    room = x.new_full((*x.shape[:-2], x.shape[-2] + 2, before + x.shape[-1] + after), torch.nan)
-    room[..., 1:-1, before : before + x.shape[-1]] = x
-    inside = room[..., 1:-1, before : before + x.shape[-1]]
+    memory = x.new_full((*x.shape[:-2], x.shape[-2] + 2, before + x.shape[-1] + after), torch.nan)
+    memory[..., 1:-1, before : before + x.shape[-1]] = x
+    inside = memory[..., 1:-1, before : before + x.shape[-1]]
     return inside.transpose(1, 2) if turned else inside
 
 

@@ -304,9 +304,9 @@ LAYERS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_says_where_an_argument_goes(layer) -> None:
-    room = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
+    module = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
     name, _, given = layer.partition(".")[2].partition("(")
-    kind, sizes = getattr(room, name), [int(x) for x in given[:-1].split(", ") if x]
+    kind, sizes = getattr(module, name), [int(x) for x in given[:-1].split(", ") if x]
     for word, message in LAYERS[layer].items():
         with pytest.raises(TypeError, match=message):
             kind(*sizes, **{word: 1})
@@ -360,9 +360,9 @@ CALLS = {
 @pytest.mark.parametrize("layer", CALLS)
 def test_a_call_of_a_layer_says_where_an_argument_goes(layer) -> None:
     torch = pytest.importorskip("torch")
-    room = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
+    module = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
     name, _, given = layer.partition(".")[2].partition("(")
-    made = getattr(room, name)(*[int(x) for x in given[:-1].split(", ") if x])
+    made = getattr(module, name)(*[int(x) for x in given[:-1].split(", ") if x])
     x = torch.ones(1, 3, 4)
     given = inspect.signature(made.call if hasattr(made, "call") else made.forward).parameters
     needs = [p for p in given.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]

@@ -435,8 +435,8 @@ TRITON_MUTANTS = [
     Mutant(
         "tied-scores-one-short",
         "engines/triton/sparse/threshold_search.py",
-        "fit = tl.where(ones <= room, fit + step, fit)",
-        "fit = tl.where(ones < room, fit + step, fit)",
+        "fit = tl.where(ones <= max_ties, fit + step, fit)",
+        "fit = tl.where(ones < max_ties, fit + step, fit)",
         TRITON + "test_threshold_search.py::test_ties_go_to_the_lowest_positions",
     ),
     Mutant(

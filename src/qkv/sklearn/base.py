@@ -200,8 +200,8 @@ class AttentionEstimator(BaseEstimator):
             step = "turn it into numbers first, or leave it out"
             if kind == "text" and "categorical" in self.get_params():
                 step = f"name it, categorical=[{column!r}]"
-            told = f"X: column {column!r} holds {kind}, such as {cell!r}: {step}"
-            raise ArgumentError(told) from error
+            message = f"X: column {column!r} holds {kind}, such as {cell!r}: {step}"
+            raise ArgumentError(message) from error
 
     def _check_sample_weight(self, sample_weight: Any, X: Numbers) -> Numbers:
         """Return how many rows each row counts as (m,)."""
@@ -259,10 +259,10 @@ class AttentionEstimator(BaseEstimator):
             raise CombinationError(f"{wanted} needs weights that sum to 1, unlike {kind}")
 
 
-def _is_same_attention(one: Examples, two: Examples) -> bool:
+def _is_same_attention(first: Examples, second: Examples) -> bool:
     """Return whether two estimators have equal parameters of attention."""
-    told = [repr((rows.score, rows.weighting)) for rows in (one, two)]
-    return told[0] == told[1]
+    descriptions = [repr((rows.score, rows.weighting)) for rows in (first, second)]
+    return descriptions[0] == descriptions[1]
 
 
 def _column_spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:

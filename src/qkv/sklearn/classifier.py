@@ -67,12 +67,12 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
                 "pass one list for each column"
             )
         if classes is not None:
-            for column, told in zip(columns, known, strict=True):
-                _check_same_kind("classes are", np.asarray(told), "y is", column)
-        found = [np.unique(column) if told is None else np.union1d(column, told)
-                 for column, told in zip(columns, known, strict=True)]  # fmt: skip
-        self.classes_ = found[0] if y.ndim == 1 else found
-        ones = [column[:, None] == names for column, names in zip(columns, found, strict=True)]
+            for column, names_given in zip(columns, known, strict=True):
+                _check_same_kind("classes are", np.asarray(names_given), "y is", column)
+        all_names = [np.unique(column) if names_given is None else np.union1d(column, names_given)
+                 for column, names_given in zip(columns, known, strict=True)]  # fmt: skip
+        self.classes_ = all_names[0] if y.ndim == 1 else all_names
+        ones = [column[:, None] == names for column, names in zip(columns, all_names, strict=True)]
         values = np.concatenate(ones, axis=1).astype(np.float64)
         self.power_ = 1.0
         self._fit_rows(X, values, counts)
@@ -92,14 +92,16 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         width, ridge = super()._search_bandwidth(rows, fewer, spread)
         if not rows.slope_mask.any():
             return width, ridge
-        told, sure = (
+        predicted, targets = (
             rows.predict_left_out(width / spread / fewer, ridge),
             rows.weight[:, None] * rows.value,
         )
 
         def power_loss(power: float) -> float:
             return -float(
-                (sure * np.log(np.concatenate(self._normalize_classes(told, power), 1))).sum()
+                (
+                    targets * np.log(np.concatenate(self._normalize_classes(predicted, power), 1))
+                ).sum()
             )
 
         self.power_ = float(minimize_scalar(power_loss, bounds=(0.5, 20), method="bounded").x)

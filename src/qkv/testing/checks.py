@@ -70,8 +70,8 @@ class Case:
         for name, x in self.arrays.items():
             if x.dtype.kind == "f":
                 along = rng.normal(size=x.shape)
-                ahead, behind = (loss(name, x + side * DIFFERENCE_STEP * along) for side in (1, -1))
-                out[name] = along, (ahead - behind) / (2 * DIFFERENCE_STEP)
+                above, below = (loss(name, x + side * DIFFERENCE_STEP * along) for side in (1, -1))
+                out[name] = along, (above - below) / (2 * DIFFERENCE_STEP)
         return out
 
     def compute_gradients(
