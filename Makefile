@@ -36,7 +36,7 @@ APART := src/qkv/cluster src/qkv/nn src/qkv/keras src/qkv/transformers
 PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 SUITES := unit doctest layers $(if $(MXNET),mxnet)
-# These take every core; the others one each, and the longest of them, types, runs beside them.
+# These use every core; the others use one each. The longest of those, types, runs in parallel.
 WIDE := unit $(if $(MXNET),mxnet)
 
 export MPLBACKEND := Agg
@@ -131,12 +131,12 @@ screenshots: env browser ## Take pictures of the page's views, light and dark, i
 
 test: env $(if $(MXNET),env-mxnet) browser postgres ## Run every check below and count
 	@rm -rf $(RESULTS); mkdir -p $(RESULTS); failed=; \
-	told() { echo "--- $$1"; shift; "$$@"; }; \
-	check() { told $$1 $(MAKE) --no-print-directory $$1 || failed="$$failed $$1"; }; \
+	announce() { echo "--- $$1"; shift; "$$@"; }; \
+	check() { announce $$1 $(MAKE) --no-print-directory $$1 || failed="$$failed $$1"; }; \
 	$(MAKE) --no-print-directory types >$(RESULTS)/types.txt 2>&1 & types=$$!; \
 	for one in $(filter-out types $(WIDE),$(STATIC) $(SUITES)); do check $$one; done; \
 	wait $$types || failed="$$failed types"; \
-	told types cat $(RESULTS)/types.txt; \
+	announce types cat $(RESULTS)/types.txt; \
 	for one in $(WIDE); do check $$one; done; \
 	$(if $(MXNET),,echo "--- mxnet is left out: it has no wheel for $(MACHINE)";) \
 	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
@@ -190,7 +190,7 @@ test-full: env ## Every case that `make test` samples, and longer random tests; 
 	@$(BIN)/python $(PIP_INSTALL) -e '.[bench]' -c constraints.txt
 	@touch $@
 
-bench: .venv/.peers ## Measure beside the peers, all or BENCH="dot sparse", and write the tables
+bench: .venv/.peers ## Measure qkv and its peers, all or BENCH="dot sparse", and write the tables
 	@$(BIN)/python -m bench $(BENCH)
 	@$(BIN)/python tools/table.py
 

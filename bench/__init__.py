@@ -5,7 +5,7 @@
 everything runs, and writes nothing.
 
 A script has `rows()`, which yields results of `_side_by_side.compare`, and ends with
-`keep(name, rows())`, which writes `results/name.json`.
+`save_results(name, rows())`, which writes `results/name.json`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from bench._results import show_goals
-from bench._side_by_side import Row, keep
+from bench._side_by_side import Row, save_results
 
 SCRIPTS = (
     "start",
@@ -46,7 +46,7 @@ def main(names: list[str]) -> None:
     rows = []
     for name in names or SCRIPTS:
         print(f"--- {name}", flush=True)
-        rows += keep(name, script(name))
+        rows += save_results(name, script(name))
     show_goals(rows)
 
 

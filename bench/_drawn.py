@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
     returns: str
     score: str
     weighting: str
-    told: str
+    description: str
 
     def call(self, given: dict[str, Any], **more: Any) -> Any:
         """Return one array of the call: its output, or an additional result."""
@@ -54,11 +54,11 @@ class Drawn(NamedTuple):
         if self.returns == "output":
             return qkv.attend(query, key, value, **how)
         how |= {"return_lse" if self.returns == "lse" else "return_weights": True}
-        out, beside = qkv.attend(query, key, value, **how)
+        out, second_result = qkv.attend(query, key, value, **how)
         fw = get_framework(out)
-        beside = fw.astype(beside, fw.dtype_name(out))
-        beside = beside[..., None] if self.returns == "lse" else beside
-        return fw.xp.concat([out, beside], axis=-1)
+        second_result = fw.astype(second_result, fw.dtype_name(out))
+        second_result = second_result[..., None] if self.returns == "lse" else second_result
+        return fw.xp.concat([out, second_result], axis=-1)
 
 
 def draw(random: Random) -> Drawn:
@@ -108,7 +108,7 @@ def draw(random: Random) -> Drawn:
     if random.random() < 0.2:
         fixed["engine"] = random.choice(("streaming", "dense"))
     poisoned = "lengths" in rule and "mask" in fixed and random.random() < 0.5
-    if poisoned:  # behind every sequence's end
+    if poisoned:  # after the end of every sequence
         arrays["key"][..., int(fixed["mask"].valid.max()) :, :] = np.nan
         arrays["value"][..., int(fixed["mask"].valid.max()) :, :] = np.inf
     returns = random.choice(RETURNS)
@@ -125,10 +125,12 @@ def draw(random: Random) -> Drawn:
             **({"mask": masks.causal & given["mask"]} if rule == "both" else {}),
         }
 
-    told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float', 'both') else ''}, "
-    told += f"{dtype}, {returns} {[x.shape for x in arrays.values()]} {fixed}"
-    told += " poisoned" if poisoned else ""
-    return Drawn(arrays, how, dtype, returns, score, weighting, told)
+    description = (
+        f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float', 'both') else ''}, "
+    )
+    description += f"{dtype}, {returns} {[x.shape for x in arrays.values()]} {fixed}"
+    description += " poisoned" if poisoned else ""
+    return Drawn(arrays, how, dtype, returns, score, weighting, description)
 
 
 def _ruled(rule: str, random: Random, make: Any, lead: Any, n: int, m: int) -> dict[str, Any]:

@@ -49,10 +49,14 @@ def machine() -> dict[str, Any]:
 
 def _processor() -> str:
     try:
-        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False, env={}).stdout
+        output = subprocess.run(
+            ["lscpu"], capture_output=True, text=True, check=False, env={}
+        ).stdout
     except OSError:
-        told = ""
-    name = next((x.partition(":")[2] for x in told.splitlines() if x.startswith("Model name")), "")
+        output = ""
+    name = next(
+        (x.partition(":")[2] for x in output.splitlines() if x.startswith("Model name")), ""
+    )
     return name.strip() or platform.machine()
 
 
@@ -75,14 +79,14 @@ def commit() -> str:
     return os.environ.get("QKV_COMMIT") or (head and head + "+" * bool(changed)) or "unknown"
 
 
-def write(name: str, rows: list[dict[str, Any]], whole: bool) -> None:
+def write(name: str, rows: list[dict[str, Any]], replace: bool) -> None:
     """Write the rows into the file of this name, and into $OUT if that is set."""
     now, when = machine(), {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
     # Times of another kind of processor are no news of the same rows.
     own = platform.machine() != "x86_64" and "gpu" not in now
     path = (RESULTS / platform.machine() if own else RESULTS) / f"{name}.json"
     old: list[dict[str, Any]] = []
-    if not whole and path.exists():
+    if not replace and path.exists():
         before = json.loads(path.read_text())
         fresh = {row["work"] for row in rows}
         if before["machine"] == now:

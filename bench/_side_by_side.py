@@ -105,7 +105,7 @@ def compare(
         want = exact(*sets[0]) if exact else None
     except Exception as error:
         want = None
-        print(f"{work}: no float64 to compare with: {_told(error)}")
+        print(f"{work}: no float64 to compare with: {_describe_error(error)}")
     runs = {}
     for name, side in sides.items():
         if side is None:
@@ -120,13 +120,13 @@ def compare(
                 found[name]["extra MiB"] = clock.peak(side, sets[0])
             runs[name] = side
         except Exception as error:
-            found[name]["note"] = _told(error)
+            found[name]["note"] = _describe_error(error)
     del want
     try:
         timed = times(runs, repeats, sets, clock)
     except Exception as error:
         timed = {}
-        print(f"{work}: not timed: {_told(error)}")
+        print(f"{work}: not timed: {_describe_error(error)}")
     for name, seconds in timed.items():
         found[name]["ms"] = 1e3 * seconds
         if rate:
@@ -177,20 +177,20 @@ def relative_error(got: Any, want: Sequence[Any]) -> float:
     return worst
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
-def keep(name: str, rows: Iterable[Row], whole: bool = True) -> list[Row]:
+def save_results(name: str, rows: Iterable[Row], replace: bool = True) -> list[Row]:
     """Write the rows to results/name.json, each as soon as it is measured.
 
-    whole: the rows replace the file; otherwise rows of other work stay in it.
+    replace: the rows replace the file; otherwise rows of other work stay in it.
     """
     done: list[Row] = []
     for row in _guarded(name, rows):
         done.append(row)
         if not SMALL:
-            write(name, done, whole)
+            write(name, done, replace)
     return done
 
 
@@ -199,4 +199,4 @@ def _guarded(name: str, rows: Iterable[Row]) -> Iterator[Row]:
     try:
         yield from rows
     except Exception as error:
-        print(f"{name}: {_told(error)}", file=sys.stderr)
+        print(f"{name}: {_describe_error(error)}", file=sys.stderr)

@@ -6,7 +6,7 @@ import torch
 
 import qkv
 from bench._formulas import Formula, additive, compiled, there_and_back
-from bench._side_by_side import compare, input_sets, keep, size
+from bench._side_by_side import compare, input_sets, save_results, size
 from qkv import scores
 
 N, D, H = size(2048, 128), 64, 64
@@ -46,4 +46,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("additive", rows())
+    save_results("additive", rows())

@@ -92,8 +92,8 @@ def tasks(rows: list[tuple[str, str, str]], at: np.ndarray) -> dict[str, list[st
         kept = rng.permutation(len(words))[: max(1, len(words) // 2)]
         return " ".join(words[i] for i in np.sort(kept))
 
-    def name(told: str) -> str:
-        return re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", told).replace("_", " ").strip().lower()
+    def name(identifier: str) -> str:
+        return re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", identifier).replace("_", " ").strip().lower()
 
     some = [rows[i] for i in at]
     return {
@@ -101,7 +101,7 @@ def tasks(rows: list[tuple[str, str, str]], at: np.ndarray) -> dict[str, list[st
         "a paraphrase": [after for _, _, after in some],
         "half the words": [half(text) for text, _, _ in some],
         "four slips": [slipped(text, rng) for text, _, _ in some],
-        "a name": [name(told) for _, told, _ in some],
+        "a name": [name(text) for _, text, _ in some],
     }
 
 
@@ -120,13 +120,13 @@ def calibration(s: np.ndarray, right: np.ndarray) -> float:
 
 
 def scored(made: Encoder, keys: list[str]) -> Callable[[list[str]], np.ndarray]:
-    key, beside, score = made.encode(keys), made.encode_sparse(keys), made.default_score(len(keys))
+    key, sparse, score = made.encode(keys), made.encode_sparse(keys), made.default_score(len(keys))
 
     def scores(queries: list[str]) -> np.ndarray:
         found = []
         for start in range(0, len(queries), AT_ONCE):
             query, asked = made.encode_full_query(queries[start : start + AT_ONCE])
-            whole = key if asked is None else np.asarray(DenseAndSparse(key, beside, asked))
+            whole = key if asked is None else np.asarray(DenseAndSparse(key, sparse, asked))
             found.append(np.asarray(score(query, whole), np.float64))
         return np.concatenate(found)
 
@@ -173,8 +173,8 @@ def main() -> None:
             row = {"work": f"{name}: {task}", "recall": found}
             if not name.startswith("BM25"):
                 row["calibration error"] = calibration(s, at)
-            told = [*found.values(), row.get("calibration error", np.nan)]
-            print(f"{row['work']:<40}" + "".join(f"{x:>8.3f}" for x in told), flush=True)
+            numbers = [*found.values(), row.get("calibration error", np.nan)]
+            print(f"{row['work']:<40}" + "".join(f"{x:>8.3f}" for x in numbers), flush=True)
             kept.append(row)
     every = (x for _, part in docstrings(TECHNICAL + MORE) for p in part for x in sentences(p))
     many = list(dict.fromkeys(x for x in every if 20 <= len(x) <= 60))
@@ -186,8 +186,8 @@ def main() -> None:
     )
     print(f"{kept[-1]['work']:<40}{recall(s, right, 1):>8.3f}")
     if "--write" in sys.argv:
-        told = {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
-        written = {"machine": machine(), "rows": [row | told for row in kept]}
+        source = {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
+        written = {"machine": machine(), "rows": [row | source for row in kept]}
         (RESULTS / "answers.json").write_text(json.dumps(written, indent=2) + "\n")
 
 

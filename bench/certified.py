@@ -16,7 +16,7 @@ import torch
 
 import qkv
 from bench._results import show
-from bench._side_by_side import compare, keep, peer, size
+from bench._side_by_side import compare, peer, save_results, size
 from qkv import attention
 from qkv.database.encoders import resolve
 from qkv.database.encoders.base import sharpness_for_rows
@@ -66,13 +66,13 @@ def over(keys, near, value=None):
 
 
 def row(work, goal, found, met, **more):
-    told = {
+    result = {
         "work": work,
         "sides": {"qkv": more},
         "goals": [{"goal": goal, "found": found, "met": met}],
     }
-    show(told)
-    return told
+    show(result)
+    return result
 
 
 def speeds(rng, keys, near):
@@ -95,7 +95,7 @@ def speeds(rng, keys, near):
             ("weights", over(keys, near), alone),
             ("256-wide values pooled", over(keys, near, value), pooled),
         ):
-            told = compare(
+            result = compare(
                 f"{n} queries, {len(keys):,} × {D}, {what}, load {load:.0f}",
                 {
                     "qkv": lambda rows, query: near_to(rows, query).output,
@@ -107,11 +107,11 @@ def speeds(rng, keys, near):
                 repeats=7,
             )
             found = near_to(rows, query)
-            told["sides"]["qkv"] |= {
+            result["sides"]["qkv"] |= {
                 "rows read": found.rows_read,
                 "bound": float(found.weight_error.max()),
             }
-            yield told
+            yield result
 
     rows, even = over(keys, near, value), {"score": "scaled_dot", "weighting": "softmax"}
     attention.attend_rows(
@@ -190,4 +190,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("certified", rows())
+    save_results("certified", rows())

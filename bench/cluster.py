@@ -9,7 +9,7 @@ actor is killed. Times are the minimum of many.
 
 `load` is the number of processes that want a core. If it exceeds the cores, shards do not run in
 parallel, and the goals use CPU time: that of the busiest shard for a batch, of all processes for
-one query. The model of docs/scaling.md is printed beside the CPU time of 1 to 4 shards.
+one query. The model of docs/scaling.md is printed with the CPU time of 1 to 4 shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 import qkv
 from bench._results import show, show_goals
-from bench._side_by_side import SMALL, Row, keep, size
+from bench._side_by_side import SMALL, Row, save_results, size
 from qkv.frameworks import threads
 
 M, D, WIDTH, BATCH = size(200_000, 4_000), 256, 16, 64
@@ -69,9 +69,9 @@ def busiest(cluster, turns: int, side) -> float:
 
 
 def row(work: str, sides: dict, *goals: tuple) -> Row:
-    told = {name: {"ms": 1e3 * seconds} for name, seconds in sides.items()}
+    sides_ms = {name: {"ms": 1e3 * seconds} for name, seconds in sides.items()}
     judged = [{"goal": name, "found": found, "met": bool(met)} for name, found, met in goals]
-    made = {"work": work, "sides": told, "goals": judged, "load": os.getloadavg()[0]}
+    made = {"work": work, "sides": sides_ms, "goals": judged, "load": os.getloadavg()[0]}
     show(made)
     return made
 
@@ -97,12 +97,12 @@ def scaling(clusters: dict):
     found = least(sides, TURNS)
     worked = {n: busiest(clusters[n], TURNS, sides[n]) for n in SHARDS}
     gain, work = found[1] / found[2], worked[1] / worked[2]
-    told = {"qkv": found[2], **{f"{n} shards": found[n] for n in SHARDS}}
-    told |= {f"{n} shards, the busiest worked": worked[n] for n in SHARDS}
+    times = {"qkv": found[2], **{f"{n} shards": found[n] for n in SHARDS}}
+    times |= {f"{n} shards, the busiest worked": worked[n] for n in SHARDS}
     goal = ("2 shards ≥ 1.6× the throughput of 1", gain, gain >= 1.6)
     if busy():
         goal = ("2 shards ≥ 1.6× the throughput of 1, by work", work, work >= 1.6)
-    yield row(f"cluster: {BATCH} queries over {M:,} × {D}", told, goal)
+    yield row(f"cluster: {BATCH} queries over {M:,} × {D}", times, goal)
     for n in SHARDS:
         sides = {"qkv": worked[n], "model": worked[1] / n}
         yield row(f"cluster: work of the busiest of {n} shards", sides)
@@ -160,4 +160,4 @@ def death(database, cluster):
 
 
 if __name__ == "__main__":
-    show_goals(keep("cluster", rows()))
+    show_goals(save_results("cluster", rows()))

@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 from bench._results import show
-from bench._side_by_side import Row, keep
+from bench._side_by_side import Row, save_results
 from bench.start import SRC
 
 MOST = 20.0
@@ -77,4 +77,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("compiled", rows())
+    save_results("compiled", rows())

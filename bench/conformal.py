@@ -47,7 +47,7 @@ def main() -> None:
         print(f"no {options.wordnet}: the reverse dictionary is not measured")
     show_goals(rows)
     if options.write:
-        write("conformal", rows, whole=options.wordnet.is_dir())
+        write("conformal", rows, replace=options.wordnet.is_dir())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,17 +100,17 @@ def measured(
     """Return a row for each coverage; databases in `silent` must abstain on foreign queries."""
     place = {key: i for i, key in enumerate(D)}
     for coverage in COVERAGES:
-        promise = D.calibrate(some, coverage)
+        calibration = D.calibrate(some, coverage)
         held, sizes, quiet = [], [], []
-        for _, right, fits, alpha in asked(D, promise, others, place):
-            inside = fits & (alpha >= promise.weight)
+        for _, right, fits, alpha in asked(D, calibration, others, place):
+            inside = fits & (alpha >= calibration.weight)
             held.append(inside[right])
             sizes.append(np.count_nonzero(inside))
             quiet.append(not inside.any())
         strange = [(text, next(iter(place))) for text in foreign]
         away = [
-            not (fits and (alpha >= promise.weight).any())
-            for _, _, fits, alpha in asked(D, promise, strange, place)
+            not (fits and (alpha >= calibration.weight).any())
+            for _, _, fits, alpha in asked(D, calibration, strange, place)
         ]
         found = {
             "coverage": float(np.mean(held)),
@@ -131,7 +131,7 @@ def measured(
 
 
 def asked(
-    D: qkv.Database, promise: Calibration, pairs: Pairs, place: dict[str, int]
+    D: qkv.Database, calibration: Calibration, pairs: Pairs, place: dict[str, int]
 ) -> Iterator[tuple[qkv.Answer, int, bool, np.ndarray]]:
     """Yield each answer, the right row, whether any row fits, and all weights.
 
@@ -142,9 +142,9 @@ def asked(
         answers = D.ask([query for query, _ in batch], top=1)
         for i, (answer, (_, key)) in enumerate(zip(answers, batch, strict=True)):
             alpha = answer.weights
-            fits = bool(answer.lse + np.log(alpha.max()) >= promise.best)
+            fits = bool(answer.lse + np.log(alpha.max()) >= calibration.best)
             if start + i < LOOKED:
-                rows = np.flatnonzero(alpha >= promise.weight) if fits else []
+                rows = np.flatnonzero(alpha >= calibration.weight) if fits else []
                 assert {row.index for row in answer.prediction_set} == set(map(int, rows))
             yield answer, place[key], fits, alpha
 

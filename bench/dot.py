@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
 from bench._formulas import Formula, dot, there_and_back
-from bench._side_by_side import compare, input_sets, keep, size
+from bench._side_by_side import compare, input_sets, save_results, size
 
 H, N, D = 8, size(2048, 128), 64
 FLOPS = 4 * H * N * N * D
@@ -52,4 +52,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("dot", rows())
+    save_results("dot", rows())

@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 
 from bench._results import show
-from bench._side_by_side import SMALL, Row, compare, keep, peer, size
+from bench._side_by_side import SMALL, Row, compare, peer, save_results, size
 
 M, N, D = size(200_000, 5_000), size(2_000, 50), 3
 SIGMA = M ** (-1 / (D + 4)) / np.sqrt(12)
@@ -70,10 +70,10 @@ def gaussian_process(X, y, query):
     part.fit(X[:LEARNED], y[:LEARNED])
     begin = time.process_time()
     whole = GaussianProcessRegressor(part.kernel_, optimizer=None, normalize_y=True).fit(X, y)
-    told = whole.predict(query)
+    predicted = whole.predict(query)
     rest = time.process_time()
     whole.log_marginal_likelihood(whole.kernel_.theta, eval_gradient=True, clone_kernel=False)
-    return told, rest - begin + steps[0] * (time.process_time() - rest), steps[0]
+    return predicted, rest - begin + steps[0] * (time.process_time() - rest), steps[0]
 
 
 def waves(rows):
@@ -92,26 +92,26 @@ def folded(make, X, y, folds, measures):
             warnings.simplefilter("ignore")  # a peer's optimizer that stops at a bound
             model = make().fit(X[known], y[known])
             if "log-loss" in measures:
-                told = model.predict_proba(X[held_out])
+                predicted = model.predict_proba(X[held_out])
             else:
-                told = model.predict(X[held_out])
+                predicted = model.predict(X[held_out])
         seconds += time.process_time() - begin
-        found.append((y[held_out], told))
-    true, told = (np.concatenate(x) for x in zip(*found, strict=True))
-    side = {name: float(measure(true, told)) for name, measure in measures.items()}
+        found.append((y[held_out], predicted))
+    true, predicted = (np.concatenate(x) for x in zip(*found, strict=True))
+    side = {name: float(measure(true, predicted)) for name, measure in measures.items()}
     return side | {"ms": 1e3 * seconds / len(folds)}
 
 
 def judged(work, sides, goals) -> Row:
     """Return a row of these sides. goals: text, measured value, and whether it is met."""
-    told = [{"goal": goal, "found": found, "met": bool(met)} for goal, found, met in goals]
-    row = {"work": work, "sides": sides, "goals": told}
+    results = [{"goal": goal, "found": found, "met": bool(met)} for goal, found, met in goals]
+    row = {"work": work, "sides": sides, "goals": results}
     show(row)
     return row
 
 
-def root(true, told):
-    return np.sqrt(np.mean((true - told) ** 2))
+def root(true, predicted):
+    return np.sqrt(np.mean((true - predicted) ** 2))
 
 
 def regression():
@@ -139,7 +139,7 @@ def regression():
         yield judged(f"regression, {name}, 5 folds", sides, [(goal, ratio, ratio > 1)])
 
 
-def beside_a_process():
+def compare_gaussian_process():
     from sklearn.datasets import make_friedman1
     from sklearn.model_selection import KFold
 
@@ -155,10 +155,10 @@ def beside_a_process():
     ours = folded(make, X, y, folds, {"RMSE": root})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        told, seconds, steps = gaussian_process(X[known], y[known], X[held_out])
+        predicted, seconds, steps = gaussian_process(X[known], y[known], X[held_out])
     theirs = {
         "ms": 1e3 * seconds,
-        "RMSE": float(root(y[held_out], told)),
+        "RMSE": float(root(y[held_out], predicted)),
         "note": f"{steps} steps, one of them timed; its kernel learned from {LEARNED} rows",
     }
     near, quick = ours["RMSE"] / theirs["RMSE"], theirs["ms"] / ours["ms"]
@@ -245,8 +245,8 @@ def rows():
     yield from regression()
     yield from classification()
     yield from speed()
-    yield from beside_a_process()
+    yield from compare_gaussian_process()
 
 
 if __name__ == "__main__":
-    keep("estimators", rows())
+    save_results("estimators", rows())

@@ -6,7 +6,7 @@ Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and o
 and every array is surrounded by NaN. A call is reported in these cases:
 
 - its output or a gradient is more than twice as far from float64 as eager code in the same dtype,
-  and further than FLOOR;
+  and further than MIN_ERROR;
 - it is not finite, or raises;
 - the requested engine refuses it;
 - more than LEAST pairs ran on `dense`.
@@ -50,7 +50,7 @@ from qkv.engines.call import Call
 from qkv.errors import EngineError, QkvError
 
 LEAST = 64 * 64
-FLOOR = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+MIN_ERROR = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Errors that are not looked at, ‖got − want‖ / ‖want‖: some roundings of numbers that cancel."""
 ALIKE = 20
 """Calls of one kind in a row, which differ in lengths and numbers. All but a twentieth of the time
@@ -104,7 +104,7 @@ class Drawn(NamedTuple):
 
     arrays: dict[str, Tensor]
     how: Any
-    told: str
+    description: str
     seed_kind: str = "number"
     context: str = "plain"
 
@@ -114,9 +114,9 @@ def amid_nan(x: Tensor, random: Random) -> Tensor:
     before, after = random.choice((0, 1, 8)), random.choice((0, 3, 8))
     turned = x.ndim == 4 and random.random() < 0.5
     x = x.transpose(1, 2) if turned else x
-    room = x.new_full((*x.shape[:-2], x.shape[-2] + 2, before + x.shape[-1] + after), torch.nan)
-    room[..., 1:-1, before : before + x.shape[-1]] = x
-    inside = room[..., 1:-1, before : before + x.shape[-1]]
+    memory = x.new_full((*x.shape[:-2], x.shape[-2] + 2, before + x.shape[-1] + after), torch.nan)
+    memory[..., 1:-1, before : before + x.shape[-1]] = x
+    inside = memory[..., 1:-1, before : before + x.shape[-1]]
     return inside.transpose(1, 2) if turned else inside
 
 
@@ -125,7 +125,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     are invalid.
     """
     make = torch.Generator(device=device).manual_seed(size.randrange(2**31) + turn)
-    dtype = random.choice((torch.float32,) if small else tuple(FLOOR))
+    dtype = random.choice((torch.float32,) if small else tuple(MIN_ERROR))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=make, device=device).to(dtype)
@@ -191,11 +191,13 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     if lead:  # the arrays without their axes of 1
         cut = (slice(None), 0) if lead == "no heads" else (0, 0)
         arrays |= {name: arrays[name][cut] for name in ("query", "key", "value")}
-    told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float', 'all') else ''}"
-    told += f", {[x for x in fixed if x != 'mask']} {dtype} "
-    told += str([tuple(x.shape) for x in arrays.values()])
+    description = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float', 'all') else ''}"
+    description += f", {[x for x in fixed if x != 'mask']} {dtype} "
+    description += str([tuple(x.shape) for x in arrays.values()])
     return Drawn(
-        {name: amid_nan(x, random) if x.ndim > 1 else x for name, x in arrays.items()}, how, told
+        {name: amid_nan(x, random) if x.ndim > 1 else x for name, x in arrays.items()},
+        how,
+        description,
     )
 
 
@@ -288,17 +290,18 @@ def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, ...]]:
 def complaint(
     again: Callable[[int], Drawn],
     engine: Any = None,
-    doubt: Callable[[str], object] = lambda told: None,
+    note_first: Callable[[str], object] = lambda line: None,
 ) -> str | None:
-    """Return what is wrong with a call, or None. `again` draws further calls of the kind; `doubt`
-    gets the complaint about the first one.
+    """Return what is wrong with a call, or None.
+
+    `again` draws further calls of the kind. `note_first` gets the complaint about the first one.
     """
     drawn = again(0)
     found = errors(drawn, engine)
     first = _worst(drawn, found)
     if first is None:
         return None
-    doubt(first)
+    note_first(first)
     more = [found, *[errors(again(turn), engine) for turn in range(1, DRAWS + 1)]]
     return _worst(
         drawn,
@@ -311,7 +314,7 @@ def complaint(
     )
 
 
-def _doubt(note: Callable[[str], object], line: str, first: str) -> None:
+def _note_first(note: Callable[[str], object], line: str, first: str) -> None:
     note(line + ALONE + first)
 
 
@@ -319,8 +322,8 @@ def _worst(drawn: Drawn, found: dict[str, tuple[float, ...]]) -> str | None:
     weighting = weightings.resolve(drawn.how(drawn.arrays)["weighting"])
     for name, (off, usual) in found.items():
         choosy = isinstance(weighting, CHOOSY if name == "out" else (*CHOOSY, weightings.Sparsemax))
-        floor = FLOOR[drawn.arrays["query"].dtype] * (50 if choosy else 1)
-        if not off <= max(2 * usual, floor):
+        least_error = MIN_ERROR[drawn.arrays["query"].dtype] * (50 if choosy else 1)
+        if not off <= max(2 * usual, least_error):
             return f"{name} is off by {off:.1e}, eager by {usual:.1e}"
     return None
 
@@ -346,7 +349,7 @@ def run(
         size = Random(lengths)
         check = size.choice(CHECKS) if size.random() < 0.1 else None
         if check == "layer":
-            layer_dtype = size.choice((torch.float32,) if small else tuple(FLOOR))
+            layer_dtype = size.choice((torch.float32,) if small else tuple(MIN_ERROR))
             about = f"call {count} on layers: {lengths} {layer_dtype}"
             note(about)
             try:
@@ -359,28 +362,35 @@ def run(
         drawn = again(0)
         query, key, value = (drawn.arrays[name] for name in ("query", "key", "value"))
         try:
-            told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
+            explanation = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
         except EngineError as error:
-            yield "none", f"{error} | {drawn.told}"
+            yield "none", f"{error} | {drawn.description}"
             continue
         except QkvError:
             continue  # two things that mean nothing together
-        if told.engine == "native" and drawn.seed_kind == "fresh":
+        if explanation.engine == "native" and drawn.seed_kind == "fresh":
             continue  # torch's own kernel draws its own mask
         about = check or f"{drawn.context}, seed {drawn.seed_kind}"
-        line = f"call {count} on {told.engine}: {drawn.told} | {about}"
+        line = f"call {count} on {explanation.engine}: {drawn.description} | {about}"
         note(line)
         try:
             if check is None:
-                wrong = complaint(again, engine, partial(_doubt, note, line))
+                wrong = complaint(again, engine, partial(_note_first, note, line))
             else:
                 wrong = run_check(check, drawn, again(1), engine)
         except Exception as error:  # the compiler's too: the next call is of interest all the same
             wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
             note(traceback.format_exc())
-        if wrong is None and told.engine == "dense" and query.shape[-2] * key.shape[-2] > LEAST:
-            wrong = "ran on dense: " + dict(told.refusals).get("triton", "")
-        yield told.engine, None if wrong is None else f"{wrong} | {drawn.told} | {about}"
+        if (
+            wrong is None
+            and explanation.engine == "dense"
+            and query.shape[-2] * key.shape[-2] > LEAST
+        ):
+            wrong = "ran on dense: " + dict(explanation.refusals).get("triton", "")
+        yield (
+            explanation.engine,
+            None if wrong is None else f"{wrong} | {drawn.description} | {about}",
+        )
 
 
 def put_in_context(drawn: Drawn, number: float) -> Drawn:
@@ -400,8 +410,10 @@ def run_check(check: str, drawn: Drawn, other: Drawn, engine: Any) -> str | None
 
     if check == "wrong masks":
         return check_wrong_masks(lambda given, mask: attend(given, mask=mask), drawn.arrays)
-    looks_at_numbers = drawn.arrays["query"].dtype == torch.float32 or "additive" in drawn.told
-    if looks_at_numbers and any(x in drawn.told for x in ("gaussian", "additive")):
+    looks_at_numbers = (
+        drawn.arrays["query"].dtype == torch.float32 or "additive" in drawn.description
+    )
+    if looks_at_numbers and any(x in drawn.description for x in ("gaussian", "additive")):
         return None  # whether float32 has a form for it is seen from the numbers
     return check_graph(attend, drawn.arrays, other.arrays)
 
@@ -447,7 +459,7 @@ def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | Non
 
 
 def main(seconds: float, seed: int, log: str | None = None) -> None:
-    started, engines, wrongs, doubts = time.monotonic(), Counter[str](), 0, 0
+    started, engines, wrongs, repeated_count = time.monotonic(), Counter[str](), 0, 0
     with nullcontext() if log is None else Path(log).open("w", buffering=1) as file:
 
         def note(line: str) -> None:
@@ -460,15 +472,15 @@ def main(seconds: float, seed: int, log: str | None = None) -> None:
                 continue
             engine, wrong = found
             engines[engine] += 1
-            doubts += ALONE in call
+            repeated_count += ALONE in call
             note(f"{wrong or 'right'}: {call}")
             if wrong is not None:
                 wrongs += 1
                 print(f"on {engine}: {wrong}", flush=True)
-        told = f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}"
-        told += f", {doubts} judged by {DRAWS + 1} draws"
-        note(told)
-    print(told)
+        summary = f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}"
+        summary += f", {repeated_count} judged by {DRAWS + 1} draws"
+        note(summary)
+    print(summary)
     sys.exit(bool(wrongs))
 
 

@@ -434,12 +434,12 @@ def fuzz(
                     took = time.process_time() - start
                     if statuses is not None:
                         statuses[answer.status_code] += 1
-                    told = f"{request.method} {request.path[:300]} {request.headers} "
-                    told += f"{request.body[:400]!r}"
+                    shown = f"{request.method} {request.path[:300]} {request.headers} "
+                    shown += f"{request.body[:400]!r}"
                     if answer.status_code >= 500 and answer.status_code not in ALLOWED:
-                        yield f"{answer.status_code} {recorder.errors} {answer.text[:200]} {told}"
+                        yield f"{answer.status_code} {recorder.errors} {answer.text[:200]} {shown}"
                     if took > MAX_CPU_SECONDS:
-                        yield f"{took:.0f} s of CPU {told}"
+                        yield f"{took:.0f} s of CPU {shown}"
     finally:
         log.removeHandler(recorder)
 
@@ -450,9 +450,9 @@ def main() -> None:
     statuses: Counter[int] = Counter()
     wrong = 0
     logging.getLogger("qkv").propagate = False
-    for told in fuzz(count, seed, statuses):
+    for complaint in fuzz(count, seed, statuses):
         wrong += 1
-        print(told, flush=True)
+        print(complaint, flush=True)
     print(f"{count:,} requests, {wrong} wrong; statuses {dict(sorted(statuses.items()))}")
     sys.exit(1 if wrong else 0)
 

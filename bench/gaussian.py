@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import qkv
-from bench._side_by_side import compare, input_sets, keep, peer, size
+from bench._side_by_side import compare, input_sets, peer, save_results, size
 from qkv.scores import Gaussian
 
 M, N, D = size(200_000, 20_000), size(2_000, 300), 3
@@ -110,4 +110,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("gaussian", rows())
+    save_results("gaussian", rows())

@@ -21,7 +21,7 @@ import qkv
 from bench import _formulas as formulas
 from bench._clocks import Cpu, Cuda
 from bench._formulas import Formula, compiled, there_and_back
-from bench._side_by_side import SMALL, Row, compare, input_sets, keep, mute, size
+from bench._side_by_side import SMALL, Row, compare, input_sets, mute, save_results, size
 from qkv import masks, scores
 
 CUDA = torch.cuda.is_available()
@@ -45,7 +45,7 @@ def one_way(function):
     return lambda *x: function(*x[:-1])
 
 
-def told(back: bool) -> str:
+def pass_name(back: bool) -> str:
     return "forward + backward" if back else "forward"
 
 
@@ -76,7 +76,7 @@ def dot() -> Iterator[Row]:
             flops = 4 * B * H * N * N * d / (2 if causal else 1)
             for back, turn, factor in ((False, one_way, 1), (True, there_and_back, 3.5)):
                 yield measure(
-                    f"dot B{B} H{H} n{N} d{d}{' causal' * causal}, {told(back)}",
+                    f"dot B{B} H{H} n{N} d{d}{' causal' * causal}, {pass_name(back)}",
                     {name: turn(side) for name, side in sides.items()},
                     lambda d=d: tuple(randn(4, B, H, N, d)),
                     exact=exact(formula, back),
@@ -134,7 +134,7 @@ def after_projection(name, score, formula, project=None, scale=None, parameters=
         if back or not project:  # the peer's gradients are those of the projected inputs
             sides["SDPA cuDNN, projected"] = mute(sides["SDPA cuDNN, projected"])
         yield measure(
-            f"{name} B{B} H{H} n{N} d{d}, {told(back)}",
+            f"{name} B{B} H{H} n{N} d{d}, {pass_name(back)}",
             sides,
             make,
             exact=lambda *x, f=truth: f(*x[:-2]),
@@ -159,7 +159,7 @@ def additive() -> Iterator[Row]:
         sides = {"qkv": attend, "torch.compile": compiled(eager), "eager": eager}
         for back, turn in ((False, one_way), (True, there_and_back)):
             yield measure(
-                f"additive B{batch} n{n} h{h}, {told(back)}",
+                f"additive B{batch} n{n} h{h}, {pass_name(back)}",
                 {name: turn(side) for name, side in sides.items()},
                 make,
                 exact=exact(eager, back),
@@ -192,7 +192,7 @@ def gated() -> Iterator[Row]:
     sides = {"qkv": attend, "FlexAttention": flex}
     for back, turn in ((False, one_way), (True, there_and_back)):
         yield measure(
-            f"gated B{B} H{H} n{N} d{d}, {told(back)}",
+            f"gated B{B} H{H} n{N} d{d}, {pass_name(back)}",
             {name: turn(side) for name, side in sides.items()},
             make,
             exact=exact(Formula(formulas.gated), back),
@@ -283,7 +283,7 @@ def main() -> None:
         sys.exit(f"no rows {', '.join(set(names) - set(ROWS))}; there are {', '.join(ROWS)}")
     if not (CUDA or SMALL):
         sys.exit("bench.gpu needs a CUDA device, which torch does not find")
-    keep("gpu", rows(names), whole=not names)
+    save_results("gpu", rows(names), replace=not names)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
 from bench._results import show, show_goals
-from bench._side_by_side import SMALL, keep
+from bench._side_by_side import SMALL, save_results
 from qkv import masks, scores
 
 CALLS = 5 if SMALL else 200
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def rows(device="cpu"):
-    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     given = torch.randn(3, 1, 8, 128, 64, device=device, dtype=torch.bfloat16).unbind()
     for name, (most, ours, theirs) in KINDS.items():
         sides = {"qkv": partial(qkv.attend, **ours), "SDPA": partial(sdpa, **theirs)}
@@ -43,9 +43,9 @@ def rows(device="cpu"):
         alone = {side: [] for side in sides}
         for _ in range(CALLS):
             for side, function in sides.items():
-                alone[side].append(seconds(function, given, settle, 1))
+                alone[side].append(seconds(function, given, synchronize, 1))
         for side, function in sides.items():
-            queued = min(seconds(function, given, settle, CALLS) for _ in range(3)) / CALLS
+            queued = min(seconds(function, given, synchronize, CALLS) for _ in range(3)) / CALLS
             ms = 1e3 * statistics.median(alone[side])
             row["sides"][side] = {"ms": ms, "least": 1e3 * min(alone[side]), "queued": 1e3 * queued}
         if device == "cuda":
@@ -55,9 +55,9 @@ def rows(device="cpu"):
         yield row
 
 
-def seconds(function, given, settle, calls):
+def seconds(function, given, synchronize, calls):
     """Return the seconds to launch calls from an empty queue; the device may still run."""
-    settle()
+    synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
         function(*given)
@@ -68,4 +68,4 @@ if __name__ == "__main__":
     device = "cuda" if "--cuda" in sys.argv else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench.host --cuda needs a CUDA device, which torch does not find")
-    show_goals(keep("host_cuda" if device == "cuda" else "host", rows(device)))
+    show_goals(save_results("host_cuda" if device == "cuda" else "host", rows(device)))

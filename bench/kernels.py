@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import flex_attention
 import qkv
 from bench._formulas import compiled, there_and_back
 from bench._results import show
-from bench._side_by_side import SMALL, Row, keep, peer, size
-from bench.gpu import CUDA, DEVICE, measure, one_way, randn, told
+from bench._side_by_side import SMALL, Row, peer, save_results, size
+from bench.gpu import CUDA, DEVICE, measure, one_way, pass_name, randn
 from bench.start import SRC
 from qkv import masks, scores, weightings
 
@@ -59,15 +59,15 @@ def asked(kind: str, d: int, dtype: torch.dtype):
 
 def seconds(kind: str, lengths: list[int], d: int, dtype: torch.dtype) -> float:
     """Return the seconds of successive calls, forward and backward."""
-    settle = torch.cuda.synchronize if CUDA else lambda: None
+    synchronize = torch.cuda.synchronize if CUDA else lambda: None
     x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
     (x @ x).sum().backward()  # what torch itself does at first is not ours
-    settle()
+    synchronize()
     begin = time.perf_counter()
     for n in lengths:
         q, k, v = torch.randn(3, 2, 8, n, d, device=DEVICE, dtype=dtype).requires_grad_().unbind()
         qkv.attend(q, k, v, engine="triton", **asked(kind, d, dtype)).sum().backward()
-    settle()
+    synchronize()
     return time.perf_counter() - begin
 
 
@@ -99,7 +99,7 @@ def judged(work: str, took: float, most: float) -> Row:
 def first() -> Iterator[Row]:
     for kind, d, dtype in FIRST[: 1 if SMALL else None]:
         took = alone(kind, [size(512, 16)], d, dtype)
-        yield judged(f"first call, {kind} d{d} {dtype}, {told(True)}", took, LONGEST_FIRST)
+        yield judged(f"first call, {kind} d{d} {dtype}, {pass_name(True)}", took, LONGEST_FIRST)
 
 
 def lengths() -> Iterator[Row]:
@@ -107,7 +107,7 @@ def lengths() -> Iterator[Row]:
     some = [drawn.randint(60, 1500) for _ in range(40)] if not SMALL else [16, 17]
     for kind in LENGTHS[: 1 if SMALL else None]:
         took = alone(kind, some, 64, "bfloat16")
-        yield judged(f"forty lengths, {kind} d64 bf16, {told(True)}", took, LONGEST_LENGTHS)
+        yield judged(f"forty lengths, {kind} d64 bf16, {pass_name(True)}", took, LONGEST_LENGTHS)
 
 
 def sparse() -> Iterator[Row]:
@@ -130,7 +130,7 @@ def sparse() -> Iterator[Row]:
 
         for back, turn in ((False, one_way), (True, there_and_back)):
             yield measure(
-                f"entmax15 causal B{b} H16 n{n} d{d}{', sharp' * (sharp > 1)}, {told(back)}",
+                f"entmax15 causal B{b} H16 n{n} d{d}{', sharp' * (sharp > 1)}, {pass_name(back)}",
                 {name: side and turn(side) for name, side in sides.items()},
                 make,
                 goals={"AdaSplash-2": least[back]},
@@ -157,7 +157,7 @@ def floats() -> Iterator[Row]:
 
     for back, turn in ((False, one_way), (True, there_and_back)):
         yield measure(
-            f"float mask (n, n) B4 H16 n{n} d{d}, {told(back)}",
+            f"float mask (n, n) B4 H16 n{n} d{d}, {pass_name(back)}",
             {"qkv": turn(attend), "qkv, engine='triton'": turn(named), "FlexAttention": turn(flex)},
             make,
             goals={"FlexAttention": 1.3},
@@ -174,7 +174,9 @@ def main() -> None:
     if not (CUDA or SMALL):
         sys.exit("bench.kernels needs a CUDA device, which torch does not find")
     torch.manual_seed(0)
-    keep("kernels", (row for name in names or ROWS for row in ROWS[name]()), whole=not names)
+    save_results(
+        "kernels", (row for name in names or ROWS for row in ROWS[name]()), replace=not names
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 
 import qkv
 from bench._results import show
-from bench._side_by_side import keep, size
+from bench._side_by_side import save_results, size
 from qkv.database.storage.catalog import SEGMENT_COLUMNS, VersionEntry, row_crc
 from qkv.database.storage.segments import (
     IDS_TENSOR,
@@ -44,15 +44,15 @@ def make(path: Path) -> None:
     with qkv.open(path) as database:
         database.add(rng.standard_normal((THERE, D), np.float32), np.arange(THERE, dtype=float))
         store = database._store
-        with store._write_session("commit") as (catalogue, desk):
-            number, last, rows, generation, settings = desk.newest_version
+        with store._write_session("commit") as (catalogue, writer):
+            number, last, rows, generation, settings = writer.newest_version
             first = SegmentEntry(*catalogue.fetch_one(f"SELECT {SEGMENT_COLUMNS} FROM segments"))
-            source = store._blob_storage.read_segment(first, desk.layout)
+            source = store._blob_storage.read_segment(first, writer.layout)
             records = catalogue.fetch_all("SELECT record FROM rows ORDER BY id")
-            each, entries, at = PIECE // (desk.layout.row_bytes + 8), [], last + 1
+            each, entries, at = PIECE // (writer.layout.row_bytes + 8), [], last + 1
             while sum(entry.size for entry in entries) < BYTES:
-                file = f"segment-{desk.next_file_number + len(entries):08d}{SEGMENT_SUFFIX}"
-                made = _holed(path / file, np.arange(at, at + each), source, desk.layout)
+                file = f"segment-{writer.next_file_number + len(entries):08d}{SEGMENT_SUFFIX}"
+                made = _holed(path / file, np.arange(at, at + each), source, writer.layout)
                 entries.append(SegmentEntry(file, generation, at, at + each - 1, each, made, b""))
                 at += each
 
@@ -68,7 +68,7 @@ def make(path: Path) -> None:
                     f"INSERT INTO segments ({SEGMENT_COLUMNS}) VALUES ({marks})", entries
                 )
                 catalogue.execute(
-                    "UPDATE counters SET files = ?", desk.next_file_number + len(entries)
+                    "UPDATE counters SET files = ?", writer.next_file_number + len(entries)
                 )
                 newest = VersionEntry(
                     number + 1, at - 1, rows + at - last - 1, generation, settings
@@ -128,8 +128,8 @@ def rows():
         make(path)
         held = sum(file.stat().st_size for file in path.glob("*"))
         command = [sys.executable, "-m", "bench.large", "ask", str(path)]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    seconds, count, read, bound, value, most, own, mapped = map(float, told.split())
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    seconds, count, read, bound, value, most, own, mapped = map(float, output.split())
     found = {
         "work": f"one query over {count:,.0f} × {D} in {held / 1e9:.0f} GB, tolerance 0.01",
         "sides": {
@@ -156,4 +156,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["ask"]:
         ask(Path(sys.argv[2]))
     else:
-        keep("large", rows())
+        save_results("large", rows())

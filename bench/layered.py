@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     arrays: list[np.ndarray]
     how: dict[str, Any]
     policy: str
-    told: str
+    description: str
 
 
 def draw(random: Random) -> Drawn:
@@ -76,8 +76,8 @@ def draw(random: Random) -> Drawn:
         return ours.Attention(score="dot"), keras.layers.Attention()
 
     shown = {name: getattr(x, "shape", x) for name, x in how.items()}
-    told = f"{kind} {sizes} {policy} {[x.shape for x in arrays]} {shown}"
-    return Drawn(pair, kind in ("additive", "attention"), arrays, how, policy, told)
+    description = f"{kind} {sizes} {policy} {[x.shape for x in arrays]} {shown}"
+    return Drawn(pair, kind in ("additive", "attention"), arrays, how, policy, description)
 
 
 def _masked(random: Random, make: Any, kind: str, over: int, query: Any, value: Any) -> Any:
@@ -168,15 +168,15 @@ def main(seconds: float, seed: int) -> None:
     random, started, done, wrongs = Random(seed), time.monotonic(), Counter[str](), 0
     while time.monotonic() - started < seconds:
         drawn = draw(random)
-        done[drawn.told.split()[0]] += 1
+        done[drawn.description.split()[0]] += 1
         try:
             wrong = complaint(drawn, random)
         except Exception as error:
-            told = " ".join(str(error).split())
-            wrong = f"raised {type(error).__name__}: {told[:300]} … {told[-200:]}"
+            message = " ".join(str(error).split())
+            wrong = f"raised {type(error).__name__}: {message[:300]} … {message[-200:]}"
         if wrong is not None:
             wrongs += 1
-            print(f"call {sum(done.values())}: {wrong} | {drawn.told}", flush=True)
+            print(f"call {sum(done.values())}: {wrong} | {drawn.description}", flush=True)
     where = keras.backend.backend()
     print(f"{sum(done.values())} layers on {where}, {wrongs} complaints, {dict(done)}")
     sys.exit(bool(wrongs))

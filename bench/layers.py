@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench._clocks import Cpu, Cuda
 from bench._results import show
-from bench._side_by_side import SMALL, compare, input_sets, keep, size
+from bench._side_by_side import SMALL, compare, input_sets, save_results, size
 from qkv import nn
 
 D, H = 512, 8
@@ -51,7 +51,7 @@ def wide(run, layer, x, g, **rest):
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
-def beside(work, run, sets, layers, clock=None, goals=GOALS, **rest):
+def compare_layers(work, run, sets, layers, clock=None, goals=GOALS, **rest):
     return compare(
         work,
         {name: partial(run, layer, **rest) for name, layer in layers.items()},
@@ -70,11 +70,11 @@ def rows():
     ready = {name: layer(kind).eval() for name, kind in KINDS.items()}
     work = f"heads d{D} h{H} n{N} f32"
     plain = {"need_weights": False}
-    yield beside(f"{work}, forward", forward, sets, train, **plain)
-    yield beside(f"{work}, forward, eval", forward, sets, ready, **plain)
-    yield beside(f"{work}, forward + backward", both, sets, train, **plain)
-    for told, run in RUNS.items():
-        row = beside(f"{work}, {told}, with weights", run, sets, train, goals=None)
+    yield compare_layers(f"{work}, forward", forward, sets, train, **plain)
+    yield compare_layers(f"{work}, forward, eval", forward, sets, ready, **plain)
+    yield compare_layers(f"{work}, forward + backward", both, sets, train, **plain)
+    for pass_name, run in RUNS.items():
+        row = compare_layers(f"{work}, {pass_name}, with weights", run, sets, train, goals=None)
         for name, side in row["sides"].items():
             side["extra MiB"] = allocated(run, train[name], *sets[0])
         yield half(row)
@@ -114,22 +114,24 @@ def cuda_rows():
 
     for batch in size(1, 1), size(8, 2):
         sets, work = inputs(batch, N), f"heads B{batch} d{D} h{H} n{N} bf16"
-        yield beside(f"{work}, forward, eval", forward, sets, ready, clock, **plain)
-        for told, run in RUNS.items():
-            yield beside(f"{work}, {told}", run, sets, train, clock, **plain)
+        yield compare_layers(f"{work}, forward, eval", forward, sets, ready, clock, **plain)
+        for pass_name, run in RUNS.items():
+            yield compare_layers(f"{work}, {pass_name}", run, sets, train, clock, **plain)
             if device == "cuda":
-                yield as_graphs(f"{work}, {told}, as a CUDA graph", run, sets[0], train, GOALS)
-            row = beside(f"{work}, {told}, with weights", run, sets, train, clock, None)
+                yield as_graphs(f"{work}, {pass_name}, as a CUDA graph", run, sets[0], train, GOALS)
+            row = compare_layers(
+                f"{work}, {pass_name}, with weights", run, sets, train, clock, None
+            )
             yield half(row)
     for batch, hidden in itertools.product((1, size(8, 2)), (D // H // 2, D // H)):
         work = f"additive heads B{batch} d{D} h{H} n{2 * N} bf16, {hidden} units"
         score = nn.AdditiveScore(D // H, D // H, hidden, **where)
         additive = layer(nn.MultiHeadAttention, score=score, **where)
         heads, sets = {"qkv": additive, "dot heads": train["qkv"]}, inputs(batch, 2 * N)
-        for told, run in RUNS.items():
-            yield beside(f"{work}, {told}", run, sets, heads, clock, dots, **plain)
+        for pass_name, run in RUNS.items():
+            yield compare_layers(f"{work}, {pass_name}", run, sets, heads, clock, dots, **plain)
             if device == "cuda":
-                yield as_graphs(f"{work}, {told}, as a CUDA graph", run, sets[0], heads, dots)
+                yield as_graphs(f"{work}, {pass_name}, as a CUDA graph", run, sets[0], heads, dots)
 
 
 def as_graphs(work, run, given, layers, goals):
@@ -150,8 +152,8 @@ def as_graphs(work, run, given, layers, goals):
 
 if __name__ == "__main__":
     if "--cuda" not in sys.argv:
-        keep("layers", rows())
+        save_results("layers", rows())
     elif torch.cuda.is_available() or SMALL:
-        keep("layers_cuda", cuda_rows())
+        save_results("layers_cuda", cuda_rows())
     else:
         sys.exit("bench.layers --cuda needs a CUDA device, which torch does not find")

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
 from bench._formulas import Formula, dot
-from bench._side_by_side import compare, input_sets, keep, mute, peer, size
+from bench._side_by_side import compare, input_sets, mute, peer, save_results, size
 
 M, D = size(1_000_000, 10_000), 128
 BYTES = 2 * M * D * 4
@@ -63,4 +63,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("lookup", rows())
+    save_results("lookup", rows())

@@ -9,7 +9,7 @@ import torch
 from bench._clocks import Cpu
 from bench._formulas import Formula, additive, there_and_back
 from bench._results import show
-from bench._side_by_side import keep, relative_error, size
+from bench._side_by_side import relative_error, save_results, size
 from bench.additive import attend
 
 N, D, H = size(8192, 512), 64, 64
@@ -45,4 +45,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("memory", rows())
+    save_results("memory", rows())

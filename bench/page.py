@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench._side_by_side import keep, size
+from bench._side_by_side import save_results, size
 from qkv.page import to_html
 from qkv.page.heads import heads_view
 
@@ -100,4 +100,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("page", rows())
+    save_results("page", rows())

@@ -33,7 +33,7 @@ import numpy as np
 
 import qkv
 from bench._results import show, show_goals
-from bench._side_by_side import SMALL, keep, size
+from bench._side_by_side import SMALL, save_results, size
 
 M, D, CONNECTIONS, QUERIES = size(100_000, 2_000), 256, 32, 512
 SECONDS = 4 if SMALL else 60
@@ -177,14 +177,14 @@ def measured(folder, seconds, keys):
         for turn in range(max(round(seconds / ROUND), 1) + 1):
             words = ["load", port, folder / "load.npz", ROUND]
             command = [sys.executable, "-m", "bench.serve", *map(str, words)]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             for batch in batches[:4] if SMALL else batches:
                 begin = time.perf_counter()
                 database.ask(batch)
                 took.append(time.perf_counter() - begin)
             sizes.append(memory(process))
             if turn:  # the first round warms up
-                seen = json.loads(told)
+                seen = json.loads(output)
                 waits += seen["seconds"]
                 errors += seen["errors"]
                 elapsed += seen["elapsed"]
@@ -290,4 +290,4 @@ if __name__ == "__main__":
     else:
         at = sys.argv.index("--minutes") if "--minutes" in sys.argv else None
         minutes = float(sys.argv[at + 1]) if at else None
-        show_goals(keep("serve" if minutes is None else "serve_memory", rows(minutes)))
+        show_goals(save_results("serve" if minutes is None else "serve_memory", rows(minutes)))

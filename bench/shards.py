@@ -21,7 +21,7 @@ from torch import Tensor, multiprocessing
 from torch import distributed as dist
 
 import qkv
-from bench._side_by_side import Row, keep, size
+from bench._side_by_side import Row, save_results, size
 from qkv.cluster import torch as cluster
 
 N, D, HEADS = size(512, 64), 64, 4
@@ -115,7 +115,7 @@ def work(rank: int, world: int, folder: str) -> None:
         if queries == "same":
             given[0] = whole[0].clone().requires_grad_()
         times: dict[str, list[float]] = {side: [] for side in sides}
-        told: dict[str, dict[str, float]] = {side: {} for side in sides}
+        measured: dict[str, dict[str, float]] = {side: {} for side in sides}
         begin, turns = time.perf_counter(), 0
         while turns < REPEATS and not (turns and late(begin)):
             turns += 1
@@ -125,10 +125,10 @@ def work(rank: int, world: int, folder: str) -> None:
                 step(attend, given)
                 dist.barrier()
                 times[side].append(time.perf_counter() - start)
-                told[side]["MB sent"] = sent.bytes / 1e6
+                measured[side]["MB sent"] = sent.bytes / 1e6
         for side in sides:
-            told[side]["ms"] = 1e3 * min(times[side])
-        found[name] = told
+            measured[side]["ms"] = 1e3 * min(times[side])
+        found[name] = measured
     if rank == 0:
         torch.save(found, Path(folder, f"{world}.pt"))
     dist.destroy_process_group()
@@ -141,13 +141,13 @@ def rows() -> Iterator[Row]:
         for world in SIZES:
             multiprocessing.start_processes(work, (world, folder), nprocs=world)
             for name, sides in torch.load(Path(folder, f"{world}.pt")).items():
-                told = f"{name}, n{N} d{D}, {HEADS} heads, f32, {world} process" + "es" * (
+                label = f"{name}, n{N} d{D}, {HEADS} heads, f32, {world} process" + "es" * (
                     world > 1
                 )
-                row: Row = {"work": told, "sides": sides, "goals": []}
+                row: Row = {"work": label, "sides": sides, "goals": []}
                 show(row)
                 yield row
 
 
 if __name__ == "__main__":
-    keep("shards", rows())
+    save_results("shards", rows())

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import qkv
 from bench._formulas import Formula, additive, dot, entmax15, gaussian, there_and_back
 from bench._results import show, show_goals
-from bench._side_by_side import SMALL, keep, peer
+from bench._side_by_side import SMALL, peer, save_results
 from qkv import masks, nn, scores
 
 SECONDS = 0.05 if SMALL else 4.0
@@ -51,7 +51,7 @@ def take_turns(sides, given=()):
     return {name: {"ms": statistics.median(x), "least": min(x)} for name, x in found.items()}
 
 
-def beside(work, most, sides, given=()):
+def compare_times(work, most, sides, given=()):
     """Return the row; the goal is at most `most` times the time of the first other side."""
     row = {"work": work, "sides": take_turns(sides, given), "goals": []}
     other = next(name for name in sides if name != "qkv")
@@ -68,9 +68,9 @@ def judged(row, goal, found, met):
 def both_ways(work, most, ours, theirs, name, given):
     """Run forward, and with the gradients of all of `given`."""
     *inputs, _ = given
-    yield beside(f"{work}, forward", most, {"qkv": ours, name: theirs}, inputs)
+    yield compare_times(f"{work}, forward", most, {"qkv": ours, name: theirs}, inputs)
     back = {"qkv": there_and_back(ours), name: there_and_back(theirs)}
-    yield beside(f"{work}, forward + backward", most, back, given)
+    yield compare_times(f"{work}, forward + backward", most, back, given)
 
 
 def plain(q, k, v):
@@ -81,7 +81,7 @@ def plain(q, k, v):
 
 def numpy_rows():
     given = np.random.default_rng(0).normal(size=(3, 8, 16)).astype("float32")
-    yield beside("NumPy (8, 16)", 1.5, {"qkv": qkv.attend, "plain formula": plain}, given)
+    yield compare_times("NumPy (8, 16)", 1.5, {"qkv": qkv.attend, "plain formula": plain}, given)
 
 
 def torch_rows():
@@ -140,13 +140,13 @@ def heads_rows():
     hidden.fill_diagonal_(False)
     for training in False, True:
         layers = pair(Heads, torch.nn.MultiheadAttention, training, 512, 8)
-        for told, rest in ("", {"need_weights": False}), (", with weights", {}):
+        for label, rest in ("", {"need_weights": False}), (", with weights", {}):
 
             def call(layer, x, rest=rest):
                 return layer(x, x, x, attn_mask=hidden, **rest)
 
-            work = f"heads d512 h8 n16, a boolean mask, {'training' if training else 'eval'}{told}"
-            yield beside(work, 1.0, layer_sides(layers, call, training), (x,))
+            work = f"heads d512 h8 n16, a boolean mask, {'training' if training else 'eval'}{label}"
+            yield compare_times(work, 1.0, layer_sides(layers, call, training), (x,))
 
 
 def generate_rows():
@@ -193,8 +193,8 @@ def padding_rows():
     given, valid = torch.randn(4, 32, 8, 128, 64), torch.randint(32, 129, (32,))
     seen = torch.arange(128) < valid[:, None, None, None]
     theirs = partial(sdpa, attn_mask=seen)
-    for told, mask in ("an array", seen), ("lengths", masks.lengths(valid)):
-        work, ours = f"padding as {told}, (32, 8, 128, 64)", partial(qkv.attend, mask=mask)
+    for label, mask in ("an array", seen), ("lengths", masks.lengths(valid)):
+        work, ours = f"padding as {label}, (32, 8, 128, 64)", partial(qkv.attend, mask=mask)
         yield from both_ways(work, 1.05, ours, theirs, "SDPA", given)
 
 
@@ -228,10 +228,10 @@ def training_rows():
             ),
         }
         for kind, (call, layers) in kinds.items():
-            for told, padding in ("plain", None), ("padded", hidden):
+            for label, padding in ("plain", None), ("padded", hidden):
                 sides = layer_sides(layers, partial(call, padding=padding), True)
-                work = f"{kind} B16 n128 d256 h8 in training, dropout {dropout}, {told}"
-                yield beside(work, 1.0, sides, (x,))
+                work = f"{kind} B16 n128 d256 h8 in training, dropout {dropout}, {label}"
+                yield compare_times(work, 1.0, sides, (x,))
 
 
 def jax_rows():
@@ -241,7 +241,7 @@ def jax_rows():
     n = 64 if SMALL else 1024
     keys = jax.random.split(jax.random.key(0), 3)
     given = [jax.random.normal(key, (1, 8, n, 64)) for key in keys]
-    # jax.nn has the heads behind the positions.
+    # jax.nn has the heads after the positions.
     swapped = [x.swapaxes(1, 2) for x in given]
     jitted = jax.jit(qkv.attend)
     theirs = jax.jit(jax.nn.dot_product_attention)
@@ -250,7 +250,7 @@ def jax_rows():
         "under jit": lambda: jitted(*given).block_until_ready(),
         "jax.nn under jit": lambda: theirs(*swapped).block_until_ready(),
     }
-    yield beside(f"JAX outside jit, (1, 8, {n}, 64)", 1.3, sides)
+    yield compare_times(f"JAX outside jit, (1, 8, {n}, 64)", 1.3, sides)
 
 
 def database_rows():
@@ -287,4 +287,4 @@ if __name__ == "__main__":
     chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
     if unknown := set(chosen) - set(GROUPS):
         sys.exit(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
-    show_goals(keep("small", rows(chosen), whole=not chosen))
+    show_goals(save_results("small", rows(chosen), replace=not chosen))

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
 from bench._formulas import Formula, dot, entmax15, sparsemax, there_and_back
-from bench._side_by_side import compare, input_sets, keep, mute, peer, size
+from bench._side_by_side import compare, input_sets, mute, peer, save_results, size
 
 N, D = size(2048, 128), 64
 
@@ -45,4 +45,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("sparse", rows())
+    save_results("sparse", rows())

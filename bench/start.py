@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench._side_by_side import compare, keep
+from bench._side_by_side import compare, save_results
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
@@ -31,4 +31,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("start", rows())
+    save_results("start", rows())

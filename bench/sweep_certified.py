@@ -26,7 +26,7 @@ from qkv.errors import CombinationError
 
 WIDTHS = (32, 48)
 ROUNDED = 2e-5
-"""What float32 may lose of weights and outputs beside the bound."""
+"""The rounding error of float32 in weights and outputs, in addition to the bound."""
 
 
 class Case(NamedTuple):
@@ -46,8 +46,10 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         rows = f"{len(self.keys)} rows, {self.shape}"
-        told = ", ".join(f"{x:.17g}" for x in vars(self.score).values() if isinstance(x, float))
-        score = f"{type(self.score).__name__}({told})"
+        arguments = ", ".join(
+            f"{x:.17g}" for x in vars(self.score).values() if isinstance(x, float)
+        )
+        score = f"{type(self.score).__name__}({arguments})"
         how = f"{score}, {self.weighting}, tolerance={self.tolerance:g}"
         return f"seed {self.seed}: {rows}, where={self.where!r}, {how}, {self.precision}"
 

@@ -101,10 +101,14 @@ def run(fw: Any, random: Random, only: str | None = None) -> Iterator[tuple[str,
         except QkvError as error:
             wrong = None if "engine" in str(error) else f"refused: {error}"
         except Exception as error:
-            told = " ".join(str(error).split())
-            ours = "Error: engine" in told  # AutoGraph wraps what it does not know
-            wrong = None if ours else f"raised {type(error).__name__}: {told[:200]} … {told[-200:]}"
-        yield transform, None if wrong is None else f"{wrong} | {drawn.told}"
+            message = " ".join(str(error).split())
+            ours = "Error: engine" in message  # AutoGraph wraps what it does not know
+            wrong = (
+                None
+                if ours
+                else f"raised {type(error).__name__}: {message[:200]} … {message[-200:]}"
+            )
+        yield transform, None if wrong is None else f"{wrong} | {drawn.description}"
 
 
 def main(name: str, seconds: float, seed: int, only: str | None = None) -> None:

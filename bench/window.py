@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
-from bench._side_by_side import compare, input_sets, keep, mute, size
+from bench._side_by_side import compare, input_sets, mute, save_results, size
 from qkv import masks
 
 N, D, LEFT = size(16_384, 512), 64, size(256, 32)
@@ -49,4 +49,4 @@ def rows():
 
 
 if __name__ == "__main__":
-    keep("window", rows())
+    save_results("window", rows())

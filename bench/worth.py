@@ -52,7 +52,7 @@ def main() -> None:
     }
     print(*(f"{name}: {x:.3g}" for name, x in right.items()), f"{seconds:.1f} s", sep="\n")
     if "--write" in sys.argv:
-        write("worth", [row], whole=True)
+        write("worth", [row], replace=True)
 
 
 def kept(pictures: np.ndarray, said: np.ndarray, some: np.ndarray) -> tuple[np.ndarray, list[str]]:

@@ -274,9 +274,9 @@ def say(text: str) -> None:
     print(text)
 
 
-def show(told: str) -> None:
+def show(text: str) -> None:
     """Print a call and its result; Python writes both for f"{call = }"."""
-    call, gave = told.split(" = ", 1)
+    call, gave = text.split(" = ", 1)
     print(f"  {call}")
     for line in gave.splitlines():
         # Do not wrap the rows of an answer; only a paragraph is this long.
@@ -293,12 +293,12 @@ def publish(draft: Path, out: Path) -> None:
     for made in sorted(draft.iterdir()):
         place = out / made.name
         if place.is_dir():
-            os.replace(place, aside(place, draft))
+            os.replace(place, move_aside(place, draft))
         os.replace(made, place)
         print(f"  {place}")
 
 
-def aside(store: Path, draft: Path) -> Path:
+def move_aside(store: Path, draft: Path) -> Path:
     """Return where to move an older store; a store that was changed since is kept."""
     try:
         with qkv.open(store, create=False) as old:
@@ -359,7 +359,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the draft would stay behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the draft would remain
     try:
         main()
     except KeyboardInterrupt:

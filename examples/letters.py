@@ -251,8 +251,8 @@ def run(steps: int, out: Path) -> dict[str, float]:
             learned[kind] = found
             size = sum(weight.numel() for weight in found.model.parameters())
             needed[kind] = bits(found.model, given.held)
-            told = f"{needed[kind]:>8.3f}{attended(found.model, given.held):>10.1f}"
-            print(f"{kind:<12}{size:>12,}{told}{found.seconds:>14.0f}", flush=True)
+            measures = f"{needed[kind]:>8.3f}{attended(found.model, given.held):>10.1f}"
+            print(f"{kind:<12}{size:>12,}{measures}{found.seconds:>14.0f}", flush=True)
     for kind, found in learned.items():
         with torch.inference_mode():
             written = found.model.write(read("\nThe ", given.letters), LENGTH - 5)

@@ -159,12 +159,12 @@ def run(out: Path) -> list[float]:
     secret = read(SECRET, given.letters)
     before = model.perplexity(secret)
     keys = model.tell(secret)
-    told = model.perplexity(secret)
+    learned = model.perplexity(secret)
     model.memory.forget(keys)
     after = model.perplexity(secret)
-    print(f"\na secret: {before:.3f}, told {told:.3f}, forgotten {after:.3f}")
+    print(f"\na secret: {before:.3f}, learned {learned:.3f}, forgotten {after:.3f}")
     model.database.close()
-    return [*found, before, told, after]
+    return [*found, before, learned, after]
 
 
 def main() -> int:

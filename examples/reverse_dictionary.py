@@ -239,7 +239,7 @@ def bm25(keys: list[str], queries: list[str]) -> Callable[[int], np.ndarray]:
     try:
         import bm25s
     except ImportError:
-        sys.exit("BM25 is measured beside: pip install bm25s")
+        sys.exit("to measure BM25 too: pip install bm25s")
     index = bm25s.BM25()
     index.index(bm25s.tokenize(keys, show_progress=False), show_progress=False)
     tokens = bm25s.tokenize(queries, return_ids=False, show_progress=False)

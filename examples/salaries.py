@@ -154,7 +154,7 @@ def homes(rows: int = 1200) -> Table:
     return Table("homes", "price, thousands", columns, x, price.clip(max=500))
 
 
-Told = Callable[[float], None]
+LossCallback = Callable[[float], None]
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Study:
         return np.broadcast_to(sigma, len(self.table.columns))
 
 
-def study(table: Table, steps: int, told: Told = lambda loss: None) -> Study:
+def study(table: Table, steps: int, report: LossCallback = lambda loss: None) -> Study:
     from sklearn.linear_model import LinearRegression
     from sklearn.model_selection import GridSearchCV
     from sklearn.neighbors import KNeighborsRegressor
@@ -208,7 +208,7 @@ def study(table: Table, steps: int, told: Told = lambda loss: None) -> Study:
     kinds = {"learned σ": False, "learned σ, each column": True}
     for name, features in list(kinds.items())[: len(table.columns)]:
         models[name] = table.learner(features)
-        losses[name] = models[name].fit(steps, RATE, told)
+        losses[name] = models[name].fit(steps, RATE, report)
         predicted[name] = table.back(models[name](query))
     return Study(table, predicted, models, losses)
 
@@ -391,7 +391,7 @@ def draw(pictures: dict[str, Any], out: Path) -> None:
 
 
 @contextmanager
-def progress(name: str, steps: int) -> Iterator[Told]:
+def progress(name: str, steps: int) -> Iterator[LossCallback]:
     """Return a progress bar on stderr, if that is a terminal; stdout is for results."""
     from rich.console import Console
     from rich.progress import Progress
@@ -412,8 +412,8 @@ def main() -> None:
     rows = {"rows": 200} if options.small else {}
     found = []
     for table in (salaries(**rows), diabetes(**rows), homes(**rows)):
-        with progress(table.name, steps * min(len(table.columns), 2)) as told:
-            found.append(study(table, steps, told))
+        with progress(table.name, steps * min(len(table.columns), 2)) as report:
+            found.append(study(table, steps, report))
         tell(found[-1])
     tell_query(found[0])
     print(f"\nlearned in {time.process_time() - began:.0f} s of processor time")

@@ -82,8 +82,8 @@ def planned(rows: list[float], fan: int | None) -> None:
             for batch in (1, 64):
                 for within in (None, 0.1):
                     p = plan(m, number=number, batch=batch, within=within, fan=fan)
-                    told = f"{p.machines:>9,} {p.held / 1e9:>8.0f}  {1e3 * p.total:,.0f}"
-                    print(f"{m:>7.0e} {number:>15} {batch:>6} {told}")
+                    columns = f"{p.machines:>9,} {p.held / 1e9:>8.0f}  {1e3 * p.total:,.0f}"
+                    print(f"{m:>7.0e} {number:>15} {batch:>6} {columns}")
 
 
 def shard_times(rng: np.random.Generator, shape: tuple[int, int], slow: float, factor: float):
@@ -120,13 +120,13 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.01)
     parser.add_argument("--factor", type=float, default=10.0)
     parser.add_argument("--queries", type=int, default=5_000)
-    told = parser.parse_args()
-    planned(told.rows, told.fan)
+    options = parser.parse_args()
+    planned(options.rows, options.fan)
     print()
     names = ["median", "p99", "hedged median", "hedged p99", "more requests"]
     print(f"{'shards':>7}  " + "  ".join(f"{name:>13}" for name in names))
-    for shards in told.shards:
-        found = waits(shards, told.slow, told.factor, told.queries)
+    for shards in options.shards:
+        found = waits(shards, options.slow, options.factor, options.queries)
         print(f"{shards:>7}  " + "  ".join(f"{found[name]:>13.2f}" for name in names))
 
 

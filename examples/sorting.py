@@ -113,7 +113,7 @@ class Training:
 
 
 def train(
-    model: Sorter, numbers: int, steps: int, told: Callable[[float], None] = lambda loss: None
+    model: Sorter, numbers: int, steps: int, report: Callable[[float], None] = lambda loss: None
 ) -> Training:
     began = time.process_time()
     optimizer = torch.optim.Adam(model.parameters(), RATE)
@@ -134,7 +134,7 @@ def train(
         losses.append(float(loss.detach()))
         if step % max(steps // 30, 1) == 0:
             watched.append((step, judge(model, other, hard=True).whole))
-        told(losses[-1])
+        report(losses[-1])
     return Training(losses, watched, time.process_time() - began)
 
 
@@ -159,8 +159,8 @@ def run(numbers: int, steps: int, asked: int) -> tuple[dict[str, Sorter], dict[s
     for weighting in COLOURS:
         torch.manual_seed(0)
         model = models[weighting] = Sorter(numbers, weighting)
-        with progress(weighting, steps) as told:
-            trainings[weighting] = train(model, numbers, steps, told)
+        with progress(weighting, steps) as report:
+            trainings[weighting] = train(model, numbers, steps, report)
         for pointer in ("soft", "hard"):
             found = judge(model, test, pointer == "hard")
             print(

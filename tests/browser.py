@@ -77,10 +77,10 @@ def page(browser: Any) -> Iterator[Any]:
     assert not left, left
 
 
-def until(page: Any, wish: Callable[[], Any]) -> None:
+def until(page: Any, condition: Callable[[], Any]) -> None:
     """Waits for what no locator can wait for, as long as a locator would."""
     for _ in range(30_000):
-        if wish():
+        if condition():
             return
         page.wait_for_timeout(10)
     pytest.fail("it does not come")

@@ -74,10 +74,10 @@ def test_explain_leaves_out_a_row_that_does_not_count():
     assert "k1 0.06 %" in answer([0.9994, 6e-4], total=2).explain()
 
 
-def test_keys_of_several_parts_are_told_apart_in_a_sentence():
+def test_keys_of_several_columns_are_distinguished_in_a_sentence():
     D = Database({(1.0, 0.2): "king", (0.9, 0.3): "queen", (0.1, 1.0): "apple"})
-    told = D.ask((1.0, 0.1)).explain()
-    assert told.startswith("Of 3 rows, (1, 0.2) counts 55.4 %, (0.9, 0.3) 44.6 %.")
+    explanation = D.ask((1.0, 0.1)).explain()
+    assert explanation.startswith("Of 3 rows, (1, 0.2) counts 55.4 %, (0.9, 0.3) 44.6 %.")
 
 
 def test_a_mean_of_many_rows_is_no_doubt():
@@ -174,7 +174,7 @@ def test_the_terminal_shows_bars_and_the_rest():
     assert repr(answer([1.0])) == str(answer([1.0]))
 
 
-def test_weights_that_are_no_shares_are_told_as_they_are():
+def test_weights_that_are_no_shares_are_shown_as_numbers():
     D = Database({float(i): float(i) for i in range(10)})
     all_count = D.ask(4.0, score="constant", weighting="raw")
     assert [line.split()[0] for line in str(all_count).splitlines()[1:]] == ["1.000"] * 5 + [
@@ -182,9 +182,9 @@ def test_weights_that_are_no_shares_are_told_as_they_are():
         "effective",
     ]
     assert "5 more rows" in str(all_count)
-    told = all_count.explain()
-    assert told.startswith("Of 10 rows, 0 weighs 1.000, 1 1.000.")
-    assert "%" not in told and "many rows" in told and "around" not in told
+    explanation = all_count.explain()
+    assert explanation.startswith("Of 10 rows, 0 weighs 1.000, 1 1.000.")
+    assert "%" not in explanation and "many rows" in explanation and "around" not in explanation
     assert len(all_count.plot().axes[0].patches) == 5  # the others' share of 1 means nothing
     near = D.ask(4.2, score="epanechnikov", weighting="raw")
     assert "more row" not in str(near) and near.confidence_text == "a sum of a few rows"
@@ -209,7 +209,7 @@ def test_wide_and_combining_letters_line_up():
 def test_joiners_of_words_and_pictures_are_no_control_characters():
     joined = ["می\u200cخواهم", "👩\u200d👧", "❤\ufe0f\u200d🔥"]
     assert [format_one_line(x) for x in joined] == joined
-    assert format_one_line("a\u200db\u200c") == r"a\u200db\u200c"  # nobody could see them
+    assert format_one_line("a\u200db\u200c") == r"a\u200db\u200c"  # they would be invisible
 
 
 def test_rows_that_three_digits_cannot_show_join_the_rest():
@@ -220,8 +220,8 @@ def test_rows_that_three_digits_cannot_show_join_the_rest():
 
 
 def test_json():
-    told = answer([0.75, 0.25], values=[1.5, float("nan")]).to_dict()
-    assert json.loads(json.dumps(told)) == {
+    fields = answer([0.75, 0.25], values=[1.5, float("nan")]).to_dict()
+    assert json.loads(json.dumps(fields)) == {
         "query": "q",
         "value": 1.5,
         "rows": [
@@ -287,10 +287,10 @@ def test_the_picture(tmp_path):
         answer([]).plot()
 
 
-def test_letters_that_a_font_lacks_are_told_of_once(tmp_path):
-    with pytest.warns(UserWarning) as told:
+def test_letters_that_a_font_lacks_are_reported_once(tmp_path):
+    with pytest.warns(UserWarning) as caught:
         answer([0.5, 0.5], keys=["さようなら世界", "b"]).plot(tmp_path / "a.png")
-    (one,) = told
+    (one,) = caught
     assert one.filename == __file__
     assert re.match(
         "the font DejaVu Sans lacks さようなら世界, which are drawn as boxes", str(one.message)

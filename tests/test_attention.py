@@ -25,8 +25,11 @@ HOWS: dict[str, dict[str, Any]] = {
     **{name: {"weighting": name} for name in ("hard", "entmax15", "sigmoid")},
     "straight through": {"weighting": weightings.Hard(straight_through=True)},
     **{
-        f"or {wish}": {"score": scores.Boxcar(0.5), "weighting": weightings.Normalized(wish)}
-        for wish in ("zero", "nan", "uniform", "nearest")
+        f"or {on_empty}": {
+            "score": scores.Boxcar(0.5),
+            "weighting": weightings.Normalized(on_empty),
+        }
+        for on_empty in ("zero", "nan", "uniform", "nearest")
     },
 }
 
@@ -78,11 +81,11 @@ def test_torchs_causal_biases(name: str, n: int, m: int) -> None:
     torch, given = torchs((2, 3, n, 4), (2, 3, m, 4), (2, 3, m, 5))
     bias = getattr(pytest.importorskip("torch.nn.attention.bias"), name)(n, m)
     found = []
-    for door in (
+    for function in (
         qkv.scaled_dot_product_attention,
         torch.nn.functional.scaled_dot_product_attention,
     ):
-        out = door(*given, bias)
+        out = function(*given, bias)
         found.append((out, *torch.autograd.grad(out.square().sum(), given)))
     torch.testing.assert_close(*found, atol=1e-12, rtol=0)
     with pytest.raises(ShapeError, match=rf"attn_mask .*{n + 1} queries and {m} keys"):
@@ -156,12 +159,12 @@ def test_an_array_on_another_device_is_named(entry_point: str) -> None:
     for mask in (near > 0, near):  # the choice for masks on the query's device is cached
         qkv.attend(x, x, x, mask=mask)
     function = getattr(qkv, entry_point)
-    for told, how in misplaced().items():
+    for reported, how in misplaced().items():
         given = {"query": x, "key": x, "value": x} | how
         if entry_point == "weights" and given.pop("value") is not x:
             continue
         arrays = [given.pop(name) for name in ("query", "key", "value") if name in given]
-        found = rf"query is on cpu but .*{told}.* on meta: .*\.to\(query\.device\)"
+        found = rf"query is on cpu but .*{reported}.* on meta: .*\.to\(query\.device\)"
         for _ in range(2):
             with pytest.raises(ArgumentError, match=found):
                 function(*arrays, **given)
@@ -221,18 +224,20 @@ def test_nested_tensors_that_mean_nothing() -> None:
         qkv.scaled_dot_product_attention(q, few, few)
 
 
-@pytest.mark.parametrize("door", [qkv.attend, qkv.explain, qkv.warm], ids=lambda x: x.__name__)
-def test_a_misspelt_argument_is_told_of_by_the_door_that_was_called(door):
+@pytest.mark.parametrize("function", [qkv.attend, qkv.explain, qkv.warm], ids=lambda x: x.__name__)
+def test_an_error_for_a_misspelt_argument_names_the_function_called(function):
     x = np.ones((2, 3))
-    with pytest.raises(TypeError, match=rf"^{door.__name__}\(\) got an unexpected .* 'wieghting'"):
-        door(x, x, x, wieghting="sigmoid")
+    with pytest.raises(
+        TypeError, match=rf"^{function.__name__}\(\) got an unexpected .* 'wieghting'"
+    ):
+        function(x, x, x, wieghting="sigmoid")
 
 
-@pytest.mark.parametrize("door", [qkv.explain, qkv.warm], ids=lambda x: x.__name__)
-def test_the_nearest_argument_is_named(door):
+@pytest.mark.parametrize("function", [qkv.explain, qkv.warm], ids=lambda x: x.__name__)
+def test_the_nearest_argument_is_named(function):
     x = np.ones((2, 3))
     with pytest.raises(TypeError, match=r"'wieghting': did you mean 'weighting'\? Known: .*mask"):
-        door(x, x, x, wieghting="sigmoid")
+        function(x, x, x, wieghting="sigmoid")
 
 
 BEYOND: list[dict[str, Any]] = [
@@ -247,7 +252,7 @@ BEYOND: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("how", BEYOND, ids=lambda how: str(how)[:40])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_scores_that_float64_does_not_hold_are_told(library, how, dtype):
+def test_scores_that_float64_does_not_hold_are_reported(library, how, dtype):
     given = [*np.random.default_rng(0).normal(size=(3, 3, 4)).astype(dtype)]
     if library == "torch":
         given = [pytest.importorskip("torch").tensor(x) for x in given]
@@ -316,8 +321,10 @@ def test_arrays_on_two_devices(at):
     given = [torch.ones(2, 3) for _ in range(3)]
     qkv.attend(*given)  # so that there is a plan for these shapes
     given[at] = given[at].to("meta")
-    told = ["query is on meta but key on cpu", "cpu but key on meta", "cpu but value on meta"][at]
-    with pytest.raises(ArgumentError, match=told):
+    message = ["query is on meta but key on cpu", "cpu but key on meta", "cpu but value on meta"][
+        at
+    ]
+    with pytest.raises(ArgumentError, match=message):
         qkv.attend(*given)
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer does wrong in the first five minutes, and the next step that he is told."""
+"""Mistakes of the first five minutes; each error names the next step."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
         lambda: qkv.scores.Multiplicative(type("Linear", (), {"weight": X})()),
         "w must be an array (d_q, d_k), not Linear: pass its .weight",
     ),
-    ("a layer of another room", lambda: qkv.MultiHeadAttention, "qkv.nn.MultiHeadAttention"),
+    ("a layer of another module", lambda: qkv.MultiHeadAttention, "qkv.nn.MultiHeadAttention"),
     ("a layer as torch spells it", lambda: qkv.MultiheadAttention, "qkv.nn.MultiHeadAttention"),
-    ("a function of another room", lambda: qkv.heatmaps, "qkv.plot.heatmaps"),
+    ("a function of another module", lambda: qkv.heatmaps, "qkv.plot.heatmaps"),
     ("a width below 0", lambda: qkv.scores.Gaussian(-1), "bandwidth must be above 0"),
     (
         "widths of other columns",
@@ -223,16 +223,16 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("slip", "says"), [x[1:] for x in SLIPS], ids=[x[0] for x in SLIPS])
-def test_a_slip_is_told_its_next_step(slip, says, tmp_path, monkeypatch):
+def test_an_error_for_a_mistake_names_the_next_step(slip, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("books.csv").write_text("title,year\nEmma,1815\nMoby-Dick,1851\n")
     with pytest.raises((QkvError, AttributeError)) as caught:
         slip()
-    told = str(caught.value)
-    assert "\n" not in told
+    message = str(caught.value)
+    assert "\n" not in message
     for part in says.split(".*"):
-        assert part.strip() in told, told
-        told = told[told.index(part.strip()) :]
+        assert part.strip() in message, message
+        message = message[message.index(part.strip()) :]
     assert not Path("boks.qkv").exists() and not Path("s3:").exists()
 
 
@@ -257,13 +257,13 @@ WORDS = {
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_an_argument_of_others_is_told_where_it_goes(word) -> None:
+def test_an_error_for_a_foreign_argument_names_ours(word) -> None:
     """As Python refuses it, by a TypeError that is none of ours."""
-    for door in (attend, qkv.explain, qkv.warm):
+    for function in (attend, qkv.explain, qkv.warm):
         with pytest.raises(TypeError) as caught:
-            door(*[X] * 3, **{word: 1})
-        told = f"{door.__name__}() got an unexpected keyword argument {word!r}"
-        assert told in str(caught.value) and WORDS[word] in str(caught.value)
+            function(*[X] * 3, **{word: 1})
+        message = f"{function.__name__}() got an unexpected keyword argument {word!r}"
+        assert message in str(caught.value) and WORDS[word] in str(caught.value)
     with pytest.raises(TypeError, match=r"weights\(\) got an unexpected .* 'scor': .* 'score'"):
         qkv.weights(X, X, scor="dot")
     with pytest.raises(TypeError, match=r"ask\(\) got an unexpected .*Softmax\(temperature\)"):
@@ -304,11 +304,11 @@ LAYERS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_says_where_an_argument_goes(layer) -> None:
-    room = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
+    module = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
     name, _, given = layer.partition(".")[2].partition("(")
-    kind, sizes = getattr(room, name), [int(x) for x in given[:-1].split(", ") if x]
-    for word, told in LAYERS[layer].items():
-        with pytest.raises(TypeError, match=told):
+    kind, sizes = getattr(module, name), [int(x) for x in given[:-1].split(", ") if x]
+    for word, message in LAYERS[layer].items():
+        with pytest.raises(TypeError, match=message):
             kind(*sizes, **{word: 1})
     assert kind(*sizes) is not None
     with pytest.raises(TypeError, match=r"takes from .* positional"):
@@ -360,14 +360,14 @@ CALLS = {
 @pytest.mark.parametrize("layer", CALLS)
 def test_a_call_of_a_layer_says_where_an_argument_goes(layer) -> None:
     torch = pytest.importorskip("torch")
-    room = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
+    module = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
     name, _, given = layer.partition(".")[2].partition("(")
-    made = getattr(room, name)(*[int(x) for x in given[:-1].split(", ") if x])
+    made = getattr(module, name)(*[int(x) for x in given[:-1].split(", ") if x])
     x = torch.ones(1, 3, 4)
     given = inspect.signature(made.call if hasattr(made, "call") else made.forward).parameters
     needs = [p for p in given.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    for word, told in CALLS[layer].items():
-        with pytest.raises(TypeError, match=told):
+    for word, message in CALLS[layer].items():
+        with pytest.raises(TypeError, match=message):
             made(*[[x, x] if p.name == "inputs" else x for p in needs], **{word: 1})
 
 
@@ -390,13 +390,13 @@ def test_an_error_inside_a_layer_stays_as_it_is() -> None:
 
 
 def test_a_score_names_what_it_is_built_with() -> None:
-    for build, told in [
+    for build, message in [
         (lambda: scores.Gaussian(sigma=2.0), r"Gaussian got an unexpected .*'sigma'.*bandwidth"),
         (lambda: weightings.Softmax(temprature=2.0), "did you mean 'temperature'"),
         (lambda: weightings.Entmax(alfa=2.0), "^Entmax got .* did you mean 'alpha'"),
         (lambda: weightings.TopK(kk=2), "^TopK got .* did you mean 'k'"),
     ]:
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             build()
     assert inspect.signature(scores.Gaussian).parameters["bandwidth"].default == 1.0
 
@@ -413,22 +413,22 @@ def test_a_formula_of_lists_says_how_they_become_arrays(name) -> None:
 
 
 def test_a_database_names_no_argument_that_it_has_not() -> None:
-    """It has no mask, so that none is advised; and its doors say the same."""
+    """It has no mask, so the error suggests none; its entry points say the same."""
     numbers = qkv.Database({1.0: 2.0, 2.0: 3.0})
-    for door in (numbers.ask, numbers.attend):
+    for function in (numbers.ask, numbers.attend):
         with pytest.raises(TypeError, match=r"'is_causal'. Known: confidence, score"):
-            door(np.array([1.2]), is_causal=True)
+            function(np.array([1.2]), is_causal=True)
         with pytest.raises(TypeError, match=r"'mask': pass where="):
-            door(np.array([1.2]), mask=None)
+            function(np.array([1.2]), mask=None)
         with pytest.raises(TypeError, match=r"Softmax\(temperature\)"):
-            door(np.array([1.2]), temperature=2)
+            function(np.array([1.2]), temperature=2)
 
 
-def test_an_attribute_is_told_once(tmp_path) -> None:
+def test_an_attribute_is_suggested_once(tmp_path) -> None:
     """Python adds what it finds nearest where it knows the module."""
     code = [sys.executable, "-c", "import qkv; qkv.mask"]
-    told = subprocess.run(code, capture_output=True, text=True).stderr
-    assert told.lower().count("did you mean") == 1 and "'masks'" in told
+    output = subprocess.run(code, capture_output=True, text=True).stderr
+    assert output.lower().count("did you mean") == 1 and "'masks'" in output
 
 
 def test_what_a_notebook_shows_is_what_print_shows() -> None:
@@ -448,12 +448,12 @@ def test_what_a_notebook_shows_is_what_print_shows() -> None:
 
 def test_numbers_of_millions_are_read_as_such() -> None:
     D = qkv.Database({1.0: 3600000.0, 2.0: 2100000.5, 9e15: 1e20})
-    told = str(D.ask(1.5, score=qkv.scores.Gaussian(1.0)))
-    assert "1.5 → 2850000\n" in told and " 3600000" in told and "e+06" not in told
+    message = str(D.ask(1.5, score=qkv.scores.Gaussian(1.0)))
+    assert "1.5 → 2850000\n" in message and " 3600000" in message and "e+06" not in message
     assert "9e+15" in str(D.ask(9e15))
 
 
-def test_a_frame_is_told_from_frame() -> None:
+def test_an_error_for_a_frame_suggests_from_frame() -> None:
     pandas = pytest.importorskip("pandas")
     with pytest.raises(QkvError, match="from_frame"):
         qkv.Database(pandas.DataFrame({"a": [1, 2]}))
@@ -479,7 +479,7 @@ def test_every_framework_takes_every_number(number) -> None:
         "\nSales 2024,,\nproduct,price,city\nLamp,12.5,Rome\n",
     ],
 )
-def test_a_title_above_a_table_is_told(table, tmp_path) -> None:
+def test_a_title_above_a_table_is_reported(table, tmp_path) -> None:
     (tmp_path / "sales.csv").write_text(table)
     with pytest.raises(QkvError, match=r"sales.csv, line [12]: .* one name.* remove it; if"):
         qkv.Database.from_source(tmp_path / "sales.csv")
@@ -548,8 +548,8 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path):
         cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stderr
-    told = ran.stdout.splitlines()
-    assert len(told) == len(EXTRAS), ran.stdout
-    for line, (names, code, extra) in zip(told, EXTRAS, strict=True):
+    lines = ran.stdout.splitlines()
+    assert len(lines) == len(EXTRAS), ran.stdout
+    for line, (names, code, extra) in zip(lines, EXTRAS, strict=True):
         assert line.startswith("MissingExtra"), (code, names, line)
         assert f"qkv[{extra}]" in line and "pip install" in line, (code, line)

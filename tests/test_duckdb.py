@@ -146,8 +146,8 @@ def test_what_ask_refuses_says_the_next_step(con, books):
     assert "must be text" in refused(con, sql, str(books), 3, 1)
     assert "at least 1" in refused(con, sql, str(books), "a", 0)
     assert "path is NULL" in refused(con, sql, None, "a", 1)
-    told = refused(con, "FROM qkv_ask(?, 'a', score := 'gausian')", str(books))
-    assert "did you mean 'gaussian'" in told
+    message = refused(con, "FROM qkv_ask(?, 'a', score := 'gausian')", str(books))
+    assert "did you mean 'gaussian'" in message
     assert con.execute(sql, [str(books), None, 1]).fetchall() == []
 
 
@@ -195,8 +195,8 @@ def test_join_puts_the_nearest_rows_beside_each(shop):
 
 @pytest.mark.parametrize("encoder", ["os:system", "builtins:print", "/etc"])
 def test_join_calls_no_function_that_sql_names(shop, capfd, encoder):
-    told = refused(shop, JOIN.format(1).replace("characters", encoder))
-    assert "unknown encoder" in told
+    message = refused(shop, JOIN.format(1).replace("characters", encoder))
+    assert "unknown encoder" in message
     assert "bread" not in "".join(capfd.readouterr())
 
 
@@ -228,10 +228,10 @@ def test_join_of_no_rows_is_empty(con):
 
 def test_names_of_tables_and_columns_are_names(shop):
     attack = 'goods; DROP TABLE "my orders"; --'
-    told = refused(
+    message = refused(
         shop, "FROM qkv_join('my orders', ?, on_left := 'item', on_right := 'x')", attack
     )
-    assert "Unexpected quote" in told
+    assert "Unexpected quote" in message
     assert "does not exist" in refused(
         shop, "FROM qkv_join('my orders', ?, on_left := 'item', on_right := 'x')", "a'; SELECT 1"
     )
@@ -261,8 +261,8 @@ def test_attend_is_the_sum_of_the_equation(con):
 
 def test_a_score_or_a_weighting_that_is_null_is_the_default(con):
     plain = con.sql("SELECT attend(1.0, [1, 2], [3, 4])").fetchall()
-    for wish in ("score", "weighting"):
-        assert con.sql(f"SELECT attend(1.0, [1, 2], [3, 4], {wish} := NULL)").fetchall() == plain
+    for name in ("score", "weighting"):
+        assert con.sql(f"SELECT attend(1.0, [1, 2], [3, 4], {name} := NULL)").fetchall() == plain
 
 
 def test_attend_over_groups_of_rows(con):

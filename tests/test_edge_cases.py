@@ -1,4 +1,4 @@
-"""Where attention goes wrong elsewhere: nothing to attend to, NaN behind a mask, huge numbers."""
+"""Cases that fail in other libraries: no keys, masked NaN, huge numbers."""
 
 import importlib
 import importlib.util
@@ -42,7 +42,7 @@ class Kit:
                 self.module.npx.set_np()
 
     def __call__(self, x: Any, dtype: str | None = None) -> Any:
-        """An array: float32 unless told, booleans and integers as they are."""
+        """An array: float32 unless specified; booleans and integers unchanged."""
         x = np.asarray(x)
         dtype = dtype or ("float32" if x.dtype.kind == "f" else str(x.dtype))
         if self.name == "numpy":
@@ -407,7 +407,7 @@ def test_a_query_of_nan_without_keys(kit: Kit, engine: str, weighting: str) -> N
 
 
 def hiding_masks(kit: Kit) -> dict[str, tuple[Any, np.ndarray]]:
-    """Masks for a query (1, N, D) under which nobody sees keys 4 and 5."""
+    """Masks for a query (1, N, D) under which no query sees keys 4 and 5."""
     open_to = np.broadcast_to(np.arange(M) < 4, (N, M))
     some = open_to & (np.arange(M) != np.arange(N)[:, None])
     return {

@@ -1,8 +1,8 @@
-"""One equation behind every door: each score × weighting by each of them, against the formulas.
+"""One equation at every entry point: each score × weighting, against the formulas.
 
-A door is given what it can take: four queries, of which one lies beyond every window and one may
-see nothing, and seven keys, of which two do not count and hold NaN and ∞. What a mask leaves out
-for `attend` was removed from the database.
+An entry point gets what it supports: four queries, of which one lies beyond every window and one
+may see nothing, and seven keys, of which two do not count and hold NaN and ∞. What a mask leaves
+out for `attend` was removed from the database.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Softplus(weightings.Weighting):
     def init(self, rows, width):
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def partial_state(self, scores, live, k, found, value, keep):
+    def partial_state(self, scores, live, k, found, value, dropout_mask):
         _, bent = self.bent(scores, live)
-        return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, keep)
+        return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, dropout_mask)
 
     def merge(self, one, two):
         return one[0] + two[0], one[1] + two[1]
@@ -529,7 +529,7 @@ def place(request):
 @pytest.fixture(scope="module", params=[1, 3])
 def database(request, place, tmp_path_factory):
     """The rows in one segment or several; those that do not count were removed."""
-    path = tmp_path_factory.mktemp("doors") / "rows.qkv"
+    path = tmp_path_factory.mktemp("entry_points") / "rows.qkv"
     made = qkv.Database() if place == "memory" else qkv.open(path)
     key, value = KEY.copy(), VALUE.copy()
     key[DEAD, :] = 1e6
@@ -592,8 +592,8 @@ def test_the_gradients_of_the_database(database, score, weighting):
 # What is refused is refused everywhere
 
 
-def doors(score, weighting, rows, database):
-    """Each door on these queries, to be called."""
+def entry_point_calls(score, weighting, rows, database):
+    """Return each entry point with these queries as a function without arguments."""
     arrays = leaves(score, weighting)
     options = how(arrays, score, weighting)
     three = (QUERY[rows], KEY, VALUE)
@@ -608,13 +608,13 @@ def doors(score, weighting, rows, database):
 
 @each(REFUSED)
 def test_what_means_nothing_is_refused(database, score, weighting):
-    for door in doors(score, weighting, [0], database):
+    for call in entry_point_calls(score, weighting, [0], database):
         with pytest.raises(CombinationError):
-            door()
+            call()
 
 
 @pytest.mark.parametrize("score", [*WINDOWS, "exact"])
 def test_no_key_in_reach_is_an_error_where_it_should_be(database, score):
-    for door in doors(score, "or_raise", [FAR], database):
+    for call in entry_point_calls(score, "or_raise", [FAR], database):
         with pytest.raises(QkvError, match="no key"):
-            door()
+            call()

@@ -327,7 +327,7 @@ NUMBERS: list[Case] = [
         f"{kind.__name__}({value!r})",
         lambda k=kind, v=value: k(v),
         error,
-        rf"{kind.__name__}.*{told}",
+        rf"{kind.__name__}.*{message}",
     )
     for kind in (
         scores.Gaussian,
@@ -338,7 +338,7 @@ NUMBERS: list[Case] = [
         scores.Cosine,
         weightings.Softmax,
     )
-    for value, error, told in (
+    for value, error, message in (
         (-1.0, ArgumentError, r"above 0, not -1\.0"),
         (0, ArgumentError, r"above 0, not 0"),
         (float("nan"), ArgumentError, r"above 0, not nan"),
@@ -737,14 +737,14 @@ def test_one_clear_error(
     assert capfd.readouterr() == ("", "")
 
 
-def test_ids_are_told_apart() -> None:
+def test_ids_are_distinguished() -> None:
     ids = [case.id for case in CASES]
     assert len(set(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax.numpy", "tensorflow"])
 def test_each_framework_says_the_same(framework: str) -> None:
-    """The checks stand before the framework's own, so that nobody reads its errors."""
+    """The checks run before the framework's own, so that users never see its errors."""
     module = load(framework)
     make = getattr(module, "asarray", None) or module.constant
     if framework == "torch":
@@ -837,8 +837,8 @@ def test_one_thing_in_the_place_of_another_is_named(call, says) -> None:
 
 
 def test_known_names_with_blanks_are_shown_with_them() -> None:
-    told = "unknown column 'name': did you mean 'name '? Known: ' age', 'name ', town."
-    assert str(unknown_name_error("column", "name", ["name ", " age", "town"])) == told
+    message = "unknown column 'name': did you mean 'name '? Known: ' age', 'name ', town."
+    assert str(unknown_name_error("column", "name", ["name ", " age", "town"])) == message
 
 
 def test_a_mistake_inside_a_function_is_its_own():

@@ -64,7 +64,7 @@ WEIGHTINGS = {
 ALSO = {
     "Entmax": [{"alpha": alpha} for alpha in (1.5, 0.6, np.array([2.6]))],
     "Hard": [{"straight_through": True}],
-    "Normalized": [{"on_empty": wish} for wish in ("nan", "uniform", "nearest", "raise")],
+    "Normalized": [{"on_empty": on_empty} for on_empty in ("nan", "uniform", "nearest", "raise")],
 }
 SKIPPED = {"__post_init__", "__new__", "check_shapes", "check_row_state", "numbers_per_pair"}
 SKIPPED |= {"exponent", "block_start", "initial_threshold", "solve_threshold", "newton_iteration"}
@@ -81,7 +81,7 @@ EQUIVALENT = {
     "distance": {
         "xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0",  # · −1 is / −1
         "x + self.centre[*[None] * (len(x.shape) - 1), ...]",  # both sides are shifted alike
-        "reach * reach * scale < MAX_SQUARED_REACH",
+        "norm_sum * norm_sum * scale < MAX_SQUARED_NORM_SUM",
         "1e+150",  # and 1
     },
     "window": {
@@ -382,9 +382,9 @@ def sites(tree):
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef) or function.name in SKIPPED:
             continue
-        told = {id(x) for node in ast.walk(function) for x in _words(node)}
+        in_messages = {id(x) for node in ast.walk(function) for x in _words(node)}
         for node in ast.walk(function):
-            if id(node) in told:
+            if id(node) in in_messages:
                 continue
             if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
                 yield node, "op"
@@ -414,13 +414,13 @@ def mutants(package, module):
             node.ops = [SWAPS[type(right[0])](), *right[1:]]
         else:
             node.value = right + 1.0 if abs(right) != float("inf") else 0.0
-        told, code = f"line {node.lineno}: {ast.unparse(node)}", compile(tree, path, "exec")
+        label, code = f"line {node.lineno}: {ast.unparse(node)}", compile(tree, path, "exec")
         setattr(node, what, right)
         changed = types.ModuleType(f"qkv.{package}.{module}")
         sys.modules["qkv_mutant"] = changed  # a dataclass looks its module up
         changed.__name__ = "qkv_mutant"
         exec(code, changed.__dict__)
-        yield told, changed
+        yield label, changed
 
 
 TABLE = [("scores", module, names, check_score) for module, names in SCORES.items()] + [
@@ -444,13 +444,13 @@ def test_every_mutant_is_caught(package, module, names, check):
 
     check_all(importlib.import_module(f"qkv.{package}.{module}"))
     caught, survivors = 0, []
-    for told, changed in mutants(package, module):
+    for label, changed in mutants(package, module):
         try:
             check_all(changed)
         except Exception:
             caught += 1
         else:
-            survivors.append(told)
+            survivors.append(label)
     unknown = [x for x in survivors if x.partition(": ")[2] not in EQUIVALENT.get(module, ())]
     assert caught
     assert not unknown, f"{len(unknown)} changes went unnoticed"

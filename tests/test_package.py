@@ -1,4 +1,4 @@
-"""Wheel and sdist: built, installed beside the base dependencies alone, and asked."""
+"""Wheel and sdist: built, installed with only the base dependencies, and queried."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_the_wheel_of_the_sdist_is_installed_and_asked(unpacked, tmp_path):
     wheel = built("wheel", unpacked, tmp_path / "dist")
     with ZipFile(wheel) as archive:
         names = archive.namelist()
-        (told,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        lines = archive.read(told).decode().splitlines()
+        (metadata_file,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata_file).decode().splitlines()
     assert "qkv/page/static/qkv.js" in names and "qkv/py.typed" in names
-    assert {name.partition("/")[0] for name in names} == {"qkv", told.partition("/")[0]}
+    assert {name.partition("/")[0] for name in names} == {"qkv", metadata_file.partition("/")[0]}
 
     venv.create(tmp_path / "env", symlinks=os.name != "nt")
     python = tmp_path / "env" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""float32 parameters beside 16-bit queries: computed with in float32, gradients in float32."""
+"""float32 parameters with 16-bit queries: computed in float32, with gradients in float32."""
 
 from __future__ import annotations
 

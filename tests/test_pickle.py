@@ -49,9 +49,9 @@ THINGS: dict[str, Any] = {
 
 
 def test_every_name_is_here():
-    for room, what in ((scores, "score"), (weightings, "weighting")):
+    for module, what in ((scores, "score"), (weightings, "weighting")):
         kinds = {type(x) for name, x in THINGS.items() if name.startswith(what)}
-        assert {*room.NAMES.values()} <= kinds
+        assert {*module.NAMES.values()} <= kinds
     assert {*masks.NAMES} - {name.partition(" ")[2] for name in THINGS} == set()
 
 

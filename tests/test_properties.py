@@ -340,9 +340,9 @@ def monoid_case(name: str, seed: int, ties: bool) -> tuple[Any, ...]:
     s = rng.integers(-2, 3, (n, m)).astype(float) if ties else rng.normal(size=(n, m)) * 3
     s = np.abs(s) if weighting.needs_nonnegative else s
     live = None if rng.random() < 0.3 else rng.random((n, m)) < 0.7
-    keep = None if rng.random() < 0.5 else rng.choice([0.0, 2.0], (n, m))
+    dropout_mask = None if rng.random() < 0.5 else rng.choice([0.0, 2.0], (n, m))
     k = np.arange(m, dtype=np.int32)[None]
-    return rng, weighting, weighting.scale_scores(s), live, k, rows(rng, m, DV), keep
+    return rng, weighting, weighting.scale_scores(s), live, k, rows(rng, m, DV), dropout_mask
 
 
 def cut(x: Any, part: slice) -> Any:
@@ -354,7 +354,7 @@ def cut(x: Any, part: slice) -> Any:
 @some(25)
 @given(seed=SEEDS)
 def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
-    rng, weighting, s, live, k, v, keep = monoid_case(name, seed, ties)
+    rng, weighting, s, live, k, v, dropout_mask = monoid_case(name, seed, ties)
     exact = name == "hard"
 
     def same(one: Any, two: Any) -> bool:
@@ -372,7 +372,12 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
         found = weighting.find_threshold(fold)
         states = [
             weighting.partial_state(
-                s[:, part].copy(), cut(live, part), k[:, part], found, v[part], cut(keep, part)
+                s[:, part].copy(),
+                cut(live, part),
+                k[:, part],
+                found,
+                v[part],
+                cut(dropout_mask, part),
             )
             for part in parts
         ]
@@ -383,7 +388,7 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
         out, known, centre = weighting.finish(state, found)
         alpha = weighting.weights(s, live, k)
         close(weighting.block_weights(s, live, k, known), alpha)
-        close(out, (alpha if keep is None else alpha * keep) @ v)
+        close(out, (alpha if dropout_mask is None else alpha * dropout_mask) @ v)
         if weighting.has_lse:
             close(weighting.lse_from_state(known), weighting.compute_lse(s, live, k))
         for shuffled in (False, True):
@@ -399,7 +404,7 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
 @some(15)
 @given(seed=SEEDS)
 def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
-    _, weighting, s, live, k, v, keep = monoid_case(name, seed, ties=True)
+    _, weighting, s, live, k, v, dropout_mask = monoid_case(name, seed, ties=True)
     laws: list[tuple[Any, Any, Any]] = []
 
     def fold(lift: Any, merge: Any, init: Any) -> Any:
@@ -409,7 +414,7 @@ def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
 
     with np.errstate(all="ignore"):
         found = weighting.find_threshold(fold)
-        state = weighting.partial_state(s.copy(), live, k, found, v, keep)
+        state = weighting.partial_state(s.copy(), live, k, found, v, dropout_mask)
         laws.append((weighting.merge, weighting.init(s[:, :1], DV), state))
         for merge, empty, full in laws:
             for got in (merge(empty, full), merge(full, empty)):
@@ -622,7 +627,7 @@ def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> Non
     q, k, v = (make(np.array(x)[:, None]) for x in ([0.0, 5.0, 5.0], [0.0, 3.0, 9.0], [1.0, 2, 4]))
     mask = make(np.array([[True] * 3, [True, True, False], [False] * 3]))
     nan = math.nan
-    for wish, answer, alpha in (
+    for on_empty, answer, alpha in (
         ("zero", 0.0, [0.0, 0.0]),
         ("nan", nan, [nan, nan]),
         ("uniform", 1.5, [0.5, 0.5]),
@@ -632,14 +637,14 @@ def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> Non
             out, found = qkv.attend(
                 *(q, k, v),
                 score=score,
-                weighting=weightings.Normalized(wish),
+                weighting=weightings.Normalized(on_empty),
                 mask=mask,
                 engine=engine,
                 return_weights=True,
             )
             close(out, [[1.0], [answer], [0.0]])
             close(found[:, :2], [[1.0, 0.0], alpha, [0.0, 0.0]])
-            assert wish == "nan" or not to_numpy(found)[:, 2].any()
+            assert on_empty == "nan" or not to_numpy(found)[:, 2].any()
 
 
 # Sparse weightings

@@ -33,18 +33,18 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield D
 
 
-def checked(books: qkv.Database, told: list[tuple[str, dict[str, Any], float | None]]) -> None:
+def checked(books: qkv.Database, documents: list[tuple[str, dict[str, Any], float | None]]) -> None:
     """Documents for "moby dick" as the answer itself tells them."""
     answer = books.ask("moby dick", top=2)
-    assert [text for text, _, _ in told] == [row.value for row in answer.rows]
-    for (_, about, score), row in zip(told, answer.rows, strict=True):
+    assert [text for text, _, _ in documents] == [row.value for row in answer.rows]
+    for (_, about, score), row in zip(documents, answer.rows, strict=True):
         assert about["key"] == row.key and about["index"] == row.index
         assert score is None or score == pytest.approx(row.weight)
         assert about["weight"] == pytest.approx(row.weight)
         assert about["entropy"] == pytest.approx(answer.entropy)
         assert about["effective_rows"] == pytest.approx(math.exp(answer.entropy))
         assert about["year"] == row.record["year"] and about["weight_"] == row.record["weight"]
-    assert told[0][1]["key"] == "Moby-Dick"
+    assert documents[0][1]["key"] == "Moby-Dick"
 
 
 def test_langchain(books: qkv.Database) -> None:
@@ -54,9 +54,9 @@ def test_langchain(books: qkv.Database) -> None:
 
     retriever = LangChainRetriever(database=books, top=2)
     assert isinstance(retriever, BaseRetriever)
-    told = retriever.invoke("moby dick")
-    checked(books, [(x.page_content, x.metadata, None) for x in told])
-    assert asyncio.run(retriever.ainvoke("moby dick")) == told
+    documents = retriever.invoke("moby dick")
+    checked(books, [(x.page_content, x.metadata, None) for x in documents])
+    assert asyncio.run(retriever.ainvoke("moby dick")) == documents
     late = LangChainRetriever(books, content="title", where="year > 1900", tags=["mine"])
     assert late.tags == ["mine"]
     assert {x.page_content for x in late.invoke("moby dick")} == {"Dune", "Ulysses"}
@@ -69,10 +69,10 @@ def test_llama_index(books: qkv.Database) -> None:
 
     retriever = LlamaIndexRetriever(books, top=2)
     assert isinstance(retriever, BaseRetriever)
-    told = retriever.retrieve("moby dick")
-    checked(books, [(x.text, x.metadata, x.score) for x in told])
+    nodes = retriever.retrieve("moby dick")
+    checked(books, [(x.text, x.metadata, x.score) for x in nodes])
     again = asyncio.run(retriever.aretrieve("moby dick"))
-    assert [x.text for x in again] == [x.text for x in told]
+    assert [x.text for x in again] == [x.text for x in nodes]
     late = LlamaIndexRetriever(books, content="title", where="year > 1900")
     assert {x.text for x in late.retrieve("moby dick")} == {"Dune", "Ulysses"}
 
@@ -85,14 +85,14 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
 
     pipeline = Pipeline()
     pipeline.add_component("rows", HaystackRetriever(books, top=2))
-    told = pipeline.run({"rows": {"query": "moby dick"}})["rows"]["documents"]
-    checked(books, [(x.content, x.meta, x.score) for x in told])
+    documents = pipeline.run({"rows": {"query": "moby dick"}})["rows"]["documents"]
+    checked(books, [(x.content, x.meta, x.score) for x in documents])
     again = asyncio.run(pipeline.run_async({"rows": {"query": "moby dick"}}))
-    assert again["rows"]["documents"] == told
+    assert again["rows"]["documents"] == documents
     late = HaystackRetriever(books, content="title", where="year > 1900")
     assert {x.content for x in late.run("moby dick", top=3)["documents"]} == {"Dune", "Ulysses"}
     kept = Pipeline.loads(pipeline.dumps(), allowed_modules=["qkv.retrievers.haystack"])
-    assert kept.run({"rows": {"query": "moby dick"}})["rows"]["documents"] == told
+    assert kept.run({"rows": {"query": "moby dick"}})["rows"]["documents"] == documents
     sharp = HaystackRetriever(books, score=scores.Cosine(0.1), weighting=weightings.TopK(2))
     kept = Pipeline()
     kept.add_component("rows", sharp)
@@ -108,8 +108,8 @@ def test_a_calibrated_database_says_when_nothing_fits() -> None:
     D = qkv.Database({"Moby-Dick": "Melville", "Emma": "Austen"})
     D.calibrate([(key, key) for key in D] * 10)
     assert retrieve_documents(D, "Emma", 1)[0].metadata["abstains"] is False
-    told = retrieve_documents(D, "zzz", 1)[0].metadata
-    assert told["abstains"] is True and told["coverage"] == 0.9
+    reported = retrieve_documents(D, "zzz", 1)[0].metadata
+    assert reported["abstains"] is True and reported["coverage"] == 0.9
 
 
 def test_values_of_all_kinds_are_text() -> None:
@@ -152,5 +152,7 @@ def test_nothing_is_loaded_before_it_is_named(tmp_path: Path) -> None:
     code = (
         "import sys, qkv.retrievers; print([x for x in sys.modules if 'lang' in x or 'llama' in x])"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 ALL = {**OPTIONS, **LAYERS, **PEER}
 
 
-# Of torch's own attention under vmap, and of parameters that are lent to a layer.
+# Of torch's own attention under vmap, and of parameters passed to functional_call.
 @pytest.mark.sample(26)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")

@@ -23,7 +23,7 @@ def small(monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 4))
 
 
-# What comes beside the output is asked of another engine.
+# Additional outputs come from another engine.
 IN_BLOCKS = {name: option for name, option in OPTIONS.items() if option.family != "weights"}
 PAIRS = list(zip(JAX, [*[*IN_BLOCKS][1::2], *IN_BLOCKS], strict=False))
 
@@ -102,7 +102,7 @@ def test_a_threshold_is_searched_in_each_shard(weighting):
     [("gaussian", "softmax", False), ("gaussian", "entmax15", True), ("cosine", "hard", True)],
 )
 def test_blocks_in_each_shard(score, weighting, shared):
-    """Both ways, beside the equation in one process; a key that all share gets all gradients."""
+    """Forward and backward, compared with one process; a key that all share gets all gradients."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
     heads, rows = (jax.sharding.PartitionSpec("data", *x, "model") for x in ((), (None,)))
     whole = jax.sharding.PartitionSpec("data")

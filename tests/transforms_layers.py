@@ -32,7 +32,7 @@ def _layer(make: Callable[[], Any], call: Function) -> Option:
         return call(lambda *x: torch.func.functional_call(made[0], now, x), *rows)
 
     def apart() -> Function:
-        """The same of a layer of its own: parameters are lent to it, which threads cannot share."""
+        """The same with a layer per thread: functional_call is not thread-safe."""
         own = _layer(make, call)
         own.extra(0)
         return own.call

@@ -143,8 +143,8 @@ QUERY_MUTANTS = [
     Mutant(
         "filter-number-equals-missing",
         "database/filter/comparisons.py",
-        "near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)",
-        "near &= (column.kinds != TEXT) & (column.kinds != OTHER)",
+        "is_equal &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)",
+        "is_equal &= (column.kinds != TEXT) & (column.kinds != OTHER)",
         "tests/database/filter/test_filter.py -k missing_number",
     ),
     Mutant(
@@ -244,8 +244,8 @@ SERVER_MUTANTS = [
     Mutant(
         "batch-ten-times-larger",
         "serve/batch.py",
-        "(count > limits.MAX_QUERIES or",
-        "(count > 10 * limits.MAX_QUERIES or",
+        "count > limits.MAX_QUERIES or",
+        "count > 10 * limits.MAX_QUERIES or",
         SERVE + "test_batch.py",
     ),
     Mutant(
@@ -435,8 +435,8 @@ TRITON_MUTANTS = [
     Mutant(
         "tied-scores-one-short",
         "engines/triton/sparse/threshold_search.py",
-        "fit = tl.where(ones <= room, fit + step, fit)",
-        "fit = tl.where(ones < room, fit + step, fit)",
+        "fit = tl.where(ones <= max_ties, fit + step, fit)",
+        "fit = tl.where(ones < max_ties, fit + step, fit)",
         TRITON + "test_threshold_search.py::test_ties_go_to_the_lowest_positions",
     ),
     Mutant(
@@ -472,7 +472,7 @@ TRITON_MUTANTS = [
         "engines/triton/launching/workspace.py",
         "begin + -(-size // 128) * 128",
         "begin",
-        TRITON + "test_launch_replay.py -k 'room or pieces'",
+        TRITON + "test_launch_replay.py -k 'workspace or pieces'",
     ),
     Mutant(
         "parts-ten-times-longer",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAD = "| work | qkv | error | beside it | goal |\n|---|---|---|---|---|\n"
+HEAD = "| work | qkv | error | compared with | goal |\n|---|---|---|---|---|\n"
 
 
 def main() -> None:
@@ -15,8 +15,8 @@ def main() -> None:
     kinds = dict.fromkeys(map(kind, sorted(found, key=lambda x: "gpu" in x["machine"])))
     files = [[x for x in found if kind(x) == each] for each in kinds]
     goals = [goal["met"] for file in found for row in file["rows"] for goal in row.get("goals", ())]
-    told = f"{goals.count(True)} of {len(goals)} goals are met."
-    parts = [f"# What was measured\n\n{told}\n", *filter(None, map(table, files))]
+    summary = f"{goals.count(True)} of {len(goals)} goals are met."
+    parts = [f"# What was measured\n\n{summary}\n", *filter(None, map(table, files))]
     (ROOT / "bench" / "RESULTS.md").write_text("\n".join(parts))
 
 
@@ -37,10 +37,10 @@ def table(files: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     machines = [file["machine"] for file in files if any("sides" in row for row in file["rows"])]
-    told = dict.fromkeys(place(machine) for machine in machines)
-    told |= dict.fromkeys(f"commit {row['commit']}, {row['date']}" for row in rows)
+    sources = dict.fromkeys(place(machine) for machine in machines)
+    sources |= dict.fromkeys(f"commit {row['commit']}, {row['date']}" for row in rows)
     foot = "Median times, error relative to float64, × how many times as fast qkv is. "
-    return HEAD + "".join(map(line, rows)) + f"\n{foot}{'; '.join(told)}.\n"
+    return HEAD + "".join(map(line, rows)) + f"\n{foot}{'; '.join(sources)}.\n"
 
 
 def place(machine: dict[str, Any]) -> str:
@@ -55,10 +55,10 @@ def line(row: dict[str, Any]) -> str:
     ours = sides.get("qkv", {})
     peers = [name for name in sides if not name.startswith("qkv")]
     named = [name for name in peers if any(name in goal["goal"] for goal in row["goals"])]
-    beside = "; ".join(peer(name, sides[name], ours) for name in named or peers)
+    compared = "; ".join(peer(name, sides[name], ours) for name in named or peers)
     error = f"{ours['error']:.1e}" if "error" in ours else ""
     goals = "<br>".join(f"{goal['goal']}: {verdict(goal)}" for goal in row["goals"])
-    return f"| {row['work']} | {cost(ours)} | {error} | {beside} | {goals} |\n"
+    return f"| {row['work']} | {cost(ours)} | {error} | {compared} | {goals} |\n"
 
 
 def peer(name: str, side: dict[str, Any], ours: dict[str, Any]) -> str:

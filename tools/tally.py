@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-TOLD = 40
+MAX_LINES = 40
 """Lines of what a test that failed said."""
 
 
@@ -35,7 +35,7 @@ def faults(report: Path) -> Iterator[str]:
     for case in ElementTree.parse(report).iter("testcase"):
         for fault in (*case.iter("failure"), *case.iter("error")):
             said = (fault.text or fault.get("message") or "").strip().splitlines()
-            yield "\n".join([f"{case.get('classname')}::{case.get('name')}", *said[-TOLD:]])
+            yield "\n".join([f"{case.get('classname')}::{case.get('name')}", *said[-MAX_LINES:]])
 
 
 def main(results: str, checks: str, broken: str) -> int:

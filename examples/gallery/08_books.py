@@ -25,7 +25,7 @@ assert len(shop) == 300
 #
 # *Hard* attention gives the most likely book the weight 1 and ignores the others, like a shop that
 # shows one result. *Soft* attention keeps them all. For a correct query the two agree. For a query
-# with a typo, the soft answer also shows some doubt.
+# with a typo, the soft answer also shows its uncertainty.
 
 for query in ("The Alchemist", "the alchmist", "crime and punishmnt"):
     hard = shop.ask(query, weighting="hard")

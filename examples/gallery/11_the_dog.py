@@ -40,10 +40,10 @@ assert np.allclose(alpha.sum(-1), 1, atol=1e-3)
 
 at = {word: i for i, word in enumerate(words)}
 clues = [at[word] for word in ("owner", "dog", "wagged", "tail")]
-told = alpha[:, :, at["happy"]][..., clues].sum(-1)
-layer, head = np.unravel_index(told.argmax(), told.shape)
+clue_weight = alpha[:, :, at["happy"]][..., clues].sum(-1)
+layer, head = np.unravel_index(clue_weight.argmax(), clue_weight.shape)
 one = alpha[layer, head]
-assert layer == 5 and told.max() > 0.5
+assert layer == 5 and clue_weight.max() > 0.5
 for i in np.argsort(-one[at["happy"]])[:5]:
     print(f"happy → {words[i]:<8} {one[at['happy'], i]:.2f}")
 plot.heatmaps(
@@ -68,7 +68,7 @@ assert one[at["happy"], at["tail"]] > 2 * one[at["tail"], at["happy"]]
 # Whose tail?
 # -----------
 #
-# Heads specialize without being told to. One looks at the previous word. Another knows whom the
+# Heads specialize without supervision. One looks at the previous word. Another knows whom the
 # second "his" refers to.
 
 spots = np.arange(1, 17)  # without the markers at the ends

@@ -68,7 +68,7 @@ export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
       watcher.observe(canvas);
       const swatch = h("i");
       swatches.push([swatch, nats]);
-      const told = Number.isNaN(nats) ? "" : fixed(nats, 2);
+      const shownEntropy = Number.isNaN(nats) ? "" : fixed(nats, 2);
       return h(
         "button",
         {
@@ -76,11 +76,11 @@ export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
           test: `head-${row}-${col}`,
           tabindex: "-1",
           "aria-pressed": "false",
-          "aria-label": `${of.label(row, col)}${told && `, entropy ${told}`}`,
+          "aria-label": `${of.label(row, col)}${shownEntropy && `, entropy ${shownEntropy}`}`,
           on: { click: () => choose(row, col) },
         },
         canvas,
-        told && h("span", { class: "entropy" }, swatch, h("span", { test: `entropy-${row}-${col}` }, told)),
+        shownEntropy && h("span", { class: "entropy" }, swatch, h("span", { test: `entropy-${row}-${col}` }, shownEntropy)),
       );
     }),
   );

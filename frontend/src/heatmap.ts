@@ -179,17 +179,17 @@ export class Heatmap {
     this.zoom = clamp(this.zoom * factor, 1, most);
     this.left = col - (x - box.x) / this.pitch.x;
     this.top = row - (y - box.y) / this.pitch.y;
-    this.settle();
+    this.limitPosition();
   }
 
   private pan(rows: number, cols: number) {
     this.top += rows;
     this.left += cols;
-    this.settle();
+    this.limitPosition();
   }
 
   /** Limits the position to the matrix, and redraws. */
-  private settle() {
+  private limitPosition() {
     const { rows, cols } = this.picture.matrix;
     this.top = clamp(this.top, 0, rows - rows / this.zoom);
     this.left = clamp(this.left, 0, cols - cols / this.zoom);
@@ -270,10 +270,10 @@ export class Heatmap {
     const [rowWidth, colWidth] = [wide(options.rowNames, rows), wide(options.colNames, cols)];
     const width = this.element.clientWidth || 320;
     const margin = Math.ceil(rowWidth) + 8 + (options.rowTitle ? FONT + 6 : 0);
-    const room = Math.min(width - margin - 2, options.side ?? 560);
+    const available = Math.min(width - margin - 2, options.side ?? 560);
     // Cells are square unless the matrix is very long.
     const shape = clamp(rows / cols, 1 / 6, 2);
-    const plot = Math.max(32, Math.min(room, (options.side ?? 560) / shape, cols * LARGEST));
+    const plot = Math.max(32, Math.min(available, (options.side ?? 560) / shape, cols * LARGEST));
     const lies = colWidth + 6 < (this.zoom * plot) / cols;
     const above = (lies ? FONT + 6 : Math.ceil(colWidth) + 8) + (options.colTitle ? FONT + 6 : 0);
     this.box = { x: margin, y: above, width: plot, height: plot * shape };

@@ -63,23 +63,23 @@ export function percent(x: number): string {
 /** A cell of a record; only the first numbers of a long vector. */
 function part(x: unknown): string {
   const cut = isTensor(x) && x.data.length > FEW;
-  return cut ? `${told(x.data.slice(0, FEW))}, …` : told(x);
+  return cut ? `${formatValue(x.data.slice(0, FEW))}, …` : formatValue(x);
 }
 
 /** A cell as one line. */
-export function told(x: unknown): string {
+export function formatValue(x: unknown): string {
   if (x === null || x === undefined) return "nothing";
   if (Number.isSafeInteger(x)) return String(x).replace("-", "−");
   if (typeof x === "number") return rounded(x);
-  if (ArrayBuffer.isView(x)) return told(Array.from(x as Float64Array));
-  if (Array.isArray(x)) return x.map(told).join(", ");
-  if (isTensor(x)) return told(x.data);
+  if (ArrayBuffer.isView(x)) return formatValue(Array.from(x as Float64Array));
+  if (Array.isArray(x)) return x.map(formatValue).join(", ");
+  if (isTensor(x)) return formatValue(x.data);
   if (typeof x === "object") return Object.entries(x).map(([name, cell]) => `${name}: ${part(cell)}`).join(", ");
   return String(x);
 }
 
 /** A cell in a sentence: one line of at most `most` letters, as Python's `format_one_line`. */
 export function short(x: unknown, most = 40): string {
-  const letters = Array.from(told(x).trim().replace(/\s+/g, " "));
+  const letters = Array.from(formatValue(x).trim().replace(/\s+/g, " "));
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : letters.join("");
 }

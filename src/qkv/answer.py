@@ -190,13 +190,15 @@ class Answer(Displayable):
         return weight > 0 and self._top_share > MIN_DECISIVE_WEIGHT
 
     @property
-    def _exactness(self) -> str:
+    def _exact_match_text(self) -> str:
         """A sentence: the query equals a key, and the value is that key's or a mean."""
         if self.values or isinstance(self.value, str):
             return EXACT_MATCH_TEXT
         own = [row for row in self.rows if row.key == self.query]
         return (
-            EXACT_MATCH_TEXT if own and _shown_alike(self.value, _mean(own)) else BLENDED_MATCH_TEXT
+            EXACT_MATCH_TEXT
+            if own and _shown_alike(self.value, _weighted_mean(own))
+            else BLENDED_MATCH_TEXT
         )
 
     @property
@@ -256,7 +258,7 @@ class Answer(Displayable):
             f"Of {total}, {_format_in_sentence(first.key)} {verb} {to_text(first.weight)}{second}."
         ]
         if self.exact:
-            parts.append(f"{self._exactness}.")
+            parts.append(f"{self._exact_match_text}.")
         effective = f"{self.effective_rows:,.1f}"
         parts.append(
             f"The weight is spread over about {effective} "
@@ -341,11 +343,11 @@ class Answer(Displayable):
         if best > 0.5:
             return "sure" if best > MIN_DECISIVE_WEIGHT else "fairly sure"
         rows = self._heavy_rows()
-        if self.is_normalized and _groups(rows, "key")[0].weight > MIN_DECISIVE_WEIGHT:
+        if self.is_normalized and _group_rows(rows, "key")[0].weight > MIN_DECISIVE_WEIGHT:
             return "one key, whose rows have different values"
-        alike = len(_groups(rows, "value")) < len(rows)
+        alike = len(_group_rows(rows, "value")) < len(rows)
         what = "values" if alike else "rows"
-        if (self._effective(known) if alike else self.effective_rows) < 4:
+        if (self._effective_groups(known) if alike else self.effective_rows) < 4:
             return f"undecided between a few {what}"
         return f"unsure, many {what} share the weight"
 
@@ -358,10 +360,10 @@ class Answer(Displayable):
                 return "one row decides"
             return f"a sum of {'a few' if self.effective_rows < 4 else 'many'} rows"
         rows = self.rows[:1] if self._top_share > MIN_DECISIVE_WEIGHT else self._heavy_rows()
-        keys, values = _groups(rows, "key"), _groups(rows, "value")
+        keys, values = _group_rows(rows, "key"), _group_rows(rows, "value")
         one = "row" if len(keys[0].rows) == 1 else "key"
         if keys[0].weight > MIN_DECISIVE_WEIGHT:
-            if _shown_alike(self.value, _mean(keys[0].rows)):
+            if _shown_alike(self.value, _weighted_mean(keys[0].rows)):
                 return f"one {one} decides"
             return f"a mean; one {one} has {_format_percent(keys[0].weight)} of the weight"
         if values[0].weight > MIN_DECISIVE_WEIGHT and _shown_alike(
@@ -369,7 +371,9 @@ class Answer(Displayable):
         ):
             return "rows with the same value decide"
         alike = len(keys) < len(rows)
-        effective = self._effective([key.weight for key in keys]) if alike else self.effective_rows
+        effective = (
+            self._effective_groups([key.weight for key in keys]) if alike else self.effective_rows
+        )
         return f"a mean of {'a few' if effective < 4 else 'many'} {'keys' if alike else 'rows'}"
 
     def _heavy_rows(self) -> list[Row]:
@@ -382,7 +386,7 @@ class Answer(Displayable):
         except QkvError:  # a pickle or a server does not have so many rows
             return self.rows
 
-    def _effective(self, weights: Any) -> float:
+    def _effective_groups(self, weights: Any) -> float:
         """Return e^entropy of groups with these weights; the other weight counts as single rows."""
         known = np.abs(weights)
         rest = max(1 - known.sum(), 0) if self.is_normalized else 0.0
@@ -474,7 +478,7 @@ class Answer(Displayable):
                 f"{format_plural(more, 'more row')}"
             )
         if self.exact:
-            lines.append(f"  {self._exactness}")
+            lines.append(f"  {self._exact_match_text}")
         if self.coverage is not None:
             lines.append(f"  {self._coverage_text}")
         if self.hint:
@@ -520,16 +524,16 @@ class _Group(NamedTuple):
     rows: list[Row]
 
 
-def _groups(rows: list[Row], name: str) -> list[_Group]:
+def _group_rows(rows: list[Row], name: str) -> list[_Group]:
     """Group rows by key or value, heaviest group first."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(_identity(getattr(row, name)), []).append(row)
+        found.setdefault(_hashable_cell(getattr(row, name)), []).append(row)
     groups = [_Group(sum(abs(row.weight) for row in some), some) for some in found.values()]
     return sorted(groups, key=lambda group: -group.weight)
 
 
-def _identity(cell: Any) -> Any:
+def _hashable_cell(cell: Any) -> Any:
     """Return a hashable object that is equal for equal cells."""
     if isinstance(cell, np.ndarray):
         return cell.shape, cell.tobytes()
@@ -540,7 +544,7 @@ def _identity(cell: Any) -> Any:
     return cell
 
 
-def _mean(rows: list[Row]) -> Any:
+def _weighted_mean(rows: list[Row]) -> Any:
     """Return the weighted mean of the rows' values."""
     values = [row.value for row in rows]
     if len(values) == 1:

@@ -111,8 +111,8 @@ def _answer_columns_sql(path: str) -> str:
         f"r.cells[{at}]::{kind} AS {quote_identifier(name)}"
         for at, (name, kind) in enumerate(types.items(), start=1)
     ]
-    told = ", ".join([*cells, "r.weight AS weight", 'r."rank" AS "rank"'])
-    return f"SELECT {told} FROM (SELECT unnest(qkv_found) AS r)"
+    columns = ", ".join([*cells, "r.weight AS weight", 'r."rank" AS "rank"'])
+    return f"SELECT {columns} FROM (SELECT unnest(qkv_found) AS r)"
 
 
 def _column_types(database: Database) -> dict[str, str]:
@@ -134,15 +134,17 @@ def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
     """Return the heaviest rows for each query; queries with equal options run together."""
     import pyarrow
 
-    given = list(zip(paths.to_pylist(), options.to_pylist(), strict=True))
-    texts, found = queries.to_pylist(), dict[int, Any]()
-    for path, wish in dict.fromkeys(given):
-        places = [i for i, one in enumerate(given) if one == (path, wish)]
+    calls = list(zip(paths.to_pylist(), options.to_pylist(), strict=True))
+    texts, rows_by_position = queries.to_pylist(), dict[int, Any]()
+    for path, options_json in dict.fromkeys(calls):
+        places = [i for i, one in enumerate(calls) if one == (path, options_json)]
         with open(path, create=False) as database:
             types = _column_types(database)
             asked = Batch(_parse_query(database, json.loads(texts[i])) for i in places)
-            for i, answer in zip(places, database.ask(asked, **_parse_options(wish)), strict=True):
-                found[i] = [
+            for i, answer in zip(
+                places, database.ask(asked, **_parse_options(options_json)), strict=True
+            ):
+                rows_by_position[i] = [
                     {
                         "cells": [
                             _cell_to_text(row.record.get(n), kind) for n, kind in types.items()
@@ -154,22 +156,24 @@ def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
                 ]
     strings = pyarrow.list_(pyarrow.string())
     fields = {"cells": strings, "weight": pyarrow.float64(), "rank": pyarrow.int64()}
-    return pyarrow.array(map(found.get, range(len(given))), pyarrow.list_(pyarrow.struct(fields)))
+    return pyarrow.array(
+        map(rows_by_position.get, range(len(calls))), pyarrow.list_(pyarrow.struct(fields))
+    )
 
 
-def _parse_query(database: Database, given: Any) -> Any:
+def _parse_query(database: Database, cell: Any) -> Any:
     """Convert a SQL value to a query; a key of several columns is a struct."""
-    if isinstance(given, dict) and len(key := database.info()["key"]) > 1:
-        for name in given:
+    if isinstance(cell, dict) and len(key := database.info()["key"]) > 1:
+        for name in cell:
             if name not in key:
                 raise unknown_name_error("column", name, key)
-        given = [given.get(name) for name in key]
-    return parsing.cell_from_json(given, next(iter(database), None))
+        cell = [cell.get(name) for name in key]
+    return parsing.cell_from_json(cell, next(iter(database), None))
 
 
-def _parse_options(wish: str) -> dict[str, Any]:
+def _parse_options(options_json: str) -> dict[str, Any]:
     """Return the options of `ask` from the JSON of a macro's arguments."""
-    return parsing.parse_options(json.loads(wish))
+    return parsing.parse_options(json.loads(options_json))
 
 
 def _cell_to_text(cell: Any, kind: str) -> str | None:
@@ -225,26 +229,26 @@ def _match_keys(left: Any, right: Any, options: Any) -> Any:
     """Return for each left key the positions and weights of its heaviest right keys."""
     import pyarrow
 
-    found = []
-    for given in zip(left.to_pylist(), right.to_pylist(), options.to_pylist(), strict=True):
-        asked, keys = ([json.loads(text) for text in side] for side in given[:2])
-        how = _parse_options(given[2])
-        encoder = how.pop("encoder", None)
+    matches = []
+    for call in zip(left.to_pylist(), right.to_pylist(), options.to_pylist(), strict=True):
+        queries, keys = ([json.loads(text) for text in side] for side in call[:2])
+        ask_options = _parse_options(call[2])
+        encoder = ask_options.pop("encoder", None)
         encoder = None if encoder is None else encoders.resolve_name(encoder)
         database = Database(keys, range(len(keys)), encoder=encoder)
         # A blank query matches nothing, like NULL, unless a key is equal to it.
-        places = [i for i, key in enumerate(asked) if not _is_blank(key) or key in database]
-        answers = database.ask(Batch(asked[i] for i in places), **how)
-        found.append(
+        places = [i for i, key in enumerate(queries) if not _is_blank(key) or key in database]
+        answers = database.ask(Batch(queries[i] for i in places), **ask_options)
+        matches.append(
             [
                 {"l": place + 1, "r": row.index + 1, "weight": row.weight, "rank": rank}
                 for place, answer in zip(places, answers, strict=True)
                 for rank, row in enumerate(answer.rows, start=1)
             ]
         )
-    whole = pyarrow.int64()
-    fields = {"l": whole, "r": whole, "weight": pyarrow.float64(), "rank": whole}
-    return pyarrow.array(found, pyarrow.list_(pyarrow.struct(fields)))
+    int64 = pyarrow.int64()
+    fields = {"l": int64, "r": int64, "weight": pyarrow.float64(), "rank": int64}
+    return pyarrow.array(matches, pyarrow.list_(pyarrow.struct(fields)))
 
 
 def _is_blank(key: Any) -> bool:

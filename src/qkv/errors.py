@@ -232,7 +232,7 @@ def unknown_name_error(
 
 def validate_keywords(
     function: str,
-    given: Iterable[str],
+    names: Iterable[str],
     known: Collection[str] | None,
     more: str = "",
     elsewhere: Mapping[str, str] | None = None,
@@ -245,7 +245,7 @@ def validate_keywords(
     Traceback (most recent call last):
     TypeError: warm() got an unexpected keyword argument 'scor': did you mean 'score'? Known: score.
     """
-    for name in given:
+    for name in names:
         if name not in (known := known or ()):
             hint = _describe_unknown_name(name, known)
             if elsewhere and name in elsewhere:

@@ -16,9 +16,9 @@ from tests.cli.run import data, qkv
 class TestAsk:
     def test_a_slip_of_the_hand_finds_its_book(self, table: Path) -> None:
         answer = data("ask", table, "the alchmist", "--key", "title", "--value", "author")
-        told = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing"]
-        told += ["exact", "error_bound", "rows_read", "statistical", "engine", "hint"]
-        assert list(answer) == told and answer["missing"] == 0 and answer["hint"] == ""
+        fields = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing"]
+        fields += ["exact", "error_bound", "rows_read", "statistical", "engine", "hint"]
+        assert list(answer) == fields and answer["missing"] == 0 and answer["hint"] == ""
         assert not answer["exact"]
         assert answer["query"] == "the alchmist"
         assert answer["value"] == "Paulo Coelho"
@@ -45,7 +45,7 @@ class TestAsk:
         assert qkv("ask", path, "1.5", "-k", "k", "-v", "v").stdout.splitlines()[0] == "inf"
         assert data("ask", path, "1.5", "-k", "k", "-v", "v")["value"] == "inf"
 
-    def test_vectors_are_told_where_length_decided(self, tmp_path: Path) -> None:
+    def test_a_hint_says_where_the_length_of_vectors_decided(self, tmp_path: Path) -> None:
         path = tmp_path / "vectors.jsonl"
         path.write_text('{"k": [0.6, 0.7], "v": "short"}\n{"k": [3.0, 4.0], "v": "long"}\n')
         asked = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]

@@ -40,11 +40,11 @@ class TestLearn:
             return real(self, report)
 
         monkeypatch.setattr(GradientDescent, "run_epoch", interrupted)
-        told = data("learn", store, pairs, code=130)
+        reply = data("learn", store, pairs, code=130)
         if epochs:
-            assert told["interrupted"] and told["version"] == 2 and told["best"] > 0
+            assert reply["interrupted"] and reply["version"] == 2 and reply["best"] > 0
         else:
-            assert told["error"] == "stopped"
+            assert reply["error"] == "stopped"
         assert len(data("versions", store)["versions"]) == (2 if epochs else 1)
 
     def test_one_column_is_too_few(self, store: Path) -> None:
@@ -54,12 +54,12 @@ class TestLearn:
 
 
 class TestCalibrate:
-    def test_ask_tells_what_is_promised(self, store: Path) -> None:
+    def test_ask_prints_the_coverage(self, store: Path) -> None:
         pairs = store.with_name("pairs.csv")
         lines = (f'"{book[0][:-1]}","{book[0]}"\n' for book in BOOKS for _ in range(5))
         pairs.write_text("query,key\n" + "".join(lines))
-        told = data("calibrate", store, pairs, "--coverage", "0.8")
-        assert (told["version"], told["coverage"]) == (2, 0.8)
+        report = data("calibrate", store, pairs, "--coverage", "0.8")
+        assert (report["version"], report["coverage"]) == (2, 0.8)
         assert data("versions", store)["versions"][-1]["what"] == "calibrate"
         answer = data("ask", store, BOOKS[0][0])
         assert answer["coverage"] == 0.8 and not answer["abstains"]
@@ -69,14 +69,14 @@ class TestCalibrate:
         assert "The answer abstains" in qkv("ask", store, "zzz qqq").stdout
         assert "with 80 % probability" in qkv("ask", store, BOOKS[0][0]).stdout
 
-    def test_too_few_pairs_are_told(self, store: Path) -> None:
+    def test_too_few_pairs_are_reported(self, store: Path) -> None:
         pairs = store.with_name("pairs.csv")
         pairs.write_text(f'query,key\nx,"{BOOKS[0][0]}"\n')
         assert "needs at least 12 pairs" in data("calibrate", store, pairs, code=2)["error"]
 
 
 def test_pairs_of_text_keys_are_text(tmp_path: Path) -> None:
-    """Whatever they look like: codes, numbers with zeros behind, dates."""
+    """Keys of any form: codes, numbers with trailing zeros, dates."""
     table, store, pairs = tmp_path / "a.csv", tmp_path / "a.qkv", tmp_path / "pairs.csv"
     keys = ["1.50", "2024-01-01 12:00", "x7"]
     table.write_text("code,v\n" + "".join(f"{key},{i}\n" for i, key in enumerate(keys)))

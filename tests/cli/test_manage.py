@@ -126,8 +126,8 @@ class TestKeep:
     def test_a_table_without_a_line_of_names(self, tmp_path: Path) -> None:
         path, store = tmp_path / "t.csv", tmp_path / "t.qkv"
         path.write_text("Berlin,3.6\nParis,2.1\n", encoding="utf-8")
-        told = qkv("get", path, "Paris")
-        assert told.exit_code == 0 and "--names" in told.stderr
+        result = qkv("get", path, "Paris")
+        assert result.exit_code == 0 and "--names" in result.stderr
         named = ("--names", "city, people")
         assert data("get", path, "Paris", *named) == {"key": "Paris", "value": 2.1}
         assert data("rows", path, *named)["total"] == 2

@@ -94,8 +94,8 @@ def test_rows_are_exported_and_imported(url: str, books: Path, tmp_path: Path) -
 
 def test_a_server_is_asked_by_names_of_its_own(url: str) -> None:
     def answer(score: str, weighting: str) -> dict[str, Any]:
-        told = data("ask", url, "the alchmist", "--score", score, "--weighting", weighting)
-        return {name: told[name] for name in ("value", "rows", "entropy")}
+        reply = data("ask", url, "the alchmist", "--score", score, "--weighting", weighting)
+        return {name: reply[name] for name in ("value", "rows", "entropy")}
 
     assert answer("theirs:0.1", "softmax") == answer("cosine:0.1", "softmax")
     assert answer("theirs", "their_best") == answer("cosine", "hard")

@@ -35,7 +35,7 @@ def test_rows_for_people_and_for_pipes(table: Path) -> None:
     assert none.stderr.startswith("No rows match where=\"`genre` == 'tea'\"; column 'genre' has")
 
 
-def test_columns_for_which_a_terminal_has_no_room_are_counted(
+def test_columns_that_do_not_fit_a_terminal_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"column_{i:02}" for i in range(40)]
@@ -55,8 +55,8 @@ def test_export_is_imported_again(store: Path, ending: str) -> None:
     out = store.with_name(f"out{ending}")
     assert data("export", store, out) == {"written": str(out), "rows": 8}
     assert data("rows", out) == data("rows", store)
-    told = data("export", store, out, code=2)["error"]
-    assert told == f"{out} exists: overwrite it with --overwrite, or choose another name"
+    message = data("export", store, out, code=2)["error"]
+    assert message == f"{out} exists: overwrite it with --overwrite, or choose another name"
     again = data("export", store, out, "--overwrite", "--where", "genre=romance")
     assert again["rows"] == 2
     assert [row["title"] for row in data("rows", out)["rows"]] == ["Emma", "Persuasion"]

@@ -130,7 +130,9 @@ def drawn(page: Path) -> tuple[list[str], np.ndarray]:
     view = head["views"][0]["data"]
     starts = end + np.cumsum([0, *head["sizes"]])
     cells, scale = (
-        np.frombuffer(data, kind, np.prod(told["shape"]), starts[told["$"]]).reshape(told["shape"])
-        for kind, told in (("u1", view["weights"]), ("<f8", view["scale"]))
+        np.frombuffer(data, kind, np.prod(array["shape"]), starts[array["$"]]).reshape(
+            array["shape"]
+        )
+        for kind, array in (("u1", view["weights"]), ("<f8", view["scale"]))
     )
     return view["tokens"], scale[..., None, None] * cells.astype(float) ** 2

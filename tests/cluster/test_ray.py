@@ -30,7 +30,7 @@ QUERY = KEYS[:5] * 2
 
 def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([QUICK, *sys.path]))
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nobody asked for that one
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # no caller asked for that one
     path = tmp_path / "numbers.qkv"
     with qkv.open(path) as D:
         D.add(KEYS, VALUES)
@@ -61,7 +61,7 @@ def answers_and_gradients(D: qkv.Database, c: Cluster) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "qkv.cluster.ray.MAX_INLINE_BYTES", 0
-        )  # as if queries were many: they are put aside
+        )  # as if there were many queries: they are stored as an object
         np.testing.assert_allclose(c.attend(QUERY), D.attend(QUERY), rtol=1e-5, atol=1e-6)
     query = torch.tensor(QUERY, requires_grad=True)
     slopes = [
@@ -124,8 +124,8 @@ def served(path: Path) -> None:
             create_app(served, Access(None, None, True)), base_url="http://127.0.0.1"
         ) as web:
             query = QUERY[0].tolist()
-            told = web.post("/v1/databases/numbers/ask", json={"query": query}).json()
-            assert "by 1 shard" in told["engine"] and told["total"] == 602
+            answer = web.post("/v1/databases/numbers/ask", json={"query": query}).json()
+            assert "by 1 shard" in answer["engine"] and answer["total"] == 602
             row = {"key": [2.0] * 8, "value": [1.0] * 3}
             web.post("/v1/databases/numbers/rows", json={"rows": [row]}).raise_for_status()
             assert web.get("/v1/databases/numbers/info").json()["rows"] == 603
@@ -164,8 +164,10 @@ def test_ray_is_an_extra(tmp_path: Path) -> None:
         "try: qkv.cluster.Cluster('x.qkv')\n"
         "except qkv.QkvError as error: print(error)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == 'a cluster needs ray: pip install "qkv[ray]"\n'
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == 'a cluster needs ray: pip install "qkv[ray]"\n'
 
 
 def test_wrong_arguments() -> None:

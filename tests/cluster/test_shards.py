@@ -548,8 +548,8 @@ def test_a_store_by_its_url(store: str, tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(CombinationError, match="is read-only"):
             c.add(query, np.zeros(2))
     assert len(list((tmp_path / "qkv").iterdir())) == 1  # one copy for both
-    for url, told in (("file:///nowhere.qkv", "there is no store"), ("no://x", "Protocol")):
-        with pytest.raises(qkv.QkvError, match=told):
+    for url, message in (("file:///nowhere.qkv", "there is no store"), ("no://x", "Protocol")):
+        with pytest.raises(qkv.QkvError, match=message):
             cluster([url], 1)
 
 
@@ -639,7 +639,7 @@ def test_bounds_of_shards_count_from_one_unit(
 
 
 def test_a_partial_answer_in_8_bits_counts_what_codes_lost(tmp_path: Path) -> None:
-    """Beside the rows of the shard that is gone, which have next to nothing of the weight."""
+    """The rows of the lost shard have almost no weight."""
     rng = np.random.default_rng(5)
     key = rng.normal(size=(300, 48)).astype(np.float32)
     key[200:] *= 0.01

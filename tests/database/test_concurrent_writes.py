@@ -117,9 +117,9 @@ def test_rows_are_in_though_the_disk_was_full_when_their_encoder_was_fitted(tmp_
         D.add([f"key {i}" for i in range(10)], list(range(10)))
     D = Database._from_store(Store(path, files=Full()))
     with D:
-        with pytest.warns(StaleFitWarning, match=r"rows were added.*No space left") as told:
+        with pytest.warns(StaleFitWarning, match=r"rows were added.*No space left") as caught:
             D.add([f"key {i}" for i in range(10, 30)], [0] * 20)
-        assert told[0].filename == __file__
+        assert caught[0].filename == __file__
         assert len(D) == 30 and D["key 29"] == 0 and D.version == 2
         monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 8)
         with pytest.raises(StoreUnwritableError, match="nothing was changed"):
@@ -179,17 +179,17 @@ def test_vectors_whose_segment_is_lost_are_not_made_up(tmp_path, monkeypatch):
 def test_a_database_in_memory_goes_on_in_a_child(tmp_path):
     D = Database({"Li": "Mu", "Hu": "Rachel"})
     assert D.ask("Lee").value == "Mu"
-    told = tmp_path / "told"
+    output_file = tmp_path / "output"
     child = os.fork()
     if child == 0:
         try:
             D.update("Li", "other")
             D.add("Smola", "Alex")
-            told.write_text(f"{D['Li']} {D.ask('Smole').value} {len(D)}")
+            output_file.write_text(f"{D['Li']} {D.ask('Smole').value} {len(D)}")
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert told.read_text() == "other Alex 3"
+    assert output_file.read_text() == "other Alex 3"
     assert D["Li"] == "Mu" and len(D) == 2
 
 

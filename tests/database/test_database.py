@@ -455,7 +455,7 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("vectors", [True, False])
-def test_rows_whose_vectors_are_lost_are_told_of_and_can_be_skipped(tmp_path, vectors):
+def test_rows_whose_vectors_are_lost_are_reported_and_can_be_skipped(tmp_path, vectors):
     keys = (
         np.random.default_rng(0).normal(size=(8, 3)).astype("f4") if vectors else list("abcdefgh")
     )
@@ -499,7 +499,7 @@ def test_a_store_that_lost_its_settings_is_damaged(tmp_path):
         list(D.items())
 
 
-def test_a_damaged_row_is_told_of_once(tmp_path):
+def test_a_damaged_row_is_reported_once(tmp_path):
     with qkv.open(tmp_path / "d.qkv") as D:
         D.add(list("abcdefgh"), np.arange(8.0))
         D.remove(["b"])
@@ -507,9 +507,9 @@ def test_a_damaged_row_is_told_of_once(tmp_path):
         catalogue.execute("UPDATE resting SET crc = crc + 1 WHERE id IN (1, 2)")
         catalogue.commit()
     with qkv.open(tmp_path / "d.qkv", skip_damaged=True) as D:
-        with pytest.warns(SkippedRowsWarning, match="were skipped") as told:
+        with pytest.warns(SkippedRowsWarning, match="were skipped") as caught:
             assert D.ask("a").total == 6
-        assert [warning.filename for warning in told] == [__file__]
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 # Asking
@@ -633,7 +633,7 @@ def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
 
     D = make(NAMES)
     true = [a.weights for a in D.ask(["Li", "Lee"])]
-    monkeypatch.setattr(executor, "MAX_KEPT_WEIGHTS_PER_BATCH", 1)
+    monkeypatch.setattr(executor, "MAX_CACHED_WEIGHTS_PER_BATCH", 1)
     monkeypatch.setattr(scan, "MAX_SCORES_PER_BATCH", 6)
     for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
         np.testing.assert_allclose(a.weights, weights, rtol=1e-5)

@@ -82,8 +82,8 @@ def test_a_date_is_asked_in_every_form():
     asked = datetime.date(2020, 6, 1)
     forms = [asked, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]
     many = np.array(["2020-06-01", "2020-06-01"], "M8[D]")
-    told = [DATES.ask(form).value for form in forms] + [x.value for x in DATES.ask(many)]
-    assert told == [told[0]] * 6 and round(told[0], 3) == 1.390
+    values = [DATES.ask(form).value for form in forms] + [x.value for x in DATES.ask(many)]
+    assert values == [values[0]] * 6 and round(values[0], 3) == 1.390
     times = qkv.Database(np.array(["2020-01-01T03", "2021-01-01T05"], "M8[h]"), [1.0, 2.0])
     assert times[np.datetime64("2020-01-01T03")] == 1.0
     assert times[datetime.datetime(2021, 1, 1, 5)] == 2.0
@@ -104,7 +104,7 @@ def test_the_nearest_keys_are_each_named_once():
 
 
 @pytest.mark.parametrize("precision", ["int8", "float16"])
-def test_a_key_that_was_rounded_is_told_how_it_is_found(precision):
+def test_an_error_for_a_rounded_key_names_the_next_step(precision):
     keys = np.random.default_rng(0).normal(size=(5, 40))
     made = qkv.Database(keys, np.arange(5.0), precision=precision)
     assert made[keys[2]] == 2.0
@@ -117,7 +117,7 @@ def test_a_key_that_was_rounded_is_told_how_it_is_found(precision):
     assert "\n" not in str(caught.value)
 
 
-def test_a_table_of_one_column_is_told_what_to_do():
+def test_an_error_for_a_table_of_one_column_names_the_next_step():
     with pytest.raises(ArgumentError, match=r"no column besides the key t .*: .* value='t'$"):
         qkv.Database.from_columns({"t": ["a", "b"]})
     assert qkv.Database.from_columns({"t": ["a", "b"]}, value="t").ask("b").value == "b"
@@ -252,10 +252,10 @@ def test_a_score_or_weighting_of_another_framework_is_refused_as_attend_does():
     D, one = qkv.Database(key, key), torch.tensor(1.5, dtype=torch.float64)
     for how in ({"weighting": weightings.Softmax(one)}, {"score": scores.Gaussian(one)}):
         says = f"query is an array of numpy but {next(iter(how))} is one of torch: convert"
-        for door in (qkv.attend, D.ask, D.attend):
-            given = (key, key, key) if door is qkv.attend else (key[:1],)
+        for function in (qkv.attend, D.ask, D.attend):
+            given = (key, key, key) if function is qkv.attend else (key[:1],)
             with pytest.raises(FrameworkError, match=says):
-                door(*given, **how)
+                function(*given, **how)
         assert torch.is_tensor(D.attend(torch.tensor(key), **how))
 
 

@@ -1,4 +1,4 @@
-"""Exact words behind every door: sparse vectors are asked, attended, filtered, kept and learned."""
+"""Exact words at every entry point: sparse vectors in ask, attend, filters, stores and learn."""
 
 from __future__ import annotations
 
@@ -77,12 +77,14 @@ def test_conditions_and_versions_keep_their_words(tmp_path: Path) -> None:
         path=tmp_path / "d.qkv",
     )
     alpha = expected(D, ScaledDot(3.0))
-    for wish in ("n < 10", "n < 100"):
-        live = np.arange(120) < int(wish.split()[-1])
+    for where in ("n < 10", "n < 100"):
+        live = np.arange(120) < int(where.split()[-1])
         some = alpha * live / (alpha * live).sum(axis=1, keepdims=True)
-        for answer, row in zip(D.ask(QUERIES, score=ScaledDot(3.0), where=wish), some, strict=True):
+        for answer, row in zip(
+            D.ask(QUERIES, score=ScaledDot(3.0), where=where), some, strict=True
+        ):
             np.testing.assert_allclose(answer.weights, row, atol=1e-5)
-        out = D.attend(QUERIES, score=ScaledDot(3.0), where=wish)
+        out = D.attend(QUERIES, score=ScaledDot(3.0), where=where)
         np.testing.assert_allclose(out[:, 0], some @ VALUES[:, 0], atol=1e-5)
     version = D.version
     D.remove(KEYS[:60])

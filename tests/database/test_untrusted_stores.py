@@ -1,4 +1,4 @@
-"""A stranger's database: whatever its settings say, no code of theirs runs, and faults are told."""
+"""An untrusted database: its settings never run code, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -145,9 +145,12 @@ def test_nothing_in_a_store_is_executable(name, evil):
 
 def test_a_store_names_a_model_by_a_safe_name_only(evil):
     settings = {"kind": "sentences", "model": str(evil), "width": 4}
-    for told in (settings, {"kind": "learned", "base": settings, "rows": 1, "cosines": [True]}):
+    for encoder_settings in (
+        settings,
+        {"kind": "learned", "base": settings, "rows": 1, "cosines": [True]},
+    ):
         with pytest.raises(ArgumentError, match=r"not trusted.*encoder=Sentences\(folder\)"):
-            encoders.load(told, {})
+            encoders.load(encoder_settings, {})
 
 
 def test_code_of_a_model_is_not_run_even_if_its_reader_names_the_folder(evil):
@@ -174,12 +177,12 @@ def test_what_its_reader_passes_takes_the_place_of_what_a_store_names(tmp_path):
         with Database._from_store(Store(path), encoder=encoder) as D:
             assert D.ask("cat", weighting="hard").value == 1
     model = Sentences("models/my-model", size=4)
-    told = {"kind": "sentences", "model": "/elsewhere/my-model", "width": 4}
-    assert encoders.load(told, {}, model) == model
-    both = {"kind": "heads", "heads": [told], "weights": [1.0], "names": ["0"]}
+    settings = {"kind": "sentences", "model": "/elsewhere/my-model", "width": 4}
+    assert encoders.load(settings, {}, model) == model
+    both = {"kind": "heads", "heads": [settings], "weights": [1.0], "names": ["0"]}
     assert encoders.load(both, {}, Heads([model])).heads == (model,)
     with pytest.raises(ArgumentError, match="encoder="):
-        encoders.load(told, {}, Sentences("models/another"))
+        encoders.load(settings, {}, Sentences("models/another"))
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"schema": 3}', "none", "[" * 10**5])
@@ -211,15 +214,15 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
 @pytest.mark.parametrize("table", ["generations", "segments"])
 def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table, cell):
     monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 12)
-    place, told = tmp_path / "names.qkv", "an entry for a file has wrong types"
+    place, message = tmp_path / "names.qkv", "an entry for a file has wrong types"
     with qkv.open(place) as D:
         D.add([f"name {i}" for i in range(300)], range(300))
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
         some = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
         assert catalogue.execute(f"UPDATE {table} SET bytes = ? WHERE {some}", (cell,)).rowcount
-    with pytest.raises(StoreDamagedError, match=told), qkv.open(place, create=False) as D:
+    with pytest.raises(StoreDamagedError, match=message), qkv.open(place, create=False) as D:
         D.ask("name 3")
-    assert [problem.what for problem in check(place)] == [told]
+    assert [problem.what for problem in check(place)] == [message]
     assert check(place, repair=True)[0].repaired
 
 
@@ -241,9 +244,9 @@ def test_a_version_that_no_store_wrote_is_damage(tmp_path, column, number):
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
         cursor = catalogue.execute("SELECT * FROM versions WHERE number = 1")
         names = [name for name, *_ in cursor.description]
-        told = dict(zip(names, cursor.fetchone(), strict=True)) | {column: number}
-        del told["crc"]
-        crc = zlib.crc32("|".join(map(str, told.values())).encode())
+        line = dict(zip(names, cursor.fetchone(), strict=True)) | {column: number}
+        del line["crc"]
+        crc = zlib.crc32("|".join(map(str, line.values())).encode())
         change = f"UPDATE versions SET {column} = ?, crc = ? WHERE number = 1"
         catalogue.execute(change, (number, crc))
     with pytest.raises(StoreDamagedError, match="version 1 is not what was written"):

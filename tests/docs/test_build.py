@@ -20,7 +20,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\((?!\w+:|#)([^)#\s]+)|(?:src|href)=\"(?!\w+:|#)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages, of a copy of docs/: the gallery is written beside its source, and not run here."""
+    """The pages of a copy of docs/: the gallery is written next to its source and not run here."""
     folder = tmp_path_factory.mktemp("docs")
     left = shutil.ignore_patterns("gallery")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=left)

@@ -331,9 +331,9 @@ def test_a_tensorflow_function_that_holds_a_variable_falls_to_dense():
     def score(query, key):
         return scores.Dot()(query * w, key)
 
-    told = qkv.explain(*arrays, score=score)
-    assert told.engine == "dense"
-    assert "whose gradients tensorflow would lose in blocks" in str(told)
+    explanation = qkv.explain(*arrays, score=score)
+    assert explanation.engine == "dense"
+    assert "whose gradients tensorflow would lose in blocks" in str(explanation)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(qkv.attend(*arrays, score=score) ** 2)
     assert abs(float(tape.gradient(loss, w))) > 0

@@ -119,12 +119,12 @@ def test_what_is_left_out_is_within_the_bound(sigma, tolerance, dtype):
     scaled = [np.ascontiguousarray(x.T, "float64") / sigma for x in (query, key)]
     boxes = grid.build_boxes(scaled[1], value)
     found = grid.select_boxes(scaled[0], boxes, share)
-    assert found.keep.mean() < 0.8
+    assert found.is_read.mean() < 0.8
     want, _, alpha = exact(query, key, value, sigma)
     of_key = np.empty(len(key), int)
     real = boxes.order < len(key)
     of_key[boxes.order[real]] = np.flatnonzero(real) // boxes.points.shape[-1]
-    lost = np.where(found.keep[:, of_key], 0, alpha).sum(axis=1)
+    lost = np.where(found.is_read[:, of_key], 0, alpha).sum(axis=1)
     assert (lost <= found.lost_share_bound).all()
     if tolerance == 1e-2:
         assert lost.max() > 0
@@ -228,7 +228,7 @@ def loss(out, lse):
     return (out * torch.arange(1.0, 3.0)).sum() + (lse * torch.arange(45.0)[:, None]).sum()
 
 
-def doubt(query, key, value, sigma):
+def gradient_tolerance(query, key, value, sigma):
     """How far the gradients of `loss` may lie apart where the weights are `moved`."""
     torch = pytest.importorskip("torch")
     groups = query.shape[-3] // key.shape[-3] if min(query.ndim, key.ndim) > 2 else 1
@@ -264,7 +264,7 @@ def test_gradients_on_torch(lead, sigma, dtype):
         loss(*engine.run(request(*given, sigma, lse=True))[:2]).backward()
         found.append([x.grad.double() for x in given])
     digits = 200 * torch.finfo(getattr(torch, dtype)).eps
-    spread = doubt(*(torch.tensor(x).double() for x in host), sigma)
+    spread = gradient_tolerance(*(torch.tensor(x).double() for x in host), sigma)
     for got, want, allowed in zip(*found, spread, strict=True):
         assert ((got - want).abs() <= digits * want.abs().max() + allowed).all()
 
@@ -368,12 +368,12 @@ def test_torch_refusals():
     with torch.no_grad():
         assert near.unsupported_reason(request(*given, learned)) is None
 
-    def told(query):
+    def record_reason(query):
         said.append(near.unsupported_reason(request(query, *given[1:], 0.3)))
         return query
 
     said: list[str | None] = []
-    torch.func.vmap(told)(torch.stack([given[0]] * 2))
+    torch.func.vmap(record_reason)(torch.stack([given[0]] * 2))
     assert said == ["it reads array values, which are unknown while the call is traced"]
 
 
@@ -401,8 +401,8 @@ def test_a_product_that_serves_is_left_all_the_pairs(monkeypatch):
 
 def test_description_tells_what_is_read_and_what_may_be_lost():
     given = problem(m=4000)
-    told = near.describe(request(*given, 0.05, tolerance=1e-6))
-    assert told.startswith("reads about ")
-    assert told.endswith("drops at most 1e-06 of each row's weight")
+    description = near.describe(request(*given, 0.05, tolerance=1e-6))
+    assert description.startswith("reads about ")
+    assert description.endswith("drops at most 1e-06 of each row's weight")
     assert math.isclose(near.droppable_share(request(*given, 1.0, tolerance=0.0)), 2**-52)
     assert "nearly all" in near.describe(request(*given, 9.0))

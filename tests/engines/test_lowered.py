@@ -1,4 +1,4 @@
-"""Scores as dot products: values and gradients against the formula, and the bounds promised."""
+"""Scores as dot products: values and gradients against the formula, and the guaranteed bounds."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ COVERING = [
 ]
 NOT_TRACED = [fw for fw in WITH_GRADIENTS if fw.name != "jax"]
 NEAR = 1e-7
-"""The error in a score that float64 is told to accept, so that Additive is lowered at all."""
+"""The tolerance of a float64 score, without which Additive is not lowered."""
 
 
-@pytest.fixture(autouse=True, params=[lowered.MAX_FORM_NUMBERS, 0], ids=["whole", "in blocks"])
-def room(request, monkeypatch):
-    """φ and ψ whole, or made block by block; and blocks that do not divide the call."""
-    monkeypatch.setattr(lowered, "MAX_FORM_NUMBERS", request.param)
+@pytest.fixture(autouse=True, params=[lowered.MAX_FEATURE_NUMBERS, 0], ids=["whole", "in blocks"])
+def small_blocks(request, monkeypatch):
+    """φ and ψ complete, or block by block; and blocks that do not divide the call."""
+    monkeypatch.setattr(lowered, "MAX_FEATURE_NUMBERS", request.param)
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 4))
     monkeypatch.setattr(streaming, "MAX_DENSE_NUMBERS", 0)
 
@@ -80,7 +80,7 @@ def additive(dtype: str, wide: float = 1.0) -> tuple[list[np.ndarray], scores.Ad
 
 @pytest.mark.parametrize("wide", [0.01, 0.3, 1.0, 2.0])
 def test_additive_keeps_the_accuracy_of_float32(wide):
-    """Within 2e-6 of ‖v‖₁ of the float64 scores, and within the bound that it promised."""
+    """Within 2e-6 of ‖v‖₁ of the float64 scores, and within the bound that it returned."""
     (query, key, _), score = additive("float32", wide)
     near = score.find_lowering(query, key, None, "float32")
     assert not isinstance(near, str)
@@ -106,17 +106,19 @@ def test_tolerance_bounds_the_error_of_a_score(tolerance):
     )[0].dot_product_width(16)
 
 
-@pytest.mark.parametrize("reach", [(0.01, 0.01), (1.0, 1.0), (0.1, 9.0), (5.0, 5.0), (20.0, 20.0)])
+@pytest.mark.parametrize(
+    "input_ranges", [(0.01, 0.01), (1.0, 1.0), (0.1, 9.0), (5.0, 5.0), (20.0, 20.0)]
+)
 @pytest.mark.parametrize("error", [1e-2, 1e-4, 1e-6, 1e-10])
-def test_factors_keep_their_bound_everywhere(reach, error):
+def test_factors_keep_their_bound_everywhere(input_ranges, error):
     """Also at the corners, and at points that the fit never looked at."""
-    found = find_factors(*reach, error)
+    found = find_factors(*input_ranges, error)
     assert found.error <= error
     rng = np.random.default_rng(0)
-    a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in reach)
+    a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in input_ranges)
 
     def functions(x: np.ndarray, side: int) -> np.ndarray:
-        x = x / found.reach[side]
+        x = x / found.input_ranges[side]
         parts = []
         for odd, p in ((side, found.even[side]), (1 - side, found.odd[side])):
             y = np.polynomial.chebyshev.chebval(2 * x * x - 1, p.T)
@@ -151,7 +153,7 @@ def test_of_nothing_no_range_is_looked_for(lead):
     assert qkv.attend(query, key, key, score=score).shape == query.shape
 
 
-def test_float64_keeps_tanh_unless_told():
+def test_float64_keeps_tanh_without_a_tolerance():
     arrays, score = additive("float64")
     assert "tolerance" in score.find_lowering(*arrays[:2], None, "float64")
 
@@ -192,13 +194,13 @@ def test_lse_is_that_of_the_formula():
         np.testing.assert_allclose(got, want, atol=1e-7)
 
 
-def test_explain_tells_how_wide_and_how_near(room):
+def test_explain_tells_how_wide_and_how_near(small_blocks):
     """The same whether φ and ψ are made whole or in blocks."""
     arrays, score = additive("float32")
     near = score.find_lowering(*arrays[:2], None, "float32")
-    told = qkv.explain(*arrays, score=score, engine="lowered")
-    assert f"dot products of width {near[0].dot_product_width(16):,}" in told.detail
-    assert f"within {near[1]:.1g}" in told.detail
+    explanation = qkv.explain(*arrays, score=score, engine="lowered")
+    assert f"dot products of width {near[0].dot_product_width(16):,}" in explanation.detail
+    assert f"within {near[1]:.1g}" in explanation.detail
 
 
 def test_a_short_additive_call_stays_as_it_is(monkeypatch):
@@ -207,19 +209,19 @@ def test_a_short_additive_call_stays_as_it_is(monkeypatch):
     x = rng.normal(size=(200, 8)).astype("float32")
     score = scores.Additive(*(rng.normal(size=s).astype("float32") for s in ((4, 8), (4, 8), (4,))))
 
-    def told():
+    def explain_lowering():
         found = qkv.explain(x, x, x, score=score)
         return found.engine, dict(found.refusals).get("lowered", "")
 
-    engine, why = told()
+    engine, why = explain_lowering()
     assert engine != "lowered"
     assert "200 queries and 200 keys" in why
     monkeypatch.setattr(lowered, "MAX_DIRECT_TANHS", 0)
-    engine, why = told()
+    engine, why = explain_lowering()
     assert engine != "lowered"
     assert "functions of each hidden unit" in why
     monkeypatch.setattr(lowered, "MIN_PAIRS_PER_FUNCTION", 0)
-    assert told() == ("lowered", "")
+    assert explain_lowering() == ("lowered", "")
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)

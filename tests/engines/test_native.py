@@ -109,14 +109,14 @@ def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
     monkeypatch.setattr(native, "QUERIES_PER_SPAN", 10)
     given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
-    def told(keys):
+    def explain_detail(keys):
         seen = masks.array((torch.arange(50) < keys).repeat(given[0].shape[-2], 1))
         return qkv.explain(*given, mask=seen, engine="native").detail
 
-    assert told(45) == "PyTorch's scaled_dot_product_attention"
-    assert told(20) == "PyTorch's scaled_dot_product_attention, 10 queries at a time"
+    assert explain_detail(45) == "PyTorch's scaled_dot_product_attention"
+    assert explain_detail(20) == "PyTorch's scaled_dot_product_attention, 10 queries at a time"
     monkeypatch.setattr(native, "MAX_MASK_NUMBERS", 10)  # too large to be held
-    assert told(45) == told(20)
+    assert explain_detail(45) == explain_detail(20)
 
 
 SHARED = {
@@ -167,7 +167,7 @@ def test_a_row_that_all_keys_share_is_whole_on_a_device():
     assert expand_mask_rows(whole, 4) is whole
 
 
-def test_rows_that_see_nothing_are_told():
+def test_rows_that_see_nothing_are_reported():
     torch = pytest.importorskip("torch")
     from qkv.engines.native.sdpa_kernel import rows_with_keys
 
@@ -189,9 +189,9 @@ REFUSALS = {
 def test_a_refusal_says_why(word):
     torch = pytest.importorskip("torch")
     given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
-    told = qkv.explain(*given, **REFUSALS[word])
-    assert told.engine != "native"
-    assert word in dict(told.refusals)["native"]
+    explanation = qkv.explain(*given, **REFUSALS[word])
+    assert explanation.engine != "native"
+    assert word in dict(explanation.refusals)["native"]
     with pytest.raises(EngineError, match=word):
         qkv.attend(*given, **REFUSALS[word], engine="native")
 

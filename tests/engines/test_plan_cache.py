@@ -1,4 +1,4 @@
-"""One call after another: what an earlier call of the same kind left behind changes no answer."""
+"""Repeated calls: the cached plan of an earlier call of the same kind changes no result."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def host(x: Any) -> np.ndarray:
 
 
 def truth(given: Any, how: dict[str, Any]) -> np.ndarray:
-    """The equation, literally, in float64 and on arrays that nobody has seen before."""
+    """The equation, literally, in float64 and on new arrays."""
     how = {k: x.numpy() if isinstance(x, torch.Tensor) else x for k, x in how.items()}
     return host(qkv.attend(*(host(x).copy() for x in given), **how, engine="dense"))
 
@@ -126,7 +126,7 @@ def test_every_layout(make, how):
     wide = make(np.concatenate(three(6, 6, (3, 2)), axis=-1))
     agree([wide[..., :4], wide[..., 4:8], wide[..., 8:]], how)  # cut from one
     agree([q[..., ::2, :], k[..., ::3, :], v[..., ::3, :]], how)
-    agree([x.swapaxes(-3, -2) for x in (q, k, v)], how)  # (heads behind positions)
+    agree([x.swapaxes(-3, -2) for x in (q, k, v)], how)  # (heads after positions)
     agree([x.swapaxes(-2, -1) for x in (q, k, v)], how)
     still = [np.broadcast_to(x, (3, *x.shape)) for x in three(4, 5)]
     agree([make(x.copy()) for x in still], how)
@@ -463,7 +463,7 @@ class Warmer(weightings.Softmax):
 
 
 @every_framework
-def test_scores_and_weightings_that_are_told_apart_by_nothing_but_what_they_do(make):
+def test_scores_and_weightings_that_differ_only_in_their_code(make):
     given = [make(x) for x in three(4, 6)]
     loose, listed = Loose(), Listed()
     for factor in (1.0, -2.0, 0.5):

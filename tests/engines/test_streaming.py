@@ -86,7 +86,7 @@ def test_rows_searched_in_one_go(fw, alpha, m, monkeypatch):
 
 
 def test_a_dense_row_has_the_root_of_all_its_scores():
-    """Σ max(0, (α − 1) s − τ)^e = 1 by bisection, beside the weights that are found in part."""
+    """Σ max(0, (α − 1) s − τ)^e = 1 by bisection, against weights computed in parts."""
     rng = np.random.default_rng(1)
     for alpha in (1.25, 1.5, 2):
         s = rng.normal(size=(40, 1000)) * (alpha - 1)
@@ -142,7 +142,7 @@ def test_functions_of_the_caller_under_torch_func(how):
 @pytest.mark.parametrize("places", ["qqv", "qvv", "qqq"])
 @pytest.mark.parametrize("how", ["save_on_cpu", "checkpoint"])
 def test_one_tensor_in_several_places_whose_copies_are_kept(how, places):
-    """What is saved for the way back comes back as new tensors, which are one leaf all the same."""
+    """Tensors saved for backward return as new tensors, which are still one leaf."""
     torch = pytest.importorskip("torch")
     checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
     make = torch.Generator().manual_seed(0)

@@ -131,10 +131,10 @@ def test_it_tells_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(monkeypatch, "--steps", "2", "--out", str(tmp_path / "a" / "b")) == 0
-    told = capsys.readouterr().out
-    assert "20 others asked" in told
-    assert re.search(r"^Bahdanau +102,956 +\d+\.\d\d% +\d+$", told, re.M)
-    assert re.search(r"^Transformer +176,588 +\d+\.\d\d% +\d+$", told, re.M)
+    output = capsys.readouterr().out
+    assert "20 others asked" in output
+    assert re.search(r"^Bahdanau +102,956 +\d+\.\d\d% +\d+$", output, re.M)
+    assert re.search(r"^Transformer +176,588 +\d+\.\d\d% +\d+$", output, re.M)
     assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == {
         "curves.png",
         "alignment.png",

@@ -31,10 +31,10 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
 
 def run(out: Path, *more: str) -> str:
     process = start(out, *more)
-    told, wrong = process.communicate(timeout=300)
+    output, wrong = process.communicate(timeout=300)
     assert process.returncode == 0, wrong
     assert not wrong
-    return told
+    return output
 
 
 def test_the_books_are_in_order() -> None:
@@ -55,21 +55,21 @@ def test_the_books_are_in_order() -> None:
         assert all(cell == cell.strip() and cell for cell in row.values())
 
 
-def test_every_story_is_told(tmp_path: Path) -> None:
-    told = run(tmp_path / "demo")
+def test_every_story_is_printed(tmp_path: Path) -> None:
+    output = run(tmp_path / "demo")
     assert {path.name for path in (tmp_path / "demo").iterdir()} == {
         "books.qkv",
         "page.html",
         *PICTURES,
     }
-    assert "the alchmist → Paulo Coelho" in told
-    weights = re.findall(r"^ +(0\.\d{3}) .*  \S+", told.split('B.ask("war")\n')[1], re.M)[:3]
+    assert "the alchmist → Paulo Coelho" in output
+    weights = re.findall(r"^ +(0\.\d{3}) .*  \S+", output.split('B.ask("war")\n')[1], re.M)[:3]
     assert min(map(float, weights)) > 0.05, "the soft example must share its weight"
-    assert "a boy seeks treasure near the pyramids → The Alchemist" in told
-    assert "Lee → Mu" in told
-    assert "['John Doe', 'Amina Diallo']" in told
-    assert "3.5 → 79.08" in told
-    assert told.rstrip().endswith("books.qkv --open")
+    assert "a boy seeks treasure near the pyramids → The Alchemist" in output
+    assert "Lee → Mu" in output
+    assert "['John Doe', 'Amina Diallo']" in output
+    assert "3.5 → 79.08" in output
+    assert output.rstrip().endswith("books.qkv --open")
     with qkv.open(tmp_path / "demo" / "books.qkv", create=False) as B:
         assert len(B) == 300
         assert B["The Alchemist"] == "Paulo Coelho"
@@ -93,7 +93,7 @@ def test_stopped_halfway_it_leaves_nothing(tmp_path: Path, sent: signal.Signals,
     process = start(tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
-        if "effective rows" in line:  # the store is half told
+        if "effective rows" in line:  # after half of the stories
             break
     process.send_signal(sent)
     _, wrong = process.communicate(timeout=300)

@@ -97,10 +97,10 @@ def test_it_tells_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(monkeypatch, "--steps", "1", "--out", str(tmp_path)) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for kind in letters.KINDS:
-        assert re.search(rf"^{kind} +\d+,\d+ +\d\.\d+ +\d+\.\d +\d+$", told, re.M)
-        assert f"{kind} writes:\n    The " in told
+        assert re.search(rf"^{kind} +\d+,\d+ +\d\.\d+ +\d+\.\d +\d+$", output, re.M)
+        assert f"{kind} writes:\n    The " in output
     assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "heads.png"}
 
 

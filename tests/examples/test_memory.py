@@ -15,9 +15,9 @@ def test_it_learns_without_training_and_forgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "ASKED", 150)
-    none, few, more, all_of_them, before, told, after = memory.run(tmp_path)
+    none, few, more, all_of_them, before, learned, after = memory.run(tmp_path)
     assert none > few > more > all_of_them > 1
-    assert told < before / 3
+    assert learned < before / 3
     assert after == before
     assert capsys.readouterr().out.count("\n") == 7
     with qkv.open(tmp_path / "books.qkv") as kept:

@@ -39,7 +39,7 @@ def test_a_quarter_is_held_out(name: str) -> None:
     np.testing.assert_allclose(table.back(value), table.y, rtol=1e-5)
 
 
-def test_what_was_made_is_as_told() -> None:
+def test_generated_data_is_as_described() -> None:
     assert salaries.pay(np.array([3.2, 3.4])) == pytest.approx([66.5, 78.5], abs=0.5)
     assert (np.diff(salaries.pay(np.linspace(2.4, 4, 50))) > 0).all()
     homes = salaries.homes()
@@ -102,10 +102,10 @@ def test_the_small_run_draws_everything(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["salaries.py", "--small", "--out", str(tmp_path / "new")])
     salaries.main()
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("salaries", "diabetes", "homes"):
-        assert f"{name}: 150 rows known, 50 held out" in told
-    assert "A student with a GPA of 3.5 may expect 8" in told
+        assert f"{name}: 150 rows known, 50 held out" in output
+    assert "A student with a GPA of 3.5 may expect 8" in output
     assert {path.name for path in (tmp_path / "new").iterdir()} == PICTURES
 
 

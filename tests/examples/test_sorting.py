@@ -90,9 +90,9 @@ def test_the_small_run_draws_everything(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sorting.py", "--small", "--out", str(tmp_path / "new")])
     sorting.main()
-    told = capsys.readouterr().out
-    assert "1,000 unseen sequences of 5 numbers" in told
-    hard = next(line for line in told.splitlines() if line.startswith("sigmoid  hard"))
+    output = capsys.readouterr().out
+    assert "1,000 unseen sequences of 5 numbers" in output
+    hard = next(line for line in output.splitlines() if line.startswith("sigmoid  hard"))
     assert float(hard.split()[3].rstrip("%")) > 80
     assert {path.name for path in (tmp_path / "new").iterdir()} == PICTURES
 

@@ -80,7 +80,7 @@ def test_what_is_no_array_of_mx_np_is_refused_by_name() -> None:
             call()
 
 
-def test_a_hybridized_block_is_told_what_to_do() -> None:
+def test_an_error_for_a_hybridized_block_names_the_next_step() -> None:
     class Attends(mx.gluon.HybridBlock):
         def forward(self, x: Any) -> Any:
             return qkv.attend(x, x, x, score="gaussian")

@@ -81,7 +81,7 @@ def test_entries_are_given_back_to_the_last_bit() -> None:
     np.testing.assert_array_equal(again.starts, kept.starts)
 
 
-def test_places_that_share_their_low_bits_are_told_apart() -> None:
+def test_places_that_share_their_low_bits_are_distinguished() -> None:
     place = np.array([7, 7 + (1 << 16), 7 + (1 << 20)])
     kept = build_sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
     assert gather_columns(kept, place[1:2].astype(np.uint32)).tolist() == [

@@ -98,7 +98,7 @@ def test_an_error_within_a_graph_is_of_its_class(how, error):
         call(x)
 
 
-def test_rows_that_differ_in_length_are_told_the_next_step():
+def test_an_error_for_ragged_rows_names_the_next_step():
     rows = tf.ragged.constant([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], ragged_rank=1)
     for given in ((rows,) * 3, (tf.ones((2, 3, 2)), rows, rows)):
         with pytest.raises(qkv.errors.DtypeError, match=r"to_tensor\(\).*masks.lengths"):

@@ -298,8 +298,8 @@ def alike(ours: Any, theirs: Any, *inputs: Any, **how: Any) -> None:
     assert again.get_config() == ours.get_config()
     blank = [keras.Input(x.shape[1:]) for x in keras.tree.flatten(inputs)]
     blank = keras.tree.pack_sequence_as(inputs, blank)
-    for told, made in zip(again(*blank, return_attention_scores=True), found, strict=True):
-        assert told.shape[1:] == tuple(made.shape)[1:]
+    for symbolic, made in zip(again(*blank, return_attention_scores=True), found, strict=True):
+        assert symbolic.shape[1:] == tuple(made.shape)[1:]
 
 
 @pytest.mark.sample(2)

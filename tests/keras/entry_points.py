@@ -1,4 +1,4 @@
-"""Keras's layer as one of the doors of tests/test_entry_points.py; test_keras.py runs this file."""
+"""Keras's layer as an entry point of tests/test_entry_points.py; test_keras.py runs this file."""
 
 from __future__ import annotations
 

@@ -89,12 +89,12 @@ def test_a_block_mask_of_flex_attention_names_its_function():
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_floats_that_were_meant_as_booleans_are_told_of(name):
+def test_floats_that_were_meant_as_booleans_are_reported(name):
     like = pytest.importorskip(name).asarray
     x, drawn = like(np.eye(4)), np.tril(np.ones((4, 4)))
-    with pytest.warns(errors.AddedMaskWarning, match="pass booleans") as told:
+    with pytest.warns(errors.AddedMaskWarning, match="pass booleans") as caught:
         found = qkv.attend(x, x, x, mask=like(drawn))
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     scores = np.eye(4) / 2 + drawn
     want = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     np.testing.assert_allclose(found, want, atol=1e-12)

@@ -214,7 +214,7 @@ def test_what_is_wrong_is_refused(call, match):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "told"),
+    ("kind", "given", "message"),
     [
         (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True where it is called"),
         (TransformerBlock, {"batch_first": True}, "'batch_first'"),
@@ -224,9 +224,9 @@ def test_what_is_wrong_is_refused(call, match):
         (Transformer, {"kdim": 3}, "'kdim'"),
     ],
 )
-def test_a_keyword_is_told_of_by_the_class_that_was_called(kind, given, told):
+def test_an_error_for_a_keyword_names_the_class_called(kind, given, message):
     name = getattr(kind, "func", kind).__name__
-    with pytest.raises(TypeError, match=rf"^{name} got an unexpected keyword argument.*{told}"):
+    with pytest.raises(TypeError, match=rf"^{name} got an unexpected keyword argument.*{message}"):
         kind(D, H, **given)
 
 

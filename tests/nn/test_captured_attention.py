@@ -50,7 +50,7 @@ def test_capture_of_one_layer(layer):
     torch.testing.assert_close(seen["(itself)"].sum(-1), torch.ones(seen["(itself)"].shape[:-1]))
 
 
-def test_a_capture_is_told_in_a_line_for_each_layer():
+def test_a_capture_prints_a_line_for_each_layer():
     model = torch.nn.Sequential(TransformerEncoder(1, 8, 2, dim_feedforward=8), SelfAttention(8))
     with capture(model) as seen:
         assert repr(seen) == "CapturedAttention: nothing recorded yet"

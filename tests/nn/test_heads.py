@@ -34,7 +34,7 @@ CONSTRUCTORS = [
 ]
 
 
-def told(options):
+def describe_options(options):
     return " ".join(f"{k}={v}" for k, v in options.items() if v) or "plain"
 
 
@@ -114,7 +114,7 @@ WEIGHTS = {
 
 
 @pytest.mark.sample(12)
-@pytest.mark.parametrize("options", CONSTRUCTORS, ids=told)
+@pytest.mark.parametrize("options", CONSTRUCTORS, ids=describe_options)
 def test_every_option_equals_torch(options):
     theirs, ours = pair(**options, **F64)
     layouts = [("apart", True), ("apart", False)]
@@ -124,56 +124,60 @@ def test_every_option_equals_torch(options):
         layouts, ("none", "bool", "float"), ("none", "bool2", "float2", "bool3", "float3")
     )
     # Each constructor meets a third of the product with the weights, three of them all of it.
-    wishes = itertools.cycle(WEIGHTS.values())
-    next(itertools.islice(wishes, CONSTRUCTORS.index(options) % 3, None))
+    all_weight_options = itertools.cycle(WEIGHTS.values())
+    next(itertools.islice(all_weight_options, CONSTRUCTORS.index(options) % 3, None))
     for layout, pad, attn in kinds:
-        wish = next(wishes)
+        weight_options = next(all_weight_options)
         given = inputs(theirs, layout)
         n = S if layout[0] == "self" else L
-        how = wish | {
+        how = weight_options | {
             "key_padding_mask": padding(pad, layout[1]),
             "attn_mask": pairs_mask(attn, layout[1], n),
         }
         same(run(ours, given, **how), run(theirs, given, **how), 1e-10)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 5}], ids=told)
-@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
-def test_float32_equals_torch(options, wish):
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"kdim": 6, "vdim": 5}], ids=describe_options
+)
+@pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
+def test_float32_equals_torch(options, weight_options):
     theirs, ours = pair(**options)
     given = inputs(theirs, ("apart", True), torch.float32)
     for pad, attn in itertools.product(("none", "bool"), ("none", "bool2", "bool3")):
-        how = wish | {
+        how = weight_options | {
             "key_padding_mask": padding(pad, True),
             "attn_mask": pairs_mask(attn, True, L),
         }
         same(run(ours, given, **how), run(theirs, given, **how), 1e-6)
 
 
-@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("pad", ["none", "bool", "float"])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_eval_equals_torch_and_its_fast_path(wish, pad, batch_first):
+def test_eval_equals_torch_and_its_fast_path(weight_options, pad, batch_first):
     theirs, ours = (x.eval() for x in pair(batch_first=batch_first))
     x = inputs(theirs, ("self", True), torch.float32)[0].detach()
     mask = padding(pad, True)
-    how = wish | {"key_padding_mask": None if mask is None else mask.to(x.dtype)}
+    how = weight_options | {"key_padding_mask": None if mask is None else mask.to(x.dtype)}
     how["key_padding_mask"] = mask if pad == "bool" else how["key_padding_mask"]
     with torch.inference_mode():
         got, want = (layer(x, x, x, **how) for layer in (ours, theirs))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=told)
-@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
-def test_causal_hint_equals_torch(wish, extra):
+@pytest.mark.parametrize(
+    "extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=describe_options
+)
+@pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
+def test_causal_hint_equals_torch(weight_options, extra):
     theirs, ours = pair(**F64, **extra)
     given = inputs(theirs, ("self", True))
     causal = torch.ones(S, S, dtype=torch.bool).triu(1)
-    # Beside keys that the layer adds, torch's hint without weights hides those too.
+    # With keys that the layer adds, torch's hint without weights hides those too.
     read = {} if extra else {"is_causal": True}
     for pad in ("none", "bool"):
-        how = wish | {"key_padding_mask": padding(pad, True)}
+        how = weight_options | {"key_padding_mask": padding(pad, True)}
         want = run(theirs, given, **how, attn_mask=causal, **read)
         same(run(ours, given, **how, attn_mask=causal, is_causal=True), want, 1e-10)
         same(run(ours, given, **how, is_causal=True), want, 1e-10)
@@ -189,18 +193,18 @@ def test_a_float_mask_has_a_gradient():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
-def test_a_row_without_keys_gives_zero(wish):
+@pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
+def test_a_row_without_keys_gives_zero(weight_options):
     theirs, ours = pair(**F64)
     given = inputs(theirs, ("apart", True))
     mask = torch.zeros(N, S, dtype=torch.bool)
     mask[0] = True
-    found = run(ours, given, key_padding_mask=mask, **wish)
+    found = run(ours, given, key_padding_mask=mask, **weight_options)
     assert all(bool(x.isfinite().all()) for x in found)
     torch.testing.assert_close(found[0][:, 0], ours.out_proj.bias.expand(L, E))
-    if wish.get("need_weights", True):
+    if weight_options.get("need_weights", True):
         assert not found[1][0].any()
-        assert theirs(*given, key_padding_mask=mask, **wish)[0][:, 0].isnan().all()
+        assert theirs(*given, key_padding_mask=mask, **weight_options)[0][:, 0].isnan().all()
     clear = run(theirs, given, key_padding_mask=mask, need_weights=False)
     torch.testing.assert_close(found[0], clear[0])
 
@@ -220,7 +224,7 @@ def test_weights_in_pieces_equal_torch(monkeypatch, average, attn):
         same(list(ours(*given, **how)), want[:2], 1e-10)
 
 
-@pytest.mark.parametrize("options", CONSTRUCTORS[:4] + CONSTRUCTORS[-4:], ids=told)
+@pytest.mark.parametrize("options", CONSTRUCTORS[:4] + CONSTRUCTORS[-4:], ids=describe_options)
 def test_state_dicts_go_both_ways(options):
     theirs, ours = pair(**options)
     first, second = theirs.state_dict(), ours.state_dict()
@@ -475,7 +479,7 @@ def test_a_mask_of_one_column_spares_the_added_keys():
     ],
     ids=["rule", "name", "ndarray", "integers"],
 )
-def test_what_is_no_mask_of_torchs_is_told_where_it_goes(name, mask, step):
+def test_an_error_for_a_mask_that_torch_lacks_names_the_argument(name, mask, step):
     layer, x = MultiHeadAttention(E, H), torch.randn(S, N, E)
     with pytest.raises(DtypeError, match=f"^{name} .*{re.escape(step)}"):
         layer(x, x, x, **{name: mask})
@@ -594,9 +598,9 @@ def test_a_nan_is_not_hidden():
         assert layer(x, x, x, need_weights=False)[0].isnan().all()
 
 
-@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("spoiled", ["nothing", "a dead row", "a padded row"])
-def test_short_inference_equals_the_pass_that_learns(wish, spoiled):
+def test_short_inference_equals_the_pass_that_learns(weight_options, spoiled):
     """Torch's operator for the whole layer, but where it would give NaN."""
     layer = MultiHeadAttention(E, H, batch_first=True).eval()
     x = torch.randn(N, S, E)
@@ -605,9 +609,9 @@ def test_short_inference_equals_the_pass_that_learns(wish, spoiled):
     ends = torch.arange(S).expand(N, S) >= S - 1
     x[:, -1] = float("nan") if spoiled == "a padded row" else x[:, -1]
     for how in {"attn_mask": pairs}, {"key_padding_mask": ends}:
-        want = layer(x, x, x, **how, **wish)
+        want = layer(x, x, x, **how, **weight_options)
         with torch.no_grad():
-            got = layer(x, x, x, **how, **wish)
+            got = layer(x, x, x, **how, **weight_options)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert want[0][:, :-1].isfinite().all()
 

@@ -26,10 +26,10 @@ def test_kernel_regression_learns_which_features_count():
     key = torch.rand(200, 2)
     value = torch.stack(((6 * key[:, 0]).sin(), key[:, 0]), 1)
     model = KernelRegression(key, value, bandwidth=0.5, features=True)
-    told = []
-    losses = model.fit(60, callback=told.append)
+    seen_losses = []
+    losses = model.fit(60, callback=seen_losses.append)
     assert losses[-1] < 0.2 * losses[0]
-    assert told == losses
+    assert seen_losses == losses
     useful, useless = model.score.bandwidth.tolist()
     assert useful < 0.2 < 0.5 < useless
     again = KernelRegression(key, value, features=True)

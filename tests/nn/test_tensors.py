@@ -139,7 +139,7 @@ def test_a_nested_tensor_goes_through_the_network(layout):
 
 
 @pytest.mark.parametrize("layer", [HEADS, SelfAttention(4), FeedForward(4)])
-def test_torch_fx_is_told_to_leave_a_layer_whole(layer):
+def test_an_error_of_torch_fx_suggests_a_leaf_module(layer):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,6 +185,6 @@ SCRIPTED = {
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("name", SCRIPTED)
-def test_torchscript_is_told_what_to_use_instead(name):
+def test_an_error_for_torchscript_names_the_replacement(name):
     with pytest.raises(CombinationError, match=rf"jit.script cannot read {name}, .*torch.export"):
         torch.jit.script(SCRIPTED[name]())

@@ -133,7 +133,7 @@ def test_a_trace_is_small_enough_for_torch_to_run_twice():
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
-def test_a_hook_that_never_runs_is_told_of(kind):
+def test_a_hook_that_never_runs_is_reported(kind):
     layer = layer_of(1.2, 1.8)
     with pytest.warns(UserWarning, match=r"never runs.*nn\.capture"):
         getattr(layer.weighting, f"register_{kind}")(lambda *given: None)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 SRC = Path(__file__).parents[2] / "src"
-# It asks outside for news and extensions unless told not to.
+# It requests news and extensions from the network unless disabled.
 QUIET = [
     "--LabApp.news_url=",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",

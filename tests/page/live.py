@@ -1,4 +1,4 @@
-"""A fixture: views in a browser, with Python behind them."""
+"""A fixture: views in a browser that call Python."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ async ([source, views]) => {
   const opened = ({ result, buffers }) => unpack(result, buffers.map(bytes));
   const backend = {
     async call(name, args) {
-      const told = await python(name, args);
+      const reply = await python(name, args);
       await window.held;
-      if (told.error) throw new Error(told.error);
-      return opened(told);
+      if (reply.error) throw new Error(reply.error);
+      return opened(reply);
     },
   };
   document.body.append(document.createElement("main"));
@@ -35,7 +35,7 @@ async ([source, views]) => {
 
 @pytest.fixture
 def live(page: Any) -> Any:
-    """Views with Python behind them; `databases` are those that a call may name."""
+    """Views that call Python; `databases` are those that a call may name."""
 
     def wire(x: Any) -> dict[str, Any]:
         result, buffers = pack_arrays(x)

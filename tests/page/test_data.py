@@ -50,23 +50,23 @@ def test_cells_are_what_python_reads(page: Any, tmp_path: Path) -> None:
         for column, cells in sources.read(path).columns.items():
             for i, cell in enumerate(cells):
                 shown = page.get_by_test_id(f"data-first-{i}-{column}").text_content()
-                told = f"{cell:g}" if isinstance(cell, float) else str(cell or "nothing")
-                assert shown.replace("−", "-") == told, (name, column, i)
+                message = f"{cell:g}" if isinstance(cell, float) else str(cell or "nothing")
+                assert shown.replace("−", "-") == message, (name, column, i)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_text_that_is_not_utf8_is_refused(page: Any, tmp_path: Path, encoding: str) -> None:
     opened(page, tmp_path)
     given(page, "cities.csv", "city,people\nMünchen,3\n".encode(encoding))
-    told = "cities.csv is not UTF-8 text: save it as CSV UTF-8"
-    page.get_by_test_id("data-error").filter(has_text=told).wait_for()
+    message = "cities.csv is not UTF-8 text: save it as CSV UTF-8"
+    page.get_by_test_id("data-error").filter(has_text=message).wait_for()
 
 
-def test_a_workbook_is_told_what_to_do(page: Any, tmp_path: Path) -> None:
+def test_an_error_for_a_workbook_names_the_next_step(page: Any, tmp_path: Path) -> None:
     opened(page, tmp_path)
     given(page, "cities.xlsx", b"PK\3\4")
-    told = "save a spreadsheet as CSV"
-    page.get_by_test_id("data-error").filter(has_text=told).wait_for()
+    message = "save a spreadsheet as CSV"
+    page.get_by_test_id("data-error").filter(has_text=message).wait_for()
 
 
 def test_integers_that_no_float_holds_keep_their_digits(page: Any) -> None:

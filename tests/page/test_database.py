@@ -40,11 +40,11 @@ def shown_as(page: Any, D: Any, query: Any, **how: Any) -> None:
     found, rows = D.ask(query, **how), len(D)
     assert weights(page, rows) == pytest.approx(found.weights.tolist(), abs=1e-6)
     assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
-    told = page.get_by_test_id("answer-value").get_attribute("data-value")
+    shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
     if isinstance(found.value, float):
-        assert float(told) == pytest.approx(found.value, rel=1e-6)
+        assert float(shown_value) == pytest.approx(found.value, rel=1e-6)
     else:
-        assert told == found.value
+        assert shown_value == found.value
 
 
 def letters(page: Any) -> Any:
@@ -222,8 +222,8 @@ def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("query").fill("0, 0, 9")
     found = D.ask(np.array([0.0, 0.0, 9.0]))
     assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
-    told = page.get_by_test_id("answer-value").inner_text().split(", ")
-    assert [float(x) for x in told] == pytest.approx(found.value.tolist(), rel=1e-4)
+    shown_numbers = page.get_by_test_id("answer-value").inner_text().split(", ")
+    assert [float(x) for x in shown_numbers] == pytest.approx(found.value.tolist(), rel=1e-4)
     page.get_by_test_id("query").fill("north")
     assert "separated by commas" in page.get_by_test_id("trouble").inner_text()
 
@@ -335,12 +335,12 @@ def wares(count: int) -> Any:
 
 
 def pooled(page: Any, D: Any, query: str, **how: Any) -> None:
-    """Both columns, as Python pools them, and the best row beside them."""
+    """Both columns, as Python pools them, and the best row."""
     found, best = D.ask(query, **how), D.ask(query, weighting="hard")
     shown = page.get_by_test_id("answer-value")
-    told = json.loads(shown.get_attribute("data-value"))
-    assert told == pytest.approx(found.value, rel=1e-5)
-    assert shown.inner_text() == format_one_line(told, 100)
+    shown_value = json.loads(shown.get_attribute("data-value"))
+    assert shown_value == pytest.approx(found.value, rel=1e-5)
+    assert shown.inner_text() == format_one_line(shown_value, 100)
     hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
     assert hard == pytest.approx(best.value)
     assert number(page, "answer-effective") == pytest.approx(found.effective_rows, rel=1e-4)
@@ -392,8 +392,8 @@ def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: 
     assert "from the 500 rows in this table" in page.get_by_test_id("note").inner_text()
 
 
-def test_an_answer_that_does_not_come_is_told_of(page: Any, live: Any) -> None:
-    """The one before it does not stand beside another question; and it may come late."""
+def test_an_answer_that_does_not_come_is_reported(page: Any, live: Any) -> None:
+    """The previous answer is not shown for another query, even if it arrives late."""
     page.clock.install()
     D = wares(700)
     [descriptor] = build_views(D)
@@ -416,8 +416,8 @@ def test_a_query_among_numbers_is_a_number(view: Any) -> None:
     view.get_by_test_id("example-salary").click()
     for query in ("abc", "", "nan"):
         view.get_by_test_id("query").fill(query)
-        told = view.get_by_test_id("trouble").inner_text()
-        assert told == f"the query must be a number, as the column is, not '{query}'"
+        message = view.get_by_test_id("trouble").inner_text()
+        assert message == f"the query must be a number, as the column is, not '{query}'"
 
 
 def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
@@ -427,8 +427,8 @@ def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
     assert weights(page, 3) == pytest.approx(D.ask("2024-01-01").weights.tolist(), abs=1e-6)
     for query in ("2024", "2024-02-30", "2023-02-29", "2024-13-01"):
         page.get_by_test_id("query").fill(query)
-        told = page.get_by_test_id("trouble").inner_text()
-        assert told == f"the query must be a date such as 2023-12-31, not '{query}'"
+        message = page.get_by_test_id("trouble").inner_text()
+        assert message == f"the query must be a date such as 2023-12-31, not '{query}'"
 
 
 def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
@@ -456,8 +456,8 @@ def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None
 def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) -> None:
     D: Any = Database({1.0: 3.0, -2.0: 5.0, 1e6: 2.0})
     opened(page, D, -1e6, tmp_path / "p.html", score="dot", weighting="raw")
-    told = [page.get_by_test_id(f"row-{i}-weight").inner_text() for i in range(3)]
-    assert told == ["4.444e+11", "4.444e+11", "−8.889e+11"]
+    shown_weights = [page.get_by_test_id(f"row-{i}-weight").inner_text() for i in range(3)]
+    assert shown_weights == ["4.444e+11", "4.444e+11", "−8.889e+11"]
     assert page.get_by_test_id("row-2-score").inner_text().endswith("−8.889e+11")
     for width in (360, 820, 1280):
         page.set_viewport_size({"width": width, "height": 800})
@@ -494,13 +494,13 @@ def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
     opened(page, D, 4.0, tmp_path / "p.html", score="dot", weighting="raw")
     assert D.ask(4.0, score="dot", weighting="raw").weights == pytest.approx([-2.0, -1.0, 3.0])
     assert " ".join(formula.inner_text().split()) == "s = qᵀk, q and k minus the mean of the keys"
-    for score, told in (
+    for score, formula_text in (
         (scores.Laplace(2.0), "s = −‖q − k‖₁ / b, b = 2"),
         (scores.Boxcar(2.0), "s = 1 where ‖q − k‖ ≤ w, else 0, w = 2"),
         (scores.Cosine(0.5), "s = qᵀk / (‖q‖ ‖k‖ τ), τ = 0.5, q and k minus the mean of the keys"),
     ):
         opened(page, D, 4.0, tmp_path / "p.html", score=score)
-        assert " ".join(formula.inner_text().split()) == told
+        assert " ".join(formula.inner_text().split()) == formula_text
 
 
 PASTE = """(field, text) => {

@@ -58,13 +58,13 @@ WEIGHTINGS: list[dict[str, Any]] = [
 ]
 
 
-def built(names: Any, told: dict[str, Any]) -> Any:
+def built(names: Any, spec: dict[str, Any]) -> Any:
     settings = {
         name: np.array(x) if isinstance(x, list) else x
-        for name, x in told.items()
+        for name, x in spec.items()
         if name != "name"
     }
-    return names[told["name"]](**settings)
+    return names[spec["name"]](**settings)
 
 
 def plain(x: Any) -> Any:
@@ -150,17 +150,17 @@ def test_every_score_and_weighting(run: Any) -> None:
                 cases.append({"query": query[0], "keys": key, "values": value, "how": how})
                 due.append(expected(query, key, value, how))
     for case, found, wanted in zip(cases, run(ATTEND, cases), due, strict=True):
-        told = str(case["how"])
+        label = str(case["how"])
         if wanted is None:
-            assert "error" in found, told
+            assert "error" in found, label
             continue
         for name, x in wanted.items():
             if name in ("entropy", "effective") and np.abs(wanted["weights"]).sum() < 1e-9:
                 continue  # shares of what has no digits
             if x is None:
-                assert found[name] is None, told
+                assert found[name] is None, label
             else:
-                np.testing.assert_allclose(found[name], x, err_msg=f"{told}: {name}", **CLOSE)
+                np.testing.assert_allclose(found[name], x, err_msg=f"{label}: {name}", **CLOSE)
 
 
 def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | None:
@@ -206,34 +206,34 @@ ROWS: list[tuple[list[float], list[bool] | None]] = [
 
 def test_rows_on_the_edge(run: Any) -> None:
     body = """
-    return given.map(({ told, rows }) => {
-      const weighting = equation.weighting(told);
+    return given.map(({ spec, rows }) => {
+      const weighting = equation.weighting(spec);
       return rows.map(([s, live]) => [weighting.weights(s, live), weighting.lse(s, live)]);
     });
     """
     cases = []
-    for told in WEIGHTINGS:
-        positive = told["name"] == "normalized"
+    for spec in WEIGHTINGS:
+        positive = spec["name"] == "normalized"
         rows = [(np.abs(s).tolist() if positive else s, live) for s, live in ROWS]
-        cases.append({"told": told, "rows": rows})
+        cases.append({"spec": spec, "rows": rows})
     for case, found in zip(cases, run(body, cases), strict=True):
-        weighting = built(weightings.NAMES, case["told"])
+        weighting = built(weightings.NAMES, case["spec"])
         for (s, live), (alpha, lse) in zip(case["rows"], found, strict=True):
-            told = f"{weighting} {s} {live}"
+            label = f"{weighting} {s} {live}"
             x, at = np.array([s]), np.arange(len(s))[None]
             mask = None if live is None else np.array([live])
             wanted = weighting(x, mask)[0]
             if isinstance(weighting, weightings.Entmax) and np.isnan(wanted).any():
                 # Which of a row's weights are NaN is the solver's own affair.
-                assert np.isnan(alpha).any() == np.isnan(s).any(), told
+                assert np.isnan(alpha).any() == np.isnan(s).any(), label
                 continue
-            np.testing.assert_allclose(alpha, wanted, err_msg=told, **CLOSE)
+            np.testing.assert_allclose(alpha, wanted, err_msg=label, **CLOSE)
             if not weighting.has_lse:
                 assert lse is None
                 continue
             with np.errstate(invalid="ignore"):
                 due = weighting.compute_lse(weighting.scale_scores(x), mask, at)[0, 0]
-            np.testing.assert_allclose(lse, due, err_msg=told, **CLOSE)
+            np.testing.assert_allclose(lse, due, err_msg=label, **CLOSE)
 
 
 def test_pairs_on_the_edge(run: Any) -> None:
@@ -241,16 +241,16 @@ def test_pairs_on_the_edge(run: Any) -> None:
     query = np.array([[a, b, 0.5] for a in ends for b in ends])
     key = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.5], [1e30, 2.0, 0.5], [math.nan, 1.0, 2.0]])
     body = """
-    return given.scores.map((told) => {
-      const score = equation.score(told);
+    return given.scores.map((spec) => {
+      const score = equation.score(spec);
       return given.query.map((q) => given.key.map((k) => score.at(q, k)));
     });
     """
     all_found = run(body, {"scores": SCORES, "query": query, "key": key})
-    for told, found in zip(SCORES, all_found, strict=True):
+    for spec, found in zip(SCORES, all_found, strict=True):
         with np.errstate(all="ignore"):
-            wanted = built(scores.NAMES, told)(query, key)
-        np.testing.assert_allclose(found, wanted, err_msg=str(told), **CLOSE)
+            wanted = built(scores.NAMES, spec)(query, key)
+        np.testing.assert_allclose(found, wanted, err_msg=str(spec), **CLOSE)
 
 
 def test_every_name_is_registered_in_python(run: Any) -> None:
@@ -272,15 +272,15 @@ BAD: list[tuple[str, Any]] = [
 
 def test_bad_settings_are_refused(run: Any) -> None:
     body = """
-    return given.map(([what, told]) => {
-      try { equation[what](told); return null } catch (error) { return error.message }
+    return given.map(([what, spec]) => {
+      try { equation[what](spec); return null } catch (error) { return error.message }
     });
     """
-    for (what, told), message in zip(BAD, run(body, BAD), strict=True):
-        assert message, told
-        assert told["name"] in message
+    for (what, spec), message in zip(BAD, run(body, BAD), strict=True):
+        assert message, spec
+        assert spec["name"] in message
         with pytest.raises(QkvError):
-            built(getattr(qkv, f"{what}s").NAMES, told)
+            built(getattr(qkv, f"{what}s").NAMES, spec)
 
 
 def test_unknown_names_are_refused(run: Any) -> None:
@@ -337,7 +337,7 @@ def test_encoders(run: Any) -> None:
       return [encoder.encode(keys), encoder.query(queries), encoder.score(keys.length)];
     });
     """
-    for (name, keys, queries), (vectors, asked, told) in zip(
+    for (name, keys, queries), (vectors, asked, score) in zip(
         ENCODED, run(body, ENCODED), strict=True
     ):
         encoder = encoders.resolve(name).fit(keys)
@@ -346,7 +346,7 @@ def test_encoders(run: Any) -> None:
         )
         np.testing.assert_allclose(vectors, key, err_msg=name, **CLOSE)
         np.testing.assert_allclose(asked, query, err_msg=name, **CLOSE)
-        mine, own = built(scores.NAMES, told), encoder.default_score(len(keys))
+        mine, own = built(scores.NAMES, score), encoder.default_score(len(keys))
         assert type(mine) is type(own)
         for field in ("scale", "bandwidth"):
             if getattr(own, field, None) is not None:
@@ -397,15 +397,17 @@ def test_a_database_answers_alike(run: Any) -> None:
     for (rows, query, encoder, how), found in zip(ASKED, run(body, cases), strict=True):
         made = {name: built(getattr(qkv, f"{name}s").NAMES, x) for name, x in how.items()}
         answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
-        told = f"{query} {encoder} {how}"
+        label = f"{query} {encoder} {how}"
         if isinstance(answer.value, float):
-            np.testing.assert_allclose(found["pooled"], answer.value, err_msg=told, **CLOSE)
-            np.testing.assert_allclose(found["spread"], answer.spread, err_msg=told, **CLOSE)
+            np.testing.assert_allclose(found["pooled"], answer.value, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(found["spread"], answer.spread, err_msg=label, **CLOSE)
         else:
-            assert found["pooled"] == answer.value, told
-        np.testing.assert_allclose(found["weights"], answer.weights, err_msg=told, **CLOSE)
-        np.testing.assert_allclose(found["entropy"], answer.entropy, err_msg=told, **CLOSE)
-        np.testing.assert_allclose(found["effective"], answer.effective_rows, err_msg=told, **CLOSE)
+            assert found["pooled"] == answer.value, label
+        np.testing.assert_allclose(found["weights"], answer.weights, err_msg=label, **CLOSE)
+        np.testing.assert_allclose(found["entropy"], answer.entropy, err_msg=label, **CLOSE)
+        np.testing.assert_allclose(
+            found["effective"], answer.effective_rows, err_msg=label, **CLOSE
+        )
         assert (found["total"], found["missing"]) == (answer.total, answer.missing)
-        assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows], told
+        assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows], label
         assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]

@@ -129,11 +129,11 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
         database(at)
 
     def minilm(at: Any) -> None:
-        for told in (None, "Time flies."):
-            if told is not None:
-                at.get_by_test_id("model-text").fill(told)
+        for reported in (None, "Time flies."):
+            if reported is not None:
+                at.get_by_test_id("model-text").fill(reported)
                 at.get_by_test_id("model-read").click()
-            text = told or at.get_by_test_id("model-text").input_value()
+            text = reported or at.get_by_test_id("model-text").input_value()
             alpha = run_call("sentence", {"text": text}, {})["weights"]
             with np.errstate(divide="ignore", invalid="ignore"):
                 due = -np.nansum(alpha * np.log(alpha), -1).mean(-1)

@@ -63,11 +63,11 @@ def test_an_answer_is_computed_again_in_the_page(
     assert weights(page, len(rows), "hard") == pytest.approx(hard.weights.tolist())
     assert number(page, "answer-entropy") == pytest.approx(found.entropy, abs=1e-6)
     assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
-    told = page.get_by_test_id("answer-value").get_attribute("data-value")
+    shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
     if isinstance(found.value, float):
-        assert float(told) == pytest.approx(found.value, rel=1e-6)
+        assert float(shown_value) == pytest.approx(found.value, rel=1e-6)
     else:
-        assert told == found.value
+        assert shown_value == found.value
 
 
 def test_of_many_rows_the_heaviest_are_there_with_the_weights_they_had(
@@ -142,7 +142,7 @@ def test_a_page_of_one_view_says_what_it_is(page: Any, tmp_path: Path) -> None:
     assert page.get_by_test_id("title").count() == 0
 
 
-def test_a_link_opens_a_tab_and_the_way_back_leads_to_it(page: Any, tmp_path: Path) -> None:
+def test_a_link_opens_a_tab_and_the_back_button_returns_to_it(page: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     to_html({"One": Database(NAMES), "The second": Database(SALARIES)}, path)
     page.goto(f"{path.as_uri()}#The%20second")

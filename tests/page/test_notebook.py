@@ -30,24 +30,24 @@ def test_it_answers_what_it_is_asked() -> None:
     page = qkv.show(D)
     [view] = page.views
     asked = {"database": view["data"]["database"], "query": "Lee"}
-    told, _ = page.answer_message({"id": 7, "call": "ask", "args": asked})
-    assert told == {"id": 7, "result": told["result"] | D.ask("Lee").to_dict()}
+    reply, _ = page.answer_message({"id": 7, "call": "ask", "args": asked})
+    assert reply == {"id": 7, "result": reply["result"] | D.ask("Lee").to_dict()}
     args = {"keys": list(ROWS), "query": "Li", "encoder": "text"}
-    told, buffers = page.answer_message({"id": 8, "call": "encode", "args": args})
-    assert (told["result"], buffers) == pack_arrays(run_call("encode", args, {}))
+    reply, buffers = page.answer_message({"id": 8, "call": "encode", "args": args})
+    assert (reply["result"], buffers) == pack_arrays(run_call("encode", args, {}))
     page.all_buffers.append(b"0123456")
     at = {"buffer": len(page.all_buffers) - 1, "start": 2, "stop": 5}
     assert page.answer_message({"id": 0, "call": "part", "args": at})[1] == [b"234"]
-    told, _ = page.answer_message({"id": 9, "call": "fly", "args": {}})
-    assert told["id"] == 9 and "unknown call 'fly'" in told["error"]
-    told, _ = page.answer_message({"id": 10, "call": "ask", "args": {}})
-    assert told["id"] == 10 and told["error"]
+    reply, _ = page.answer_message({"id": 9, "call": "fly", "args": {}})
+    assert reply["id"] == 9 and "unknown call 'fly'" in reply["error"]
+    reply, _ = page.answer_message({"id": 10, "call": "ask", "args": {}})
+    assert reply["id"] == 10 and reply["error"]
 
 
 def test_a_message_that_is_none_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     page: Any = qkv.show(qkv.Database(ROWS))
     sent: list[Any] = []
-    monkeypatch.setattr(page, "send", lambda *told: sent.append(told))
+    monkeypatch.setattr(page, "send", lambda *sent_messages: sent.append(sent_messages))
     for message in ("str", [1], None, {}, {"call": "databases", "args": {}}):
         page._handle_message(page, message, [])
     assert sent == []

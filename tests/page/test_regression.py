@@ -205,9 +205,9 @@ def test_a_row_of_the_heatmap_moves_the_query(opened: Any) -> None:
     opened.keyboard.press("ArrowDown")
     at = LOW + (HIGH - LOW) * 1.5 / 16
     check(opened, at, kernel("gaussian", 0.4))
-    told = opened.get_by_test_id("regression-weights-readout").inner_text()
+    readout = opened.get_by_test_id("regression-weights-readout").inner_text()
     alpha = qkv.weights(np.array([[at]]), X[:, None], score=scores.Gaussian(0.4))[0]
-    np.testing.assert_allclose(float(told.split()[-1]), alpha[0], rtol=2e-3)
+    np.testing.assert_allclose(float(readout.split()[-1]), alpha[0], rtol=2e-3)
 
 
 def test_a_table_of_numbers_answers_as_the_database_does(page: Any, tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ def test_a_surface_moves_the_query(opened: Any) -> None:
     np.testing.assert_allclose(number(opened, "scores-pair"), q * k, rtol=1e-3)
     opened.get_by_test_id("scores-weights").hover()
     settled(opened)
-    told = opened.get_by_test_id("scores-weights-readout").inner_text().replace("−", "-").split()
-    row, col = float(told[0]), float(told[2])
+    readout = opened.get_by_test_id("scores-weights-readout").inner_text().replace("−", "-").split()
+    row, col = float(readout[0]), float(readout[2])
     alpha = qkv.weights(np.array([[row]]), KEYS[:, None], score="dot")[0]
     at = int(np.abs(KEYS - col).argmin())
-    np.testing.assert_allclose(float(told[3]), alpha[at], rtol=2e-3)
+    np.testing.assert_allclose(float(readout[3]), alpha[at], rtol=2e-3)
     np.testing.assert_allclose(column(opened, "weight"), alpha, **SHOWN)

@@ -27,8 +27,8 @@ CSV = b"name,major,year\nAnn,art,1\nBo,law,2\n"
 def known() -> dict[str, Any]:
     args = {"name": "students", "format": "csv", "base64": base64.b64encode(CSV).decode()}
     known: dict[str, Any] = {}
-    told = run_call("upload", args, known)
-    assert told["columns"] == ["name", "major", "year"] and told["rows"] == 2
+    reply = run_call("upload", args, known)
+    assert reply["columns"] == ["name", "major", "year"] and reply["rows"] == 2
     return known
 
 
@@ -41,18 +41,18 @@ def test_an_upload_is_asked_as_the_database_it_is(known: dict[str, Any]) -> None
 
 def test_an_upload_says_which_rows_it_skipped(known: dict[str, Any]) -> None:
     data = base64.b64encode(b"name,age\nAnn,1\n,2\nBo,\n,4\n").decode()
-    told = run_call("upload", {"name": "ages", "format": "csv", "base64": data}, known)
+    reply = run_call("upload", {"name": "ages", "format": "csv", "base64": data}, known)
     why = "2 of 4 rows have no key (column name): skipped"
-    assert (told["rows"], told["skipped"]) == (2, [{"why": why, "rows": [2, 4]}])
-    told = run_call("columns", {"database": "ages", "key": ["age"], "name": "by"}, known)
-    assert [one["rows"] for one in told["skipped"]] == [[2]]
-    told = run_call("columns", {"database": "ages", "key": ["name"], "name": "whole"}, known)
-    assert told["skipped"] == []
+    assert (reply["rows"], reply["skipped"]) == (2, [{"why": why, "rows": [2, 4]}])
+    reply = run_call("columns", {"database": "ages", "key": ["age"], "name": "by"}, known)
+    assert [one["rows"] for one in reply["skipped"]] == [[2]]
+    reply = run_call("columns", {"database": "ages", "key": ["name"], "name": "whole"}, known)
+    assert reply["skipped"] == []
 
 
 def test_other_columns(known: dict[str, Any]) -> None:
-    told = run_call("columns", {"database": "students", "name": "by", "key": ["year"]}, known)
-    assert told["key"] == ["year"] and set(known) == {"students", "by"}
+    reply = run_call("columns", {"database": "students", "name": "by", "key": ["year"]}, known)
+    assert reply["key"] == ["year"] and set(known) == {"students", "by"}
     assert run_call("ask", {"database": "by", "query": "2"}, known)["rows"][0]["key"] == 2
     assert [one["name"] for one in run_call("databases", {}, known)] == ["students", "by"]
 
@@ -90,8 +90,8 @@ def test_the_folder_of_a_database(tmp_path: Path, known: dict[str, Any]) -> None
         database.add("Li", "Mu")
         database.add("Hu", "Rachel")
     files = {file.name: file.read_bytes() for file in (tmp_path / "names.qkv").iterdir()}
-    told = run_call("upload", {"name": "names", "format": "qkv", "base64": tar(files)}, known)
-    assert (told["rows"], told["version"]) == (2, 2)
+    reply = run_call("upload", {"name": "names", "format": "qkv", "base64": tar(files)}, known)
+    assert (reply["rows"], reply["version"]) == (2, 2)
     assert run_call("ask", {"database": "names", "query": "Hu"}, known)["value"] == "Rachel"
     place = known["names"].path
     assert place.is_dir()
@@ -254,7 +254,7 @@ def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "told"),
+    ("name", "args", "message"),
     [
         ("ask", {"query": "x", "at": 10**30}, "at must be"),
         ("ask", {"query": "x", "at": True}, "at must be"),
@@ -264,15 +264,15 @@ def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, A
     ],
 )
 def test_what_a_page_may_not_ask(
-    known: dict[str, Any], name: str, args: dict[str, Any], told: str
+    known: dict[str, Any], name: str, args: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         run_call(name, {"database": "students", **args}, known)
 
 
 def test_what_is_encoded_is_limited() -> None:
-    def refused(keys: Any, told: str) -> None:
-        with pytest.raises(ArgumentError, match=told):
+    def refused(keys: Any, message: str) -> None:
+        with pytest.raises(ArgumentError, match=message):
             run_call("encode", {"keys": keys, "query": "x", "encoder": "text"}, {})
 
     refused([f"name {i}" for i in range(1500)], "at most 1,048,576 numbers")

@@ -1,4 +1,4 @@
-"""The numbers behind the pictures: against attend and weights, and against the formulas."""
+"""The plotted numbers, against attend and weights, and against the formulas."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class TestRegression:
     )
     def test_is_attend(self, score: Any, weighting: Any) -> None:
         found = data.regression(self.key, self.value, {"it": score}, weighting)
-        told = weighting or ("normalized" if score == "boxcar" else "softmax")
+        weighting_name = weighting or ("normalized" if score == "boxcar" else "softmax")
         q, k, v = (x[:, None] for x in (found.query, found.key, found.value))
         (fit,) = found.fits.values()
-        how: Any = {"score": score, "weighting": told}
+        how: Any = {"score": score, "weighting": weighting_name}
         np.testing.assert_allclose(fit.weights, dense(q, k, **how), atol=1e-12)
         np.testing.assert_allclose(fit.weights, qkv.weights(q, k, **how), atol=1e-12)
         np.testing.assert_allclose(fit.fitted, qkv.attend(q, k, v, **how)[:, 0], atol=1e-12)

@@ -9,7 +9,7 @@ from qkv.frameworks import to_numpy
 from qkv.scores import tanh_factors, tanh_features
 from tests.installed_frameworks import FRAMEWORKS
 
-REACH = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
+RANGES = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
 
 
 @pytest.fixture(params=[1, 2, 8])
@@ -17,20 +17,20 @@ def units(request, monkeypatch):
     """Units of several shapes, in groups of one, two, or as many as are alike."""
     monkeypatch.setattr(tanh_factors, "UNITS_PER_GROUP", request.param)
     tanh_factors._cached_units.cache_clear()
-    yield tanh_factors.build_units(REACH, REACH[::-1], 1e-9)
+    yield tanh_factors.build_units(RANGES, RANGES[::-1], 1e-9)
     tanh_factors._cached_units.cache_clear()
 
 
 def sides(rows: int = 7) -> list[np.ndarray]:
     rng = np.random.default_rng(rows)
-    wide = [np.array(REACH), np.array(REACH[::-1])]
-    return [rng.uniform(-1, 1, (2, rows, len(REACH))) * reach for reach in wide]
+    wide = [np.array(RANGES), np.array(RANGES[::-1])]
+    return [rng.uniform(-1, 1, (2, rows, len(RANGES))) * limit for limit in wide]
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 def test_products_are_tanh(fw, units):
     a, b = sides()
-    v = np.linspace(-1, 2, len(REACH))
+    v = np.linspace(-1, 2, len(RANGES))
     f = to_numpy(tanh_features.evaluate_features(units, 0, fw.make_array(a)))
     g = to_numpy(tanh_features.evaluate_features(units, 1, fw.make_array(b), fw.make_array(v)))
     assert f.shape == g.shape == (2, 7, units.width)
@@ -40,7 +40,7 @@ def test_products_are_tanh(fw, units):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_in_place_is_the_same(units, side):
-    x, v = sides()[side], np.linspace(-1, 2, len(REACH))
+    x, v = sides()[side], np.linspace(-1, 2, len(RANGES))
     whole = np.concatenate(tanh_features._features_by_group(units, side, x, v)).T.reshape(2, 7, -1)
     np.testing.assert_allclose(
         tanh_features.evaluate_features(units, side, x, v), whole, atol=1e-12
@@ -49,10 +49,10 @@ def test_in_place_is_the_same(units, side):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_gradients_of_our_own(units, side):
-    """Beside torch's, of the first and second order."""
+    """Compared with torch's derivatives of the first and second order."""
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(sides(3)[side]).requires_grad_()
-    v = torch.linspace(-1, 2, len(REACH), dtype=torch.float64).requires_grad_()
+    v = torch.linspace(-1, 2, len(RANGES), dtype=torch.float64).requires_grad_()
     along = torch.randn(2, 3, units.width, dtype=torch.float64)
 
     def by_torch(*given):
@@ -73,6 +73,6 @@ def test_gradients_of_our_own(units, side):
 
 def test_tanh_is_the_same_the_other_way_round():
     one, two = tanh_factors.find_factors(0.5, 4.0, 1e-6), tanh_factors.find_factors(4.0, 0.5, 1e-6)
-    assert one.term_count == two.term_count and one.reach == two.reach[::-1]
+    assert one.term_count == two.term_count and one.input_ranges == two.input_ranges[::-1]
     np.testing.assert_array_equal(one.even[0], two.odd[1])
     np.testing.assert_array_equal(one.odd[1], two.even[0])

@@ -1,4 +1,4 @@
-"""Scores by dot products, where the widths are told late."""
+"""Scores by dot products whose widths are known late."""
 
 from dataclasses import dataclass
 

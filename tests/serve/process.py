@@ -17,9 +17,9 @@ def serving(*arguments: object, env: dict[str, str] | None = None) -> Iterator[t
     with process("serve", *arguments, "--port", 0, env=env) as server:
         try:
             ready, _, _ = select.select([server.stderr], [], [], 300)
-            told = server.stderr.readline() if ready else "nothing"
-            found = re.search(r"http://\S+?(?=;)", told)
-            assert found, f"qkv serve said {told!r}"
+            line = server.stderr.readline() if ready else "nothing"
+            found = re.search(r"http://\S+?(?=;)", line)
+            assert found, f"qkv serve said {line!r}"
             yield found[0], server
         finally:
             server.terminate()

@@ -36,8 +36,8 @@ def alike(found: Any, answer: Answer) -> None:
     assert [row.pop("weight") for row in rows] == near([row.pop("weight") for row in due])
     assert rows == due
     for name in ("value", "entropy", "effective_rows"):
-        wish = expected.pop(name)
-        assert found[name] == (near(wish) if isinstance(wish, float | list) else wish), name
+        want = expected.pop(name)
+        assert found[name] == (near(want) if isinstance(want, float | list) else want), name
     assert found["lse"] == (None if answer.lse is None else near(answer.lse, nan_ok=True))
     assert (found["score"], found["weighting"]) == (answer.score, answer.weighting)
     assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]
@@ -91,10 +91,10 @@ def test_a_key_of_several_columns_is_a_list(client: TestClient, served: Database
 
 def test_text_is_read_as_the_keys_are(client: TestClient, served: DatabaseRegistry) -> None:
     assert post(client, "/v1/databases/grades/ask", query="3.5")["query"] == 3.5
-    for told in ("many", ["3.5", "many"]):
+    for reported in ("many", ["3.5", "many"]):
         with pytest.raises(qkv.errors.DtypeError) as here:
-            served.databases["grades"].database.ask(told)
-        answer = client.post("/v1/databases/grades/ask", json={"query": told})
+            served.databases["grades"].database.ask(reported)
+        answer = client.post("/v1/databases/grades/ask", json={"query": reported})
         assert answer.status_code == 422 and str(here.value) in answer.text
 
 
@@ -143,19 +143,19 @@ def test_write_update_remove_and_look_back(client: TestClient, served: DatabaseR
     database, path = served.databases["books"].database, "/v1/databases/books/rows"
     before = database.version
     row = {"title": "Middlemarch/1", "genre": "novel", "year": 1871}
-    told = post(client, path, rows=[row])
-    assert told == {"name": "books", "rows": 6, "version": before + 1}
+    reply = post(client, path, rows=[row])
+    assert reply == {"name": "books", "rows": 6, "version": before + 1}
     assert client.get(f"{path}/Middlemarch/1").json() == {"key": "Middlemarch/1", "value": "novel"}
-    told = post(client, path, rows=[{"title": "Middlemarch/1", "genre": "classic"}], update=True)
-    assert told == {"name": "books", "rows": 6, "version": before + 2, "inserted": 0}
+    reply = post(client, path, rows=[{"title": "Middlemarch/1", "genre": "classic"}], update=True)
+    assert reply == {"name": "books", "rows": 6, "version": before + 2, "inserted": 0}
     assert database["Middlemarch/1"] == "classic"
     post(client, path, rows=[row])
     both = client.get(f"{path}/Middlemarch%2F1?all=true").json()
     assert both == {"key": "Middlemarch/1", "values": ["classic", "novel"]}
     past = client.get(f"{path}/Middlemarch/1?at={before + 1}").json()
     assert past["value"] == "novel"
-    told = client.delete(f"{path}/Middlemarch/1").json()
-    assert told == {"removed": 2, "name": "books", "rows": 5, "version": before + 4}
+    reply = client.delete(f"{path}/Middlemarch/1").json()
+    assert reply == {"removed": 2, "name": "books", "rows": 5, "version": before + 4}
     found = client.get("/v1/databases/books/versions").json()
     assert found["versions"] == to_jsonable(
         [
@@ -249,16 +249,16 @@ def test_a_table_in_memory_is_not_written(client: TestClient) -> None:
 
 def test_an_upload_is_asked_by_other_columns_and_forgotten(client: TestClient) -> None:
     csv = b"name,major,year\nAnn,art,1\nBo,law,2\n"
-    told = client.post(
+    reply = client.post(
         "/v1/databases?name=students&format=csv&key=name&value=major",
         content=csv,
         headers={"content-type": "text/csv"},
     ).json()
-    assert (told["rows"], told["value"], told["uploaded"]) == (2, ["major"], True)
-    assert told["skipped"] == []
+    assert (reply["rows"], reply["value"], reply["uploaded"]) == (2, ["major"], True)
+    assert reply["skipped"] == []
     assert post(client, "/v1/databases/students/ask", query="Bo")["value"] == "law"
-    told = post(client, "/page/call/columns", database="students", key=["major"], value=["name"])
-    assert told["result"]["key"] == ["major"]
+    reply = post(client, "/page/call/columns", database="students", key=["major"], value=["name"])
+    assert reply["result"]["key"] == ["major"]
     assert post(client, "/v1/databases/students/ask", query="art")["value"] == "Ann"
     assert client.delete("/v1/databases/students").json() == {"name": "students"}
     assert client.get("/v1/databases/students/info").status_code == 404

@@ -31,7 +31,7 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "message"),
     [
         ({}, 400, "must have 'query'"),
         ([], 400, "must be an object"),
@@ -53,14 +53,14 @@ JSON = {"content-type": "application/json"}
         ({"query": "x" * (limits.MAX_TEXT_CHARACTERS + 1)}, 413, "65,536 characters"),
     ],
 )
-def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, told: str) -> None:
+def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, message: str) -> None:
     answer = client.post(ASK, content=json.dumps(body), headers=JSON)
     assert answer.status_code == status, answer.text
-    assert told in answer.json()["error"]
+    assert message in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"{", "not JSON"),
         (b"", "not JSON"),
@@ -70,9 +70,9 @@ def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, to
         (b'{"query": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     ],
 )
-def test_a_body_that_is_no_json(client: TestClient, content: bytes, told: str) -> None:
+def test_a_body_that_is_no_json(client: TestClient, content: bytes, message: str) -> None:
     answer = client.post(ASK, content=content, headers=JSON)
-    assert answer.status_code == 400 and told in answer.json()["error"]
+    assert answer.status_code == 400 and message in answer.json()["error"]
 
 
 def test_a_long_integer_is_not_rounded() -> None:
@@ -135,7 +135,7 @@ def test_an_error_names_no_place(error: Exception, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"parameters": {"query": "x"}}, "unknown"),
         ({"parameters": {"weights": True, "spread": True}}, "unknown"),
@@ -144,10 +144,10 @@ def test_an_error_names_no_place(error: Exception, status: int) -> None:
         ({"inputs": [{"name": "query", "datatype": "BYTES", "shape": [10**4000]}]}, "shape"),
     ],
 )
-def test_an_inference_that_has_no_meaning(client: TestClient, more: Any, told: str) -> None:
+def test_an_inference_that_has_no_meaning(client: TestClient, more: Any, message: str) -> None:
     query = {"name": "query", "datatype": "BYTES", "shape": [1], "data": ["x"]}
     answer = client.post("/v2/models/books/infer", json={"inputs": [query], **more})
-    assert answer.status_code in (400, 422) and told in answer.json()["error"]
+    assert answer.status_code in (400, 422) and message in answer.json()["error"]
 
 
 def test_a_length_of_many_digits(client: TestClient) -> None:
@@ -174,16 +174,16 @@ def test_a_body_of_another_type(client: TestClient) -> None:
         assert answer.status_code == 415 and "application/json" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_body_that_is_too_large(client: TestClient, told: bool) -> None:
-    """With its length told beforehand, and without."""
+@pytest.mark.parametrize("sends_length", [True, False])
+def test_a_body_that_is_too_large(client: TestClient, sends_length: bool) -> None:
+    """With and without a Content-Length header."""
     content: Any = b" " * (limits.MAX_BODY_BYTES + 1)
-    answer = client.post(ASK, content=content if told else iter([content]), headers=JSON)
+    answer = client.post(ASK, content=content if sends_length else iter([content]), headers=JSON)
     assert answer.status_code == 413 and "16,777,216 bytes" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
-    ("query", "told"),
+    ("query", "message"),
     [
         ("count=x", "count must be an integer"),
         ("count=10001", "at most 10,000"),
@@ -192,9 +192,9 @@ def test_a_body_that_is_too_large(client: TestClient, told: bool) -> None:
         ("form=1", "did you mean 'from'"),
     ],
 )
-def test_a_parameter_that_does_not_fit(client: TestClient, query: str, told: str) -> None:
+def test_a_parameter_that_does_not_fit(client: TestClient, query: str, message: str) -> None:
     answer = client.get(f"/v1/databases/books/rows?{query}")
-    assert answer.status_code == 400 and told in answer.json()["error"]
+    assert answer.status_code == 400 and message in answer.json()["error"]
 
 
 def test_rows_and_weights_are_limited(client: TestClient) -> None:
@@ -239,8 +239,8 @@ def test_what_takes_too_long(
     monkeypatch.setattr(kept.database, "ask", lambda *_, **__: late.wait(60), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     late.set()
-    told = answer.json()["error"]
-    assert answer.status_code == 503 and "0.05 seconds" in told and "qkv.open" in told
+    message = answer.json()["error"]
+    assert answer.status_code == 503 and "0.05 seconds" in message and "qkv.open" in message
 
 
 def test_what_is_kept_is_finished(
@@ -264,14 +264,14 @@ def test_what_is_kept_is_finished(
     del served["slow"]
 
 
-def test_a_file_that_is_too_large_is_told_what_to_do(client: TestClient) -> None:
+def test_an_error_for_a_large_file_names_the_next_step(client: TestClient) -> None:
     how: dict[str, Any] = {
         "params": {"name": "large", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
     answer = client.post("/v1/databases", content=bytes(limits.MAX_UPLOAD_BYTES + 1), **how)
-    told = answer.json()["error"]
-    assert answer.status_code == 413 and "qkv import FILE" in told and "qkv serve" in told
+    message = answer.json()["error"]
+    assert answer.status_code == 413 and "qkv import FILE" in message and "qkv serve" in message
 
 
 def test_a_bug_tells_nothing(
@@ -285,7 +285,7 @@ def test_a_bug_tells_nothing(
     assert answer.status_code == 500 and "secret" not in answer.text
 
 
-def test_a_damaged_file_is_told(
+def test_a_damaged_file_is_reported(
     client: TestClient, served: DatabaseRegistry, monkeypatch: Any
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:

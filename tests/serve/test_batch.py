@@ -139,7 +139,7 @@ def test_one_that_was_given_up_is_not_computed() -> None:
     batches.close()
 
 
-def test_who_comes_late_is_told() -> None:
+def test_a_late_request_gets_an_error() -> None:
     batches = QueryBatcher(Slow())
     batches.close()
     with pytest.raises(StoreClosedError, match="no longer served"):

@@ -153,10 +153,10 @@ def test_an_answer_is_the_same_as_in_process(
     assert_same(client.ask(kept.path.stem, query, **how), kept.ask(query, **how))
 
 
-def test_an_argument_of_others_is_told_where_it_goes_as_in_process(client: Client) -> None:
-    for door in (client["keyed"].ask, client["keyed"].attend):
+def test_an_error_for_a_foreign_argument_is_as_in_process(client: Client) -> None:
+    for method in (client["keyed"].ask, client["keyed"].attend):
         with pytest.raises(TypeError, match=r"'temperature': pass weighting="):
-            door(np.zeros(4), **{"temperature": 2})
+            method(np.zeros(4), **{"temperature": 2})
 
 
 @pytest.mark.parametrize("kept", ["books"], indirect=True)
@@ -341,7 +341,7 @@ def test_keys_that_python_cannot_hash_are_updated(tmp_path: Path) -> None:
             assert list(client[name].values()) == [2.0] and client[name][key] == 2.0
 
 
-def test_many_keys_are_told_from_one_as_in_process(tmp_path: Path) -> None:
+def test_many_keys_are_distinguished_from_one_as_in_process(tmp_path: Path) -> None:
     """A matrix is many vectors, an array of text many texts, and a key given twice goes once."""
     here = {"vectors": Database(np.eye(3), [1.0, 2.0, 3.0]), "texts": Database({"a": 1.0})}
     with qkv.open(tmp_path / "vectors.qkv") as vectors, qkv.open(tmp_path / "texts.qkv") as texts:
@@ -428,7 +428,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]  # nobody else's while it is bound, and nobody listens
+        port = free.getsockname()[1]  # no other process can bind it, and none listens
         client = Client(f"http://127.0.0.1:{port}")
         with pytest.raises(ServerUnreachableError, match=f"127.0.0.1:{port} does not answer"):
             client.databases()
@@ -552,10 +552,10 @@ def test_a_set_travels_with_its_answer(client: Client, folder: Path) -> None:
         client["books"].ask("Emma").prediction_set  # noqa: B018
     with qkv.open(folder / "places.qkv") as D:
         D.calibrate([(key, key) for key in D] * 10)
-        wish = [(row.key, row.weight) for row in D.ask(("Li", 1)).prediction_set]
+        want = [(row.key, row.weight) for row in D.ask(("Li", 1)).prediction_set]
     theirs = client["places"].ask(("Li", 1))
     assert theirs.coverage == 0.9 and not theirs.abstains
-    assert [(row.key, row.weight) for row in theirs.prediction_set] == wish
+    assert [(row.key, row.weight) for row in theirs.prediction_set] == want
     with pytest.raises(CombinationError, match="ask the database itself"):
         theirs.influence()
 

@@ -1,4 +1,4 @@
-"""Long text and long work are refused, and work that nobody waits for is stopped."""
+"""Long texts and long requests are refused; a request whose client has left is stopped."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from qkv.util.deadline import DeadlineError, check_deadline, current_deadline, l
 from tests.serve.conftest import LOCAL
 
 LONG = "x" * (limits.MAX_TEXT_CHARACTERS + 1)
-MANY = ["y" * 2_000] * (limits.TEXTS // 2_000 + 1)
+MANY = ["y" * 2_000] * (limits.MAX_BATCH_CHARACTERS // 2_000 + 1)
 
 
 @pytest.mark.parametrize("route", ["ask", "attend"])
 @pytest.mark.parametrize(
-    ("query", "told"),
+    ("query", "message"),
     [
         (LONG, "at most 65,536 characters, not 65,537: shorten it"),
         (["Emma", LONG], "at most 65,536 characters"),
@@ -34,20 +34,20 @@ MANY = ["y" * 2_000] * (limits.TEXTS // 2_000 + 1)
         (MANY, "at most 1,048,576 characters in one request, not 1,050,000: send fewer queries"),
     ],
 )
-def test_long_queries_are_refused(client: TestClient, route: str, query: Any, told: str) -> None:
+def test_long_queries_are_refused(client: TestClient, route: str, query: Any, message: str) -> None:
     answer = client.post(f"/v1/databases/books/{route}", json={"query": query})
-    assert answer.status_code == 413 and told in answer.json()["error"]
+    assert answer.status_code == 413 and message in answer.json()["error"]
 
 
 def test_long_queries_of_the_inference_protocol_are_refused(client: TestClient) -> None:
-    for texts, told in (([LONG], "65,536 characters"), (MANY, "1,048,576 characters")):
+    for texts, message in (([LONG], "65,536 characters"), (MANY, "1,048,576 characters")):
         tensor = {"name": "query", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
         answer = client.post("/v2/models/books/infer", json={"inputs": [tensor]})
-        assert answer.status_code == 413 and told in answer.json()["error"]
+        assert answer.status_code == 413 and message in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
-    ("call", "args", "told"),
+    ("call", "args", "message"),
     [
         ("ask", {"database": "books", "query": LONG}, "65,536 characters of a query"),
         ("answer", {"database": "books", "query": LONG}, "65,536 characters of a query"),
@@ -58,19 +58,22 @@ def test_long_queries_of_the_inference_protocol_are_refused(client: TestClient) 
     ],
 )
 def test_long_texts_of_the_page_are_refused(
-    client: TestClient, call: str, args: dict[str, Any], told: str
+    client: TestClient, call: str, args: dict[str, Any], message: str
 ) -> None:
     answer = client.post(f"/page/call/{call}", json=args)
-    assert answer.status_code == 422 and told in answer.json()["error"]
+    assert answer.status_code == 422 and message in answer.json()["error"]
 
 
 def test_long_cells_are_refused(client: TestClient) -> None:
-    for row, told in (
+    for row, message in (
         ({"title": LONG, "genre": "a", "year": 1}, "rows[0].title: at most 65,536 characters"),
-        ({"title": "a", "genre": "x" * (limits.CELL + 1), "year": 1}, "at most 1,048,576"),
+        (
+            {"title": "a", "genre": "x" * (limits.MAX_CELL_CHARACTERS + 1), "year": 1},
+            "at most 1,048,576",
+        ),
     ):
         answer = client.post("/v1/databases/books/rows", json={"rows": [row]})
-        assert answer.status_code == 413 and told in answer.json()["error"]
+        assert answer.status_code == 413 and message in answer.json()["error"]
 
 
 def upload(client: TestClient, content: bytes, form: str = "csv") -> Any:
@@ -80,7 +83,7 @@ def upload(client: TestClient, content: bytes, form: str = "csv") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"a,b\n" + b'"",' * 3_000_000, "more than 1002 cells where the header has 2"),
         (b'"a\n"' + b',""' * 3_000_000 + b"\n1", "more than 1,000 columns"),
@@ -92,24 +95,26 @@ def upload(client: TestClient, content: bytes, form: str = "csv") -> Any:
     ids=["cells", "quoted columns", "columns", "quotes in a cell", "quotes", "last row"],
 )
 def test_a_hostile_csv_is_refused_where_it_is_met(
-    client: TestClient, content: bytes, told: str
+    client: TestClient, content: bytes, message: str
 ) -> None:
     """Each takes less than a second."""
     start = time.process_time()
     answer = upload(client, content)
-    assert answer.status_code == 422 and told in answer.json()["error"]
+    assert answer.status_code == 422 and message in answer.json()["error"]
     assert time.process_time() - start < 8
 
 
 def test_a_long_cell_of_json_is_refused(client: TestClient) -> None:
-    answer = upload(client, b'{"a": 1, "b": "' + b"x" * (limits.CELL + 1) + b'"}\n', "jsonl")
+    answer = upload(
+        client, b'{"a": 1, "b": "' + b"x" * (limits.MAX_CELL_CHARACTERS + 1) + b'"}\n', "jsonl"
+    )
     assert answer.status_code == 422 and "at most 1,048,576" in answer.json()["error"]
 
 
 def test_an_upload_is_stopped_at_its_deadline(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "UPLOAD_SECONDS", -1.0)
+    monkeypatch.setattr(limits, "UPLOAD_TIMEOUT_SECONDS", -1.0)
     for form, content in (("csv", b"a,b\n1,2\n"), ("jsonl", b'{"a": "b", "b": 1}\n')):
         answer = upload(client, content, form)
         assert answer.status_code == 503 and "qkv import FILE" in answer.json()["error"]
@@ -178,7 +183,7 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
 
 
 def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TEXTS", 10)
+    monkeypatch.setattr(limits, "MAX_BATCH_CHARACTERS", 10)
     sizes: list[int] = []
     go, begun = threading.Event(), threading.Event()
 

@@ -25,7 +25,7 @@ STATUSES = {200, 400, 401, 404, 405, 415, 422} | ({409} if FULL else set())
 
 
 def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> None:
-    """All checks of schemathesis on every route, in-process; two are told what statuses mean here:
+    """All checks of schemathesis on every route, in-process. Two are configured for this API:
     400 and 415 for what does not fit the description and nothing else, 422 for what fits it and
     has no meaning."""
     served, seen = serving(tmp_path), Counter[int]()
@@ -84,16 +84,16 @@ def _faults(event: Any) -> list[str]:
 
 
 def test_it_is_written_from_the_routes(client: TestClient) -> None:
-    told = client.get("/openapi.json").json()
-    assert told["openapi"] == "3.1.0"
-    ask = told["paths"]["/v1/databases/{name}/ask"]["post"]
+    document = client.get("/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    ask = document["paths"]["/v1/databases/{name}/ask"]["post"]
     body = ask["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-    assert told["components"]["schemas"][body.rpartition("/")[2]]["properties"]["top"] == {
+    assert document["components"]["schemas"][body.rpartition("/")[2]]["properties"]["top"] == {
         "type": "integer",
         "minimum": 1,
         "maximum": 1000,
     }
     names = ask["parameters"][0]["schema"]["enum"]
     assert names == ["books", "grades", "vectors", "places"]
-    each = [way["operationId"] for path in told["paths"].values() for way in path.values()]
+    each = [way["operationId"] for path in document["paths"].values() for way in path.values()]
     assert len(each) == len(set(each))

@@ -109,7 +109,7 @@ def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) 
     assert page.get_by_test_id("data-error").is_hidden()
 
 
-def test_a_narrow_page_breaks_no_word_that_has_room(page: Any, tmp_path: Path) -> None:
+def test_a_narrow_page_breaks_no_word_that_fits(page: Any, tmp_path: Path) -> None:
     to_html({"view": "data"}, tmp_path / "p.html")
     page.set_viewport_size({"width": 380, "height": 800})
     page.goto((tmp_path / "p.html").as_uri())
@@ -182,7 +182,7 @@ def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, 
     assert page.get_by_test_id("data-error").is_hidden()
 
 
-def test_a_limit_is_told_with_what_to_do(
+def test_an_error_for_a_limit_names_the_next_step(
     page: Any, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page.goto(url)
@@ -195,7 +195,7 @@ def test_a_limit_is_told_with_what_to_do(
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_long_cell_leaves_room_for_the_others(page: Any, tmp_path: Path, served: bool) -> None:
+def test_a_long_cell_leaves_space_for_the_others(page: Any, tmp_path: Path, served: bool) -> None:
     text = "who is at the door, and why " * 70
     csv = f'question,answer\n"{text}",nobody\n{"x" * 300},somebody\n'
     to_html({"view": "data"}, tmp_path / "p.html")
@@ -216,8 +216,8 @@ def test_a_long_cell_leaves_room_for_the_others(page: Any, tmp_path: Path, serve
         assert key.inner_text() == text.strip()  # all of it is there
         short = key.bounding_box()["height"]
         assert short < 120
-        told = page.get_by_test_id("data-explained").inner_text()
-        assert "who is at the door, and why who is at t…" in told and len(told) < 500
+        explanation = page.get_by_test_id("data-explained").inner_text()
+        assert "who is at the door, and why who is at t…" in explanation and len(explanation) < 500
         key.locator("div").click()
         assert key.bounding_box()["height"] > 2 * short
         page.goto("about:blank")
@@ -246,7 +246,7 @@ def test_a_condition_is_of_the_table_that_is_open(page: Any, tmp_path: Path) -> 
         page.goto("about:blank")
 
 
-def test_a_server_that_is_gone_is_told_of(page: Any, url: str) -> None:
+def test_a_server_that_is_gone_is_reported(page: Any, url: str) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
     page.get_by_test_id("data-first-0-title").wait_for()

@@ -65,7 +65,7 @@ def test_what_needs_no_token(locked: TestClient) -> None:
     assert "security" in locked.get("/openapi.json").json()["paths"]["/v1/databases"]["get"]
 
 
-def test_without_a_token_nobody_learns_what_is_served(locked: TestClient) -> None:
+def test_without_a_token_the_databases_are_not_listed(locked: TestClient) -> None:
     head = {"authorization": f"Bearer {READ}"}
     for path in ("/openapi.json", "/reference"):
         assert "books" not in locked.get(path).text, path
@@ -177,7 +177,7 @@ def test_a_refused_request_is_no_longer_inside() -> None:
     assert guard.open_requests == 0
 
 
-def test_a_wrong_token_is_told_from_none() -> None:
+def test_a_wrong_token_is_distinguished_from_none() -> None:
     access = Access(token="0123456789abcdef")
     none, wrong = (access.find_denial(given, "read") for given in (None, "Bearer wrong"))
     assert none is not None and "a token is required" in str(none)

@@ -48,13 +48,13 @@ def names(tmp_path: Path) -> Path:
     return tmp_path / "names.qkv"
 
 
-def test_a_program_is_told_the_address_before_it_waits(names: Path) -> None:
+def test_the_address_is_printed_before_the_server_waits(names: Path) -> None:
     with serving(names, "--json") as (url, server):
         ready, _, _ = select.select([server.stdout], [], [], 60)
         assert ready, "nothing on stdout while it serves"
-        told = json.loads(server.stdout.readline())
+        address = json.loads(server.stdout.readline())
         port = urlsplit(url).port
-        assert told == {"url": url, "host": "127.0.0.1", "port": port, "databases": ["names"]}
+        assert address == {"url": url, "host": "127.0.0.1", "port": port, "databases": ["names"]}
 
 
 WHOLE = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -74,12 +74,12 @@ def beside(served: Any) -> Iterator[tuple[uvicorn.Server, Any]]:
             thread.join(300)
 
 
-def comes(wish: Callable[[], bool]) -> bool:
+def comes(condition: Callable[[], bool]) -> bool:
     """Whether it holds in the end; a busy machine may take its time."""
     until = time.monotonic() + 300
-    while not wish() and time.monotonic() < until:
+    while not condition() and time.monotonic() < until:
         time.sleep(0.01)
-    return wish()
+    return condition()
 
 
 def heard(connection: socket.socket) -> bytes:
@@ -92,7 +92,7 @@ def heard(connection: socket.socket) -> bytes:
 
 
 def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first of a connection, behind a whole one, and in one piece with it."""
+    """As the first request of a connection, after a complete one, and in one piece with it."""
     half = WHOLE[:30]
     with beside(create_app(DatabaseRegistry())) as (server, place):
         for whole, rest, idle in (
@@ -266,7 +266,7 @@ def test_what_was_taken_is_finished(names: Path, how: signal.Signals) -> None:
 
 
 def test_a_second_ctrl_c_ends_it_in_one_line(names: Path) -> None:
-    """What is cut off by it is no bug, whose trace would be told."""
+    """An interrupted request is not a bug: no traceback is printed."""
     with serving(names, "--write") as (url, server):
         place = urlsplit(url)
         connection = http.client.HTTPConnection(place.netloc, timeout=300)
@@ -282,21 +282,21 @@ def test_a_second_ctrl_c_ends_it_in_one_line(names: Path) -> None:
                     socket.create_connection((place.hostname, place.port or 80)).close()
                     time.sleep(0.01)
             server.send_signal(signal.SIGINT)
-            told = server.communicate(timeout=300)[1]
-        assert server.returncode in (-signal.SIGINT, 130) and told == "qkv: stopped\n"
+            stderr = server.communicate(timeout=300)[1]
+        assert server.returncode in (-signal.SIGINT, 130) and stderr == "qkv: stopped\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "set a --token"),
         (["--token", "short"], "at least 16 visible characters"),
         (["nix.qkv"], "nix.qkv does not exist"),
     ],
 )
-def test_it_does_not_begin(tmp_path: Path, arguments: list[str], told: str) -> None:
+def test_it_does_not_begin(tmp_path: Path, arguments: list[str], message: str) -> None:
     code, out, err = run("serve", *arguments, cwd=tmp_path)
-    assert (code, out) == (2, "") and told in err and len(err.splitlines()) == 1
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1
 
 
 def test_a_port_that_is_taken_is_one_line(names: Path) -> None:

@@ -38,9 +38,9 @@ def test_a_tensor_comes_back_as_it_was(datatype: str, binary: bool) -> None:
     array = ARRAYS[datatype]
     array = bytes_of(array) if datatype == "BYTES" else array
     given = {"first": Tensor("INT32", np.arange(3, dtype=np.int32)), "x": Tensor(datatype, array)}
-    told, behind = tensors.write_tensors(given, set(given) if binary else set())
+    header, behind = tensors.write_tensors(given, set(given) if binary else set())
     assert bool(behind) == binary
-    found = tensors.read_tensors(json.loads(json.dumps(told)), behind)
+    found = tensors.read_tensors(json.loads(json.dumps(header)), behind)
     np.testing.assert_array_equal(found["x"], array)
     np.testing.assert_array_equal(found["first"], np.arange(3))
     assert datatype == "BYTES" or found["x"].dtype == np.dtype(NUMPY_DTYPES[datatype])
@@ -52,8 +52,8 @@ def test_data_may_be_nested_as_the_shape_is() -> None:
 
 
 def test_json_has_no_word_for_what_is_not_finite() -> None:
-    told, _ = tensors.write_tensors({"x": Tensor("FP64", np.array([np.nan, np.inf, 1.0]))}, set())
-    assert told[0]["data"] == [None, None, 1.0]
+    header, _ = tensors.write_tensors({"x": Tensor("FP64", np.array([np.nan, np.inf, 1.0]))}, set())
+    assert header[0]["data"] == [None, None, 1.0]
 
 
 def tensor(**changed: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "schema", "told"),
+    ("x", "schema", "message"),
     [
         (3, {"type": "string"}, "x must be a string, not 3"),
         (True, {"type": "integer"}, "x must be an integer, not True"),
@@ -66,9 +66,9 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
         ("a/b", {"pattern": "^[a-z]+$"}, "must match"),
     ],
 )
-def test_it_names_the_place(x: Any, schema: validation.Schema, told: str) -> None:
+def test_it_names_the_place(x: Any, schema: validation.Schema, message: str) -> None:
     found = find_violation(x, schema, "x")
-    assert found is not None and told in found
+    assert found is not None and message in found
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def alone(i, width, ridge, degree):
 @pytest.mark.parametrize("degree", [0, 1])
 def test_leave_one_out_is_the_loop(degree):
     width, ridge = np.array([0.7, 1.3, 0.9]), 0.05
-    told = np.stack([alone(i, width, ridge, degree) for i in range(M)])
-    want = (COUNTS[:, None] * (told - Y) ** 2).sum() / COUNTS.sum()
+    predicted = np.stack([alone(i, width, ridge, degree) for i in range(M)])
+    want = (COUNTS[:, None] * (predicted - Y) ** 2).sum() / COUNTS.sum()
     rows = rows_of(sloped=SLOPED if degree else FLAT)
     assert rows.leave_one_out_error(width, ridge) == pytest.approx(want, rel=1e-10)
     assert rows.error_gradient(width, ridge)[0] == pytest.approx(want, rel=1e-10)

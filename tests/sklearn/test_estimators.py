@@ -96,7 +96,7 @@ def test_any_kernel_and_weighting_is_one_call_of_attend(kernel, weighting):
     np.testing.assert_allclose(alpha @ Y, want[:, 0], rtol=1e-9, atol=1e-12)
 
 
-def test_a_query_that_no_window_reaches_is_told_by_the_nearest():
+def test_a_query_beyond_all_windows_is_answered_by_the_nearest():
     model = AttentionRegressor(0.1, kernel="boxcar").fit([[0.0], [1.0]], [10.0, 20.0])
     np.testing.assert_array_equal(model.predict([[0.05], [0.9], [7.0]]), [10.0, 20.0, 20.0])
 
@@ -198,7 +198,7 @@ def test_categories_count_by_equality():
     assert np.isfinite(line.predict(query)).all()
 
 
-def test_a_missing_cell_is_told_by_the_cells_beside_it():
+def test_a_missing_cell_is_predicted_from_the_cells_of_its_row():
     holes = X.copy()
     holes[3, 1] = np.nan
     found = AttentionTransformer(WIDTH).fit(X).transform(holes[:5])
@@ -330,7 +330,7 @@ def test_a_bandwidth_that_32_bits_do_not_hold():
         np.testing.assert_allclose(found, want.predict(far.astype(float)), rtol=1e-5)
 
 
-def test_dates_are_told_from_numbers():
+def test_dates_are_distinguished_from_numbers():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"x": [1.0, 2.0], "day": pandas.date_range("2020-01-01", periods=2)})
     with pytest.raises(QkvError, match=r"column 'day' holds dates, such as .*2020.*numbers"):

@@ -1,4 +1,4 @@
-"""Hugging Face's models as one of the doors of tests/test_entry_points.py."""
+"""Hugging Face's models as an entry point of tests/test_entry_points.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL = SimpleNamespace(config=SimpleNamespace(output_attentions=True), is_causa
 def test_a_model_and_its_gradients(score, weighting):
     rows = asked(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
-    attend = AttentionInterface()[register("doors", **how(arrays, score, weighting))]
+    attend = AttentionInterface()[register("entry_points", **how(arrays, score, weighting))]
     given = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
     found, alpha = attend(MODEL, *(x[None, None] for x in given), training=True)
     out, want = truth(score, weighting)

@@ -84,7 +84,7 @@ def pegasus() -> Any:
 
 
 # What each of them does that others do not: masks of numbers, a layer that does not say whether
-# it is causal, or says so wrongly; weights that are collected behind the layers' backs.
+# it is causal, or says so wrongly; weights that are collected outside the layers.
 TAKEN = [
     text("AlignText"),
     text("ClapText"),

@@ -33,7 +33,7 @@ def arrays(x: Floats, y: NDArray[np.float32], t: Tensor, j: jax.Array) -> None:
 
 
 def lists(t: Tensor) -> None:
-    """Lists become arrays like those beside them, or NumPy's."""
+    """Lists become arrays like the other arguments, or NumPy's."""
     assert_type(qkv.attend([[1.0]], t, [[2.0]]), Tensor)
     assert_type(qkv.attend([[1.0]], [[1.0]], [[2.0]]), np.ndarray[Any, Any])
     assert_type(qkv.weights([[1]], [[1]]), np.ndarray[Any, Any])
@@ -46,7 +46,7 @@ def parameters(p: torch.nn.Parameter, t: Tensor) -> None:
 
 
 def returned(t: Tensor, x: Floats, flag: bool) -> None:
-    """What is asked for beside the output comes beside it."""
+    """Additional results are returned together with the output."""
     assert_type(qkv.attend(t, t, t, return_lse=True), tuple[Tensor, Tensor])
     assert_type(qkv.attend(t, t, t, return_weights=True), tuple[Tensor, Tensor])
     assert_type(qkv.attend(t, t, t, return_weights="mean"), tuple[Tensor, Tensor])

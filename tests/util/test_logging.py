@@ -17,12 +17,12 @@ def test_it_tells_the_engine_and_why_not_the_others(caplog):
     x = np.full((3, 5), 0.5)
     with caplog.at_level(logging.DEBUG, "qkv"):
         qkv.attend(x, x, x, score=lambda q, k: q @ k.T)
-    (told,) = caplog.messages
-    assert told.startswith("engine dense for ")
+    (message,) = caplog.messages
+    assert message.startswith("engine dense for ")
     refused = dict(qkv.explain(x, x, x, score=lambda q, k: q @ k.T).refusals)
     assert "native" in refused
     for name, why in refused.items():
-        assert f"not {name}: {why}" in told
+        assert f"not {name}: {why}" in message
 
 
 def test_it_tells_what_is_read(caplog, tmp_path):

@@ -1,4 +1,4 @@
-"""Who sees a progress bar: a terminal, a notebook, and nobody else."""
+"""Progress bars appear only in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_database_that_learns_in_a_notebook_shows_it(notebook):
     assert notebook[0] == "learning" and notebook[-1] == "" and len(notebook) > 2
 
 
-def test_nobody_else_is_shown_one(notebook, monkeypatch, capfd):
+def test_other_outputs_show_none(notebook, monkeypatch, capfd):
     thread = threading.Thread(target=lambda: progress.progress_bar("learning").__enter__()(1, 2))
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""Names of one's own: registered, taken by every door, and refused where they cannot be."""
+"""User-defined names: registered, accepted by every entry point, refused where unsupported."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ class TestEntryPoints:
 
 
 class TestTypeCheckers:
-    """What a checker is told of the names is what the tables hold."""
+    """The names in the type hints are those of the registries."""
 
     @pytest.mark.parametrize(
         ("names", "table"),

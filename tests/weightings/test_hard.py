@@ -50,7 +50,7 @@ def test_the_weights_are_a_function_of_scores():
 
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 def test_an_infinite_score_wins(engine, monkeypatch):
-    """The softmax beside it has no slope there, and must not spoil the answer."""
+    """The straight-through softmax has no slope there, and must not change the answer."""
     monkeypatch.setattr(streaming, "block_size", lambda call: (1, 2))
     key = np.array([[0.0], [np.inf], [1.0]])
     how = {"score": "dot", "weighting": weightings.Hard(straight_through=True), "engine": engine}

@@ -33,32 +33,32 @@ ROWS = {
 WINDOWS = ["boxcar", "triangular", "epanechnikov"]
 
 
-def expected(score, wish):
+def expected(score, on_empty):
     inside = scores.resolve(score)(QUERY[:1], KEY)
-    return np.array([(inside / inside.sum())[0], ROWS[wish][0], [0.0] * 5, ROWS[wish][1]])
+    return np.array([(inside / inside.sum())[0], ROWS[on_empty][0], [0.0] * 5, ROWS[on_empty][1]])
 
 
-def attend(fw, score, wish, engine="streaming", **how):
+def attend(fw, score, on_empty, engine="streaming", **how):
     arrays = [fw.make_array(x) for x in (QUERY, KEY, VALUE)]
-    weighting = weightings.Normalized(wish)
+    weighting = weightings.Normalized(on_empty)
     return qkv.attend(
         *arrays, score=score, weighting=weighting, mask=fw.make_array(LIVE), engine=engine, **how
     )
 
 
 @pytest.mark.applies(
-    lambda fw, wish, score, **_: (
-        FULL or fw.name not in ("jax", "tensorflow") or score == WINDOWS[len(wish) % 3]
+    lambda fw, on_empty, score, **_: (
+        FULL or fw.name not in ("jax", "tensorflow") or score == WINDOWS[len(on_empty) % 3]
     )
 )
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
-@pytest.mark.parametrize(("wish", "score"), list(itertools.product(ROWS, WINDOWS)))
-def test_rows_without_weights(fw, engine, wish, score, monkeypatch):
+@pytest.mark.parametrize(("on_empty", "score"), list(itertools.product(ROWS, WINDOWS)))
+def test_rows_without_weights(fw, engine, on_empty, score, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))
     monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 10)
-    out, alpha = attend(fw, score, wish, engine, return_weights=True)
-    want = expected(score, wish)
+    out, alpha = attend(fw, score, on_empty, engine, return_weights=True)
+    want = expected(score, on_empty)
     np.testing.assert_allclose(qkv.frameworks.to_numpy(alpha), want, atol=1e-12)
     np.testing.assert_allclose(qkv.frameworks.to_numpy(out), want @ VALUE, atol=1e-12)
 
@@ -66,14 +66,14 @@ def test_rows_without_weights(fw, engine, wish, score, monkeypatch):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
-@pytest.mark.parametrize("wish", ["zero", "uniform", "nearest"])
-def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, wish, monkeypatch):
+@pytest.mark.parametrize("on_empty", ["zero", "uniform", "nearest"])
+def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, on_empty, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
     width, along = np.array(2.0), np.ones((4, 2))
 
     def loss(query, width):
         how = {"mask": fw.make_array(LIVE), "engine": engine}
-        how |= {"score": scores.Epanechnikov(width), "weighting": weightings.Normalized(wish)}
+        how |= {"score": scores.Epanechnikov(width), "weighting": weightings.Normalized(on_empty)}
         out = qkv.attend(query, fw.make_array(KEY), fw.make_array(VALUE), **how)
         return qkv.frameworks.get_framework(out).xp.sum(out * fw.make_array(along))
 
@@ -93,10 +93,10 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, wish, monkeypa
 def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
     found = []
-    for wish in ("nan", "zero"):
+    for on_empty in ("nan", "zero"):
 
-        def loss(*arrays, wish=wish):
-            how = {"score": scores.Epanechnikov(2.0), "weighting": weightings.Normalized(wish)}
+        def loss(*arrays, on_empty=on_empty):
+            how = {"score": scores.Epanechnikov(2.0), "weighting": weightings.Normalized(on_empty)}
             out = qkv.attend(*arrays, mask=fw.make_array(LIVE), engine=engine, **how)
             return qkv.frameworks.get_framework(out).xp.sum(out[:1, :])
 
@@ -105,13 +105,13 @@ def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
-@pytest.mark.parametrize("wish", ["zero", "nan", "uniform", "nearest"])
-def test_as_a_function_of_scores(wish):
+@pytest.mark.parametrize("on_empty", ["zero", "nan", "uniform", "nearest"])
+def test_as_a_function_of_scores(on_empty):
     """Below 0 a score says how far outside its key lies; of equals the lowest row."""
-    s = np.array([[1.0, 3.0, 0.0], [-2.0, -1.0, -1.0] if wish == "nearest" else [0.0] * 3])
-    alpha = weightings.Normalized(wish)(s)
+    s = np.array([[1.0, 3.0, 0.0], [-2.0, -1.0, -1.0] if on_empty == "nearest" else [0.0] * 3])
+    alpha = weightings.Normalized(on_empty)(s)
     empty = {"zero": [0.0] * 3, "nan": [NAN] * 3, "uniform": [1 / 3] * 3, "nearest": [0, 1, 0]}
-    np.testing.assert_allclose(alpha, [[0.25, 0.75, 0.0], empty[wish]])
+    np.testing.assert_allclose(alpha, [[0.25, 0.75, 0.0], empty[on_empty]])
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)

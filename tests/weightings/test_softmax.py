@@ -33,7 +33,7 @@ def test_the_temperature_s_gradient_does_not_meet_dead_scores():
         ("torch", "streaming"),
     ],
 )
-def test_more_keys_than_there_are_take_no_room(framework, engine):
+def test_more_keys_than_there_are_take_no_memory(framework, engine):
     xp = pytest.importorskip(framework)
     make = getattr(xp, "tensor", None) or xp.asarray
     every = weightings.TopK(10**12)

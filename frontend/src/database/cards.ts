@@ -2,7 +2,7 @@
 
 import { clipped, fixed, h, put, s } from "../dom";
 import type { Answer } from "../equation";
-import { READ, figure as weighed, percent, rounded, short, told } from "../numbers";
+import { READ, figure as weighed, percent, rounded, short, formatValue } from "../numbers";
 import { spell } from "./state";
 
 /** Values with their own colour; the others share one. */
@@ -62,7 +62,7 @@ export function card(name: string, title: string, hint: string, tie: (answer: An
   return {
     element,
     show(answer, values) {
-      value.textContent = told(answer.pooled);
+      value.textContent = formatValue(answer.pooled);
       value.classList.toggle("long", value.textContent.length > READ);
       value.dataset.value = spell(answer.pooled);
       tied.textContent = tie(answer);
@@ -91,7 +91,7 @@ function spread(answer: Answer): HTMLElement | null {
 
 /** Values that are not numbers: the weight of each, as parts of one bar. */
 function shares(answer: Answer): HTMLElement[] {
-  const all = answer.values.map(({ value, weight }) => ({ text: told(value), weight }));
+  const all = answer.values.map(({ value, weight }) => ({ text: formatValue(value), weight }));
   const most = all.length > SHARES ? SHARES - 1 : SHARES;
   const parts = all.slice(0, most).map((share, colour) => ({ ...share, colour }));
   const rest = all.slice(most).reduce((sum, share) => sum + share.weight, 0);

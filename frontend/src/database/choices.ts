@@ -55,8 +55,8 @@ export function choices(state: State, changed: () => void): Choices {
     const name = nameOf(like);
     const about = NUMBERS[name];
     if (!about) return null;
-    const told = setting(like, about.setting);
-    const start = typeof told === "number" ? told : (own ?? about.start ?? Number(KINDS[name].settings[about.setting]));
+    const chosenSetting = setting(like, about.setting);
+    const start = typeof chosenSetting === "number" ? chosenSetting : (own ?? about.start ?? Number(KINDS[name].settings[about.setting]));
     const made = slider({
       label: about.label,
       // The range includes the start value, whatever its units.
@@ -70,7 +70,7 @@ export function choices(state: State, changed: () => void): Choices {
         changed();
       },
     });
-    if (typeof told !== "number" && (own === undefined || name !== "scaled_dot")) set({ name, [about.setting]: start });
+    if (typeof chosenSetting !== "number" && (own === undefined || name !== "scaled_dot")) set({ name, [about.setting]: start });
     return made.element;
   };
 

@@ -135,8 +135,8 @@ export class State {
 
   /** The score and weighting of Python's answer, if they have no name and the page cannot compute them. */
   get foreign(): string | null {
-    const told = this.data?.answer;
-    return told && this.data.told === false ? `${told.score} and ${told.weighting}` : null;
+    const answer = this.data?.answer;
+    return answer && this.data.is_named === false ? `${answer.score} and ${answer.weighting}` : null;
   }
 
   /** The names of the chosen score and weighting that have no formula in TypeScript, in words. */
@@ -403,13 +403,13 @@ export class State {
 
   /** Replaces the page's numbers by those that Python computed from all rows. */
   private python(soft: Answer, hard: Answer, used: number[]): void {
-    const { answer: told, best } = this.data;
-    soft.weights = Float64Array.from(used, (i) => told.weights.data[i]);
+    const { answer, best } = this.data;
+    soft.weights = Float64Array.from(used, (i) => answer.weights.data[i]);
     for (const row of soft.rows) row.weight = soft.weights[row.index];
-    Object.assign(soft, { pooled: plain(told.value), entropy: told.entropy, effective: told.effective_rows });
-    Object.assign(soft, { total: told.total, missing: told.missing, spread: told.spread ?? null });
-    soft.values = told.values ?? [];
-    Object.assign(hard, { total: told.total, missing: told.missing });
+    Object.assign(soft, { pooled: plain(answer.value), entropy: answer.entropy, effective: answer.effective_rows });
+    Object.assign(soft, { total: answer.total, missing: answer.missing, spread: answer.spread ?? null });
+    soft.values = answer.values ?? [];
+    Object.assign(hard, { total: answer.total, missing: answer.missing });
     if (!best) return;
     hard.weights = Float64Array.from(used, (i) => Number(i === best.at));
     hard.pooled = plain(best.value);

@@ -2,7 +2,7 @@
 
 import { long, wholeOf } from "../bars";
 import { h, put, unique } from "../dom";
-import { counted, figure, told } from "../numbers";
+import { counted, figure, formatValue } from "../numbers";
 import { isTensor } from "../wire";
 import { type Outcome, type State, inOneLine, typed } from "./state";
 
@@ -118,7 +118,7 @@ export function table(state: State, changed: (rows: boolean, edited?: boolean) =
   const input = (of: { text: string; given: unknown }, what: "key" | "value", i: number) =>
     h("input", {
       type: "text",
-      value: inOneLine(isRecord(of.given) ? told(of.given) : of.text),
+      value: inOneLine(isRecord(of.given) ? formatValue(of.given) : of.text),
       autocomplete: "off",
       spellcheck: "false",
       "aria-label": `${what} of row ${i + 1}`,

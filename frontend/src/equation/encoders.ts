@@ -80,16 +80,16 @@ function numbers(keys: Key[]): Encoder {
     return found > 0 ? found : 1; // a single value has no spread
   });
   const unit = spread.map((x) => (x > 1e-30 && x < 1e30 ? 1 : x));
-  const told = spread.map((x, j) => x / unit[j]);
+  const relativeSpread = spread.map((x, j) => x / unit[j]);
   const code = (numbers: number[]) => Float32Array.from(numbers, (x, j) => (x - mean[j]) / unit[j]);
   return {
     name: "numbers",
     encode: (some) => some.map((key, i) => code(row(key, among(i)))),
     query: (some) => some.map((key) => code(row(key, (part) => `the query must be a ${asked}, not '${part}'`))),
     score(count) {
-      const scott = Math.max(count, 1) ** (-1 / (told.length + 4));
-      if (told.length === 1) return { name: "gaussian", bandwidth: scott * told[0] };
-      return { name: "gaussian", bandwidth: Float32Array.from(told, (x) => Math.fround(x) * Math.fround(scott)) };
+      const scott = Math.max(count, 1) ** (-1 / (relativeSpread.length + 4));
+      if (relativeSpread.length === 1) return { name: "gaussian", bandwidth: scott * relativeSpread[0] };
+      return { name: "gaussian", bandwidth: Float32Array.from(relativeSpread, (x) => Math.fround(x) * Math.fround(scott)) };
     },
   };
 }
@@ -137,8 +137,8 @@ function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
       some.map((key) => {
         const found = words(text(key));
         // Words that no key has still count in the norm of the query.
-        const told = sum(found, (code) => idf(counts.get(code) ?? 0));
-        const by = 1 / (told + usual || 1);
+        const total = sum(found, (code) => idf(counts.get(code) ?? 0));
+        const by = 1 / (total + usual || 1);
         return laid(Array.from(found, ([code, f]) => [code, f * idf(counts.get(code) ?? 0) * by]));
       }),
     score: (rows) => ({ name: "scaled_dot", scale: sharpness(rows) }),

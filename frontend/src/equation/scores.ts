@@ -183,24 +183,24 @@ export const SCORES: Record<string, Kind> = {
 const POSITIVE = ["bandwidth", "width", "temperature", "softcap", "alpha"];
 
 /** A name with all its settings; throws an error for invalid ones. */
-export function settled(what: string, kinds: Record<string, { settings: object }>, like: Like): Named {
+export function resolveSettings(what: string, kinds: Record<string, { settings: object }>, like: Like): Named {
   const given = typeof like === "string" ? { name: like } : like;
   const kind = Object.hasOwn(kinds, given.name) ? kinds[given.name] : undefined;
   if (!kind) {
     throw new RangeError(`no ${what} is named "${given.name}"; the page knows ${Object.keys(kinds).join(", ")}`);
   }
-  const told = { ...kind.settings, ...given };
-  for (const [name, value] of Object.entries(told)) {
+  const resolved = { ...kind.settings, ...given };
+  for (const [name, value] of Object.entries(resolved)) {
     if (POSITIVE.includes(name) && typeof value === "number" && !(value > 0 && value < Infinity)) {
       throw new RangeError(`${given.name}: ${name} must be above 0, not ${value}`);
     }
   }
-  return told;
+  return resolved;
 }
 
 /** The score with this name and these settings. */
 export function resolve(like: Like): Score {
-  const { name, ...settings } = settled("score", SCORES, like);
+  const { name, ...settings } = resolveSettings("score", SCORES, like);
   const kind = SCORES[name];
   const at = kind.make(settings);
   const score: Score = {

@@ -1,6 +1,6 @@
 /** Weightings α: how the scores of a row become weights. The same as qkv.weightings, in float64. */
 
-import { type Like, SCORES, type Score, type Vector, settled, sigmoid } from "./scores";
+import { type Like, SCORES, type Score, type Vector, resolveSettings, sigmoid } from "./scores";
 
 /** The keys that have weight; null means all. */
 export type Live = ArrayLike<boolean | number> | null;
@@ -191,7 +191,7 @@ export const WEIGHTINGS: Record<string, Kind> = {
 
 /** The weighting with this name and these settings. */
 export function resolve(like: Like): Weighting {
-  const { name, ...settings } = settled("weighting", WEIGHTINGS, like);
+  const { name, ...settings } = resolveSettings("weighting", WEIGHTINGS, like);
   const kind = WEIGHTINGS[name];
   if (name === "topk" && !(Number.isInteger(settings.k) && Number(settings.k) >= 1)) {
     throw new RangeError(`topk: k must be a whole number of at least 1, not ${settings.k}`);

@@ -75,9 +75,9 @@ export class Bandwidths {
       Number.isFinite(now.error) && s("circle", { class: "mark", cx: at(now.width), cy: inside.y(now.error), r: 5 }),
     );
     const some = Number.isFinite(this.least);
-    const told = some ? numeral(this.least, 0, 3) : "none";
-    this.plot.setAttribute("aria-label", `Leave-one-out error of each bandwidth; the least is at ${told}`);
-    this.best.textContent = some ? `Use the best, ${told}` : "No bandwidth predicts every point";
+    const leastText = some ? numeral(this.least, 0, 3) : "none";
+    this.plot.setAttribute("aria-label", `Leave-one-out error of each bandwidth; the least is at ${leastText}`);
+    this.best.textContent = some ? `Use the best, ${leastText}` : "No bandwidth predicts every point";
     this.best.disabled = !some;
   }
 }

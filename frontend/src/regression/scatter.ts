@@ -33,7 +33,7 @@ export interface Drawn {
   /** The point that the keyboard moves. */
   active: number;
   dark: boolean;
-  told(i: number): string;
+  describePoint(i: number): string;
 }
 
 /** Width in pixels of a letter of the text next to the mark. */
@@ -180,7 +180,7 @@ export class Scatter {
         cy: view.y(p.y),
         r: 6 + 5 * Math.sqrt(share),
         tabindex: i === drawn.active ? 0 : -1,
-        "aria-label": drawn.told(i),
+        "aria-label": drawn.describePoint(i),
       });
       circle.style.setProperty("fill", css(colours, share * 0.85));
     });

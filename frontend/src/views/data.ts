@@ -3,7 +3,7 @@
 import { long } from "../bars";
 import { type About, type Found, type Row, local, remote } from "../data/source";
 import { clipped, fixed, h, labelled, put, select } from "../dom";
-import { READ, counted, percent, short, told } from "../numbers";
+import { READ, counted, percent, short, formatValue } from "../numbers";
 import { pythonOnly } from "../registered";
 import type { View } from "../view";
 
@@ -149,12 +149,12 @@ export const view: View = {
         const found = await source.ask(of, asked).catch(late);
         if (!found || gone || mine !== last) return;
         draw(found, of);
-        const value = told(found.value);
+        const value = formatValue(found.value);
         given.announce(found.rows.length ? `${value}. ${short(found.rows[0].key)} has ${percent(found.rows[0].weight)} of the weight.` : "No row matches the query.");
       });
 
     const draw = (found: Found, of: About) => {
-      const value = found.rows.length ? told(found.value) : "nothing";
+      const value = found.rows.length ? formatValue(found.value) : "nothing";
       put(
         answer,
         h("p", { class: value.length > READ ? "value long" : "value", test: "data-value-found" }, value),
@@ -176,8 +176,8 @@ export const view: View = {
                 {},
                 h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, fixed(row.weight)),
                 h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: long(row.weight) } }))),
-                h("td", { class: "wide", test: `data-row-${i}-key` }, clipped(told(row.key))),
-                h("td", { class: "wide", test: `data-row-${i}-value` }, clipped(told(row.value))),
+                h("td", { class: "wide", test: `data-row-${i}-key` }, clipped(formatValue(row.key))),
+                h("td", { class: "wide", test: `data-row-${i}-value` }, clipped(formatValue(row.value))),
               ),
             ),
           ),
@@ -189,7 +189,7 @@ export const view: View = {
     /** Without a query: shows the first rows, and an example of a query. */
     const begin = (first: Row[], of: About) => {
       const cells = (row: Row, names: string[]) => names.map((name) => row[name]);
-      const [one] = first.map((row) => told(cells(row, of.key)));
+      const [one] = first.map((row) => formatValue(cells(row, of.key)));
       query.placeholder = one && one.length <= LONG ? `${one}, or something similar` : `${of.key.join(", ")}, or something similar`;
       if (first.length) where.placeholder = condition(first, of.columns);
       const shown = [...of.key, ...of.value];
@@ -207,7 +207,7 @@ export const view: View = {
               h(
                 "tbody",
                 {},
-                ...first.map((row, i) => h("tr", {}, ...shown.map((name) => h("td", { class: row[name] === null ? "note" : undefined, test: `data-first-${i}-${name}` }, clipped(told(row[name])))))),
+                ...first.map((row, i) => h("tr", {}, ...shown.map((name) => h("td", { class: row[name] === null ? "note" : undefined, test: `data-first-${i}-${name}` }, clipped(formatValue(row[name])))))),
               ),
             ),
           ),

@@ -6,7 +6,7 @@ import { EXAMPLES } from "../database/examples";
 import { type Outcome, State, inOneLine, spell, typed } from "../database/state";
 import { table } from "../database/table";
 import { fixed, h, labelled } from "../dom";
-import { counted, figure, percent, told } from "../numbers";
+import { counted, figure, percent, formatValue } from "../numbers";
 import type { View } from "../view";
 
 /** Milliseconds after the last key press until Python is asked or a sentence is announced. */
@@ -178,7 +178,7 @@ export const view: View = {
       timer = setTimeout(() => {
         if (gone) return;
         const [first] = outcome.soft.rows;
-        const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : told(outcome.soft.pooled);
+        const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : formatValue(outcome.soft.pooled);
         given.announce(
           first
             ? `${value}. ${spell(first.key)} ${outcome.soft.shares ? `has ${percent(first.weight)} of the weight` : `has weight ${figure(first.weight)}`}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`

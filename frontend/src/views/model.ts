@@ -167,7 +167,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     at,
   });
 
-  const told = [
+  const sentences = [
     `${layers} layers × ${heads} heads, ${all.queries} queries × ${all.keys} keys.`,
     "Each picture has its own scale, from 0 to its largest weight. The number below it is the mean entropy of its rows,",
     `from 0 (one key) to ${fixed(most, 2)} (all ${all.keys} keys equally).`,
@@ -175,7 +175,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   ];
   at.append(
     h("h2", {}, "Attention weights of all heads"),
-    h("p", { class: "note", test: "model-about" }, told.join(" ")),
+    h("p", { class: "note", test: "model-about" }, sentences.join(" ")),
     h(
       "div",
       { class: "model" },

@@ -298,7 +298,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       weights: here.weights,
       active,
       dark: given.dark(),
-      told: (i) => `${placed(i)}, weight ${fixed(here.weights[i])}`,
+      describePoint: (i) => `${placed(i)}, weight ${fixed(here.weights[i])}`,
     });
     plot.element.setAttribute(
       "aria-label",

@@ -167,9 +167,9 @@ function mount(at: HTMLElement, given: Given): () => void {
 
   /** Redraws everything after another score, weighting or space was chosen. */
   function arrange() {
-    const { name, note: told, settings: own, learned } = similarities[chosen];
+    const { name, note: explanation, settings: own, learned } = similarities[chosen];
     title.textContent = titleOf(name);
-    note.textContent = told;
+    note.textContent = explanation;
     spaces.value = space.name;
     spaces.disabled = Boolean(learned);
     put(scoreSettings, ...settings(name, own));

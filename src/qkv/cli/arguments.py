@@ -10,28 +10,30 @@ from qkv.database.parsing import parse_cell_like, parse_number
 from qkv.errors import ArgumentError
 
 # `column=`, but none of ==, <=, >=, !=.
-_EQUALS = re.compile(r"(?P<column>[^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*")
-_JOINS = re.compile(r"\s(?:and|or)\s", re.I)
-_STRING = re.compile(
+_ASSIGNMENT = re.compile(r"(?P<column>[^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*")
+_CONJUNCTION = re.compile(r"\s(?:and|or)\s", re.I)
+_QUOTED_TEXT = re.compile(
     r"""(?P<quote>['"])
     (?:(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*+|(?:(?P=quote){2}|(?!(?P=quote)).)*+)
     (?P=quote)(?=[\s)]|$)""",
     re.VERBOSE,
 )
 """A string in which a backslash escapes a quote; if that one has no end, a plain backslash."""
-_TOKENS = re.compile(
+_TOKEN = re.compile(
     r"""(?P<quote>["'])(?:(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*+|.*)(?P=quote)|`[^`]*+`|\w+|.""",
     re.DOTALL,
 )
 """A string, up to the last quote if all others are escaped; a name in backticks, a word, or one
 character."""
-_SPACE = re.compile(r"\s*")
-_LEADS = re.compile(r"(?:\s*(?:\(|not\b(?=\s*[^\s=<>!])))+\s*", re.I)
+_WHITESPACE = re.compile(r"\s*")
+_BEFORE_COMPARISON = re.compile(r"(?:\s*(?:\(|not\b(?=\s*[^\s=<>!])))+\s*", re.I)
 """Text before a comparison: opening brackets and `not`."""
-_ENDS = re.compile(r"\s*\)(?:\s*\))*\s*(?:(?:and|or)\b\s*|$)|\s+(?:and|or)\s+|\s+$", re.I)
+_AFTER_COMPARISON = re.compile(
+    r"\s*\)(?:\s*\))*\s*(?:(?:and|or)\b\s*|$)|\s+(?:and|or)\s+|\s+$", re.I
+)
 """Text after a comparison: closing brackets, `and`, `or`."""
-_JOINED = re.compile(r"\s+(?:and|or)\s+(?:\(\s*)*", re.I)
-_COMPARED = re.compile(
+_CONJUNCTION_WITH_BRACKETS = re.compile(r"\s+(?:and|or)\s+(?:\(\s*)*", re.I)
+_COMPARISON_START = re.compile(
     r"""(?:not\s++)?(?:\(\s*+)*+(?:
         (?:`[^`]*+`\s*?|(?:(?!\s(?:and|or)\s)[^=<>!'"`()])+?)
         (?:
@@ -45,7 +47,7 @@ _COMPARED = re.compile(
     re.I | re.VERBOSE,
 )
 """The start of a comparison after `and` or `or`."""
-_WITHIN = re.compile(
+_SECOND_COMPARISON = re.compile(
     r"(?:(?P<sign>&&?|\|\|?)\s*+|[,;]\s*+|(?<!\s)\s++)"
     r"(?P<name>[^\W\d]\w*+)\s*+(?P<sign_after>[<>]=?|!=|==?)"
 )
@@ -89,7 +91,7 @@ def join_conditions(conditions: Sequence[str] | None, columns: Collection[str] =
     >>> join_conditions(["genre=tea and n=2"])
     "`genre` == 'tea' and `n` in (2, '2')"
     """
-    parts = [_Condition(text, columns).expression() for text in conditions or ()]
+    parts = [_Condition(text, columns).build_expression() for text in conditions or ()]
     if len(parts) < 2:
         return parts[0] if parts else None
     return " and ".join(f"({part})" for part in parts)
@@ -105,30 +107,30 @@ class _Condition:
         self.text, self.columns = text, columns
         self.at = self.open = 0
 
-    def expression(self) -> str:
+    def build_expression(self) -> str:
         """Return the condition with quotes around its texts."""
         parts: list[str] = []
         while self.at < len(self.text):
-            if lead := _LEADS.match(self.text, self.at):
+            if lead := _BEFORE_COMPARISON.match(self.text, self.at):
                 self.open += lead[0].count("(")
             else:
-                lead = _SPACE.match(self.text, self.at)
+                lead = _WHITESPACE.match(self.text, self.at)
             assert lead is not None
             parts.append(lead[0])
             self.at = lead.end()
-            parts.append(self._comparison())
-            if end := _ENDS.match(self.text, self.at):
+            parts.append(self._read_comparison())
+            if end := _AFTER_COMPARISON.match(self.text, self.at):
                 self.open -= end[0].count(")")
                 parts.append(end[0])
                 self.at = end.end()
         return "".join(parts).strip() if self.text.strip() else self.text
 
-    def _comparison(self) -> str:
+    def _read_comparison(self) -> str:
         """Return one comparison, up to `and`, `or` or a closing bracket."""
-        begin, equals = self.at, _EQUALS.match(self.text, self.at)
+        begin, equals = self.at, _ASSIGNMENT.match(self.text, self.at)
         column = "" if equals is None else equals["column"].strip()
-        if equals is not None and (column in self.columns or not _JOINS.search(column)):
-            value = _STRING.match(self.text, equals.end())
+        if equals is not None and (column in self.columns or not _CONJUNCTION.search(column)):
+            value = _QUOTED_TEXT.match(self.text, equals.end())
             if value is not None:  # in quotes, as in SQL
                 self.at = value.end()
                 return f"`{column}` == {value[0]}"
@@ -138,9 +140,9 @@ class _Condition:
                 return f"`{column}` {self._right_side(text, column)}"
         depth, self.at = 0, begin
         while self.at < len(self.text):
-            if depth == 0 and _ENDS.match(self.text, self.at):
+            if depth == 0 and _AFTER_COMPARISON.match(self.text, self.at):
                 break
-            token = _TOKENS.match(self.text, self.at)
+            token = _TOKEN.match(self.text, self.at)
             assert token is not None
             depth += (token[0] in "([{") - (token[0] in ")]}")
             self.at = token.end()
@@ -150,19 +152,19 @@ class _Condition:
         """Return the end of a text without quotes: before a condition or a closing bracket."""
         depth = 0
         while at < len(self.text):
-            if _JOINED.match(self.text, at) and self._begins_condition(
-                _JOINED.match(self.text, at).end()  # type: ignore[union-attr]
+            if _CONJUNCTION_WITH_BRACKETS.match(self.text, at) and self._begins_condition(
+                _CONJUNCTION_WITH_BRACKETS.match(self.text, at).end()  # type: ignore[union-attr]
             ):
                 return at
             depth += (self.text[at] == "(") - (self.text[at] == ")")
-            if depth < 0 and self.open and _ENDS.match(self.text, at):
+            if depth < 0 and self.open and _AFTER_COMPARISON.match(self.text, at):
                 return at
             at += 1
         return at
 
     def _begins_condition(self, at: int) -> bool:
         """Return whether a comparison or a column name begins at this position."""
-        if _COMPARED.match(self.text, at):
+        if _COMPARISON_START.match(self.text, at):
             return True
         word = re.match(r"(?:not\s+)?([^\s()]+)\s*(?=\)|$)", self.text[at:], re.I)
         return word is not None and word[1] in self.columns
@@ -173,7 +175,7 @@ class _Condition:
         other = next(
             (
                 match
-                for match in _WITHIN.finditer(text)
+                for match in _SECOND_COMPARISON.finditer(text)
                 if match["sign"] or match["name"].strip() in self.columns
             ),
             None,

@@ -34,8 +34,8 @@ def attend_compiled(
     query, key, value = (get_framework(x).apply_autocast(x) for x in (query, key, value))
     arrays: list[Tensor] = []
     group_name = None if group is None else group.group_name
-    text = encode_arguments({**options, "group": group_name}, arrays)
-    outputs = torch.ops.qkv.attend_in_group([query, key, value, *arrays], text, return_lse)
+    options_json = encode_arguments({**options, "group": group_name}, arrays)
+    outputs = torch.ops.qkv.attend_in_group([query, key, value, *arrays], options_json, return_lse)
     return tuple(outputs) if return_lse else outputs[0]
 
 
@@ -101,9 +101,9 @@ def decode_arguments(data: Any, arrays: list[Tensor]) -> Any:
     return record
 
 
-def _run_eager(tensors: list[Tensor], text: str, lse: bool) -> list[Tensor]:
+def _run_eager(tensors: list[Tensor], options_json: str, lse: bool) -> list[Tensor]:
     query, key, value, *arrays = tensors
-    options = decode_arguments(json.loads(text, strict=False), arrays)
+    options = decode_arguments(json.loads(options_json, strict=False), arrays)
     name = options.pop("group")
     group = None if name is None else _resolve_process_group(name)
     outputs = attend_in_group(query, key, value, group, return_lse=lse, **options)
@@ -112,12 +112,12 @@ def _run_eager(tensors: list[Tensor], text: str, lse: bool) -> list[Tensor]:
 
 
 @torch.library.custom_op("qkv::attend_in_group", mutates_args=())
-def _attend_op(arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
-    return _run_eager(arrays, how, lse)
+def _attend_op(arrays: list[Tensor], options_json: str, lse: bool) -> list[Tensor]:
+    return _run_eager(arrays, options_json, lse)
 
 
 @_attend_op.register_fake
-def _(arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
+def _(arrays: list[Tensor], options_json: str, lse: bool) -> list[Tensor]:
     query, key, value = arrays[:3]
     size = max(x.ndim for x in (query, key, value)) - 2
     leads = [(1,) * (size + 2 - x.ndim) + tuple(x.shape[:-2]) for x in (query, key, value)]
@@ -131,14 +131,14 @@ def _(arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
 
 @torch.library.custom_op("qkv::attend_in_group_backward", mutates_args=())
 def _attend_backward_op(
-    gradients: list[Tensor], arrays: list[Tensor], how: str, lse: bool
+    gradients: list[Tensor], arrays: list[Tensor], options_json: str, lse: bool
 ) -> list[Tensor]:
     with ExitStack() as stack:
         for kind in AUTOGRAD_DISPATCH_KEYS:  # excluded inside of an operator
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(kind, False))
         stack.enter_context(torch.enable_grad())
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in arrays]
-        outputs = _run_eager(leaves, how, lse)
+        outputs = _run_eager(leaves, options_json, lse)
         differentiable = [x for x in leaves if x.requires_grad]
         zeros = {"allow_unused": True, "materialize_grads": True}
         computed = iter(torch.autograd.grad(outputs, differentiable, gradients, **zeros))
@@ -147,18 +147,18 @@ def _attend_backward_op(
 
 
 @_attend_backward_op.register_fake
-def _(gradients: list[Tensor], arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
+def _(gradients: list[Tensor], arrays: list[Tensor], options_json: str, lse: bool) -> list[Tensor]:
     return [torch.empty_like(x) for x in arrays]
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    arrays, ctx.how, ctx.lse = inputs
+    arrays, ctx.options_json, ctx.lse = inputs
     ctx.save_for_backward(*arrays)
 
 
 def _run_backward(ctx: Any, gradients: list[Tensor]) -> Any:
     input_gradients = torch.ops.qkv.attend_in_group_backward(
-        list(gradients), list(ctx.saved_tensors), ctx.how, ctx.lse
+        list(gradients), list(ctx.saved_tensors), ctx.options_json, ctx.lse
     )
     return input_gradients, None, None
 

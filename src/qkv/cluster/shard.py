@@ -196,7 +196,7 @@ class SliceEvaluator:
         )
 
     @cached_property
-    def _portion(self) -> partial_attention.ShardCall:
+    def _shard_call(self) -> partial_attention.ShardCall:
         job, view = self.job, self.view
         allowed = view.mask_missing_values(view.filter_rows(job.where))[0]
         rows = view.open_vectors(allowed, value=True, asked=job.words)
@@ -316,7 +316,7 @@ class SliceEvaluator:
 
     @cached_property
     def block_passes(self) -> Any:
-        return self._portion.block_passes()
+        return self._shard_call.block_passes()
 
     def fold_passes(self, lift: Any, merge: Any, init: Any) -> State:
         return self.block_passes.fold(lift, merge, init)  # type: ignore[no-any-return]
@@ -327,7 +327,7 @@ class SliceEvaluator:
         return state
 
     def compute_gradients(self, state: State, gradients: Arrays) -> list[Any]:
-        return self._portion.compute_gradients(state, gradients)
+        return self._shard_call.compute_gradients(state, gradients)
 
     # Methods that need no job
 

@@ -49,10 +49,10 @@ def _copy_rows(view: TableView, target: Store, dropped_ids: int) -> None:
     """Copy the rows of a view to a new store; `dropped_ids` is the number of unused row ids."""
     # fitted = 0: an encoder that is fitted again to one part would no longer fit the other parts.
     settings, arrays = {**view.settings, "fitted": 0}, view.snapshot.read_arrays() or None
-    promise = settings.get("promise")
-    if isinstance(promise, dict) and isinstance(promise.get("last"), int):
+    calibration = settings.get("promise")
+    if isinstance(calibration, dict) and isinstance(calibration.get("last"), int):
         # A calibration counts the rows added since by their ids, which are new in the parts.
-        settings["promise"] = {**promise, "last": promise["last"] - dropped_ids}
+        settings["promise"] = {**calibration, "last": calibration["last"] - dropped_ids}
     for start in range(0, len(view), ROWS_PER_CHUNK):
         ids = view.ids[start : start + ROWS_PER_CHUNK]
         target.commit(

@@ -88,9 +88,9 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     weights = call.weighting.weights(scores, live, block.k)
     lse = call.weighting.compute_lse(scores, live, block.k) if call.wants_lse else None
 
-    keep = calls.dropout_factors(call, block, weights)
+    dropout_mask = calls.dropout_factors(call, block, weights)
     out = None
     if call.value is not None:
         value = calls.repeat_shared_heads(call, calls.zero_dead_rows(call, call.value, live))
-        out = call.weighting.pool_values(weights, value, live, keep)
-    return out, lse, weights if keep is None else weights * keep
+        out = call.weighting.pool_values(weights, value, live, dropout_mask)
+    return out, lse, weights if dropout_mask is None else weights * dropout_mask

@@ -26,13 +26,13 @@ NAME = "lowered"
 
 ENGINES = (native, triton, streaming, dense)
 
-MAX_FORM_NUMBERS = 2**26
+MAX_FEATURE_NUMBERS = 2**26
 """Most numbers of φ and ψ together; larger forms are computed block by block."""
 
 MAX_DIRECT_TANHS = 2**24
 """Number of tanh evaluations below which the additive score itself is faster."""
 
-MIN_PRODUCT_DIFFERENCES = 2**14
+MIN_EXPANDED_DIFFERENCES = 2**14
 """Number of differences from which the expanded Gaussian is faster."""
 
 MIN_PAIRS_PER_FUNCTION = 6
@@ -115,7 +115,7 @@ def _is_short_gaussian(call: Call) -> bool:
         return False
     return (
         math.prod(call.lead) * call.n * call.m * streaming.numbers_per_pair(call)
-        >= MIN_PRODUCT_DIFFERENCES
+        >= MIN_EXPANDED_DIFFERENCES
     )
 
 
@@ -157,7 +157,7 @@ def rewrite_as_dot(call: Call) -> Call:
     shapes = [call.fw.static_shape(x) for x in (call.query, call.key)]
     if (
         sum(math.prod(shape[:-1]) for shape in shapes) * score.dot_product_width(shapes[0][-1])
-        > MAX_FORM_NUMBERS
+        > MAX_FEATURE_NUMBERS
     ):
         return call
     query, key = score.dot_product_form(call.query, call.key).augmented_vectors()

@@ -420,8 +420,8 @@ def _run_forward(
             part = load_operands(call, rows, keys[0])
             s = calls.compute_scores(unscaled, part.query, part.key, part.bias, part.block)
             value = calls.repeat_shared_heads(call, load_value(call, keys[0], part.live))
-            keep = calls.dropout_factors(call, part.block)
-            return (weighting.pool_whole_rows(s, part.live, part.block.k, value, keep),)
+            dropout_mask = calls.dropout_factors(call, part.block)
+            return (weighting.pool_whole_rows(s, part.live, part.block.k, value, dropout_mask),)
         passes = BlockPasses(call, rows, keys, saved_scores)
         threshold = weighting.find_threshold(passes.fold)
         out, row_facts, centre = weighting.finish(passes.state(threshold), threshold)
@@ -494,7 +494,7 @@ def run_backward(
         def add_block(totals: Any, cols: Span) -> Any:
             dq, dk, dv, dbias, dparameters = totals
             part = load_operands(call, rows, cols)
-            live, keep = part.live, calls.dropout_factors(call, part.block)
+            live, dropout_mask = part.live, calls.dropout_factors(call, part.block)
             if known_scores and cols.start in known_scores:  # a traced start has no hash
                 s = known_scores[cols.start]
                 score_vjp = query_gradient_function(call, part.query, part.key)
@@ -506,7 +506,7 @@ def run_backward(
             value = load_value(call, cols, live)
             if not stored:
                 factors = weighting.value_gradient_weights(weight)
-                factors = factors if keep is None else factors * keep
+                factors = factors if dropout_mask is None else factors * dropout_mask
                 new_dv = fw.xp.matmul(fw.xp.matrix_transpose(factors), output_gradient)
                 dv = fw.add_to_span(
                     dv, calls.sum_shared_heads(call, new_dv, value.shape[:-2]), cols, None
@@ -514,7 +514,9 @@ def run_backward(
             if weighting.is_differentiable:
                 shared = calls.repeat_shared_heads(call, value)
                 weight_gradient = fw.xp.matmul(output_gradient, fw.xp.matrix_transpose(shared))
-                weight_gradient = weight_gradient if keep is None else weight_gradient * keep
+                weight_gradient = (
+                    weight_gradient if dropout_mask is None else weight_gradient * dropout_mask
+                )
                 ds = weighting_for_rows(fw, weighting, rows, call.n).score_gradient(
                     s, weight, weight_gradient, centre, row_facts
                 )

@@ -155,13 +155,13 @@ def _run_in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array |
     has = (call.value is not None, call.wants_lse, True)
 
     def compute_piece(arrays: Sequence[Array], rows: Span) -> Arrays:
-        found = _compute_rows(tree.replace_arrays(fw, call, arrays), rows)
-        return tuple(x for x in found if x is not None)
+        results = _compute_rows(tree.replace_arrays(fw, call, arrays), rows)
+        return tuple(x for x in results if x is not None)
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         return fw.map_tiles(lambda rows, _: compute_piece(arrays, rows), tiling), ()
 
-    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Gradients:
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
         floats = [i for i, x in enumerate(arrays) if fw.dtype_name(x).startswith("float")]
 
         def add_piece(total: Any, rows: Span, _: Any) -> Any:
@@ -181,10 +181,10 @@ def _run_in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array |
             ]
 
         zeros = [fw.full(fw.static_shape(arrays[i]), 0.0, arrays[i]) for i in floats]
-        found: list[Array | None] = [None] * len(arrays)
+        totals: list[Array | None] = [None] * len(arrays)
         for i, total in zip(floats, fw.fold_tiles(add_piece, zeros, tiling), strict=True):
-            found[i] = total
-        return tuple(found)
+            totals[i] = total
+        return tuple(totals)
 
     def reference(*arrays: Array) -> Arrays:
         return tuple(

@@ -90,8 +90,8 @@ def _float_kernel(query: np.ndarray) -> ProductFunction:
         step = max(FLOATS_PER_BLOCK // max(code.shape[1], 1), 256)
         out = np.empty((len(query), len(code)), np.float32)
         for at in range(0, len(code), step):
-            some = code[at : at + step].astype(np.float32)
-            np.matmul(query, some.T, out=out[:, at : at + step])
+            rows = code[at : at + step].astype(np.float32)
+            np.matmul(query, rows.T, out=out[:, at : at + step])
         return out
 
     return multiply_codes
@@ -107,7 +107,7 @@ def _simsimd_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
     return multiply_codes
 
 
-_THREAD = threading.local()
+_THREAD_BUFFERS = threading.local()
 
 
 def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
@@ -120,16 +120,16 @@ def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
             _limit_torch_threads(torch)
         left = torch.from_numpy(_writable_view(np.ascontiguousarray(code)))
         thin = len(scales) == 1  # PyTorch's product with one row is six times slower
-        whole, floats = _thread_buffers(torch, (len(left) if thin else step, len(query)))
+        integers, floats = _thread_buffers(torch, (len(left) if thin else step, len(query)))
         out = None if thin else each.new_empty(len(scales), len(left))
         for at in range(0, len(left), step):
-            some = left[at : at + step]
-            room = slice(at, at + step) if thin else slice(len(some))
-            torch._int_mm(some, right, out=whole[room])
+            rows = left[at : at + step]
+            part = slice(at, at + step) if thin else slice(len(rows))
+            torch._int_mm(rows, right, out=integers[part])
             if out is not None:
-                torch.mm(each, floats[room].copy_(whole[room]).T, out=out[:, at : at + step])
+                torch.mm(each, floats[part].copy_(integers[part]).T, out=out[:, at : at + step])
         if out is None:
-            return np.asarray(scales @ floats.copy_(whole).numpy().T)
+            return np.asarray(scales @ floats.copy_(integers).numpy().T)
         return np.asarray(out.numpy())
 
     return multiply_codes
@@ -140,13 +140,16 @@ def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 
     New memory would cost as much time as the products.
     """
-    if getattr(_THREAD, "shape", None) != shape:
-        size, held = shape[0] * shape[1], getattr(_THREAD, "held", None)
+    if getattr(_THREAD_BUFFERS, "shape", None) != shape:
+        size, held = shape[0] * shape[1], getattr(_THREAD_BUFFERS, "held", None)
         if held is None or len(held[0]) < size:
             kinds = torch.int32, torch.float32
-            _THREAD.held = held = [torch.empty(size, dtype=x, device="cpu") for x in kinds]
-        _THREAD.shape, _THREAD.views = shape, tuple(x[:size].view(shape) for x in held)
-    views: tuple[Any, Any] = _THREAD.views
+            _THREAD_BUFFERS.held = held = [torch.empty(size, dtype=x, device="cpu") for x in kinds]
+        _THREAD_BUFFERS.shape, _THREAD_BUFFERS.views = (
+            shape,
+            tuple(x[:size].view(shape) for x in held),
+        )
+    views: tuple[Any, Any] = _THREAD_BUFFERS.views
     return views
 
 
@@ -155,17 +158,17 @@ def _writable_view(x: np.ndarray) -> np.ndarray:
     if x.flags.writeable:
         return x
     view = x.__array_interface__ | {"data": (x.ctypes.data, False)}
-    holder = type("Lent", (), {"__array_interface__": view, "array": x})
+    holder = type("ArrayInterface", (), {"__array_interface__": view, "array": x})
     return np.asarray(holder())
 
 
 def _limit_torch_threads(torch: Any) -> None:
     """Let PyTorch use one thread inside each worker thread, of which there is one per core."""
-    if not getattr(_THREAD, "alone", False):
+    if not getattr(_THREAD_BUFFERS, "alone", False):
         torch.get_num_threads()  # the first call in a thread initializes its OpenMP settings
         for library in _openmp_controllers():
             library.set_num_threads(1)
-        _THREAD.alone = True
+        _THREAD_BUFFERS.alone = True
 
 
 @memoize("frameworks.openmp_controllers")

@@ -48,9 +48,9 @@ def _jacobian_impl(
     return push(arrays[:count], arrays[count:])
 
 
-def _jacobian_shapes(*arrays: Array, **how: Any) -> Any:
+def _jacobian_shapes(*arrays: Array, **parameters: Any) -> Any:
     def run(*arrays: Array) -> Arrays:
-        return _jacobian_impl(*arrays, **how)
+        return _jacobian_impl(*arrays, **parameters)
 
     return jax.make_jaxpr(run)(*arrays).out_avals
 
@@ -64,18 +64,18 @@ def _jacobian_jvp(
     count: int,
 ) -> tuple[Arrays, Any]:
     """Differentiate: by JAX's rules in the residuals, by linearity in the other arrays."""
-    how = {"push": push, "pull": pull, "count": count}
-    out = _JACOBIAN.bind(*arrays, **how)
+    parameters = {"push": push, "pull": pull, "count": count}
+    out = _JACOBIAN.bind(*arrays, **parameters)
     held, along = arrays[:count], arrays[count:]
     total = None
     if any(type(x) is not ad.Zero for x in slopes[count:]):
-        total = _JACOBIAN.bind(*held, *map(ad.instantiate_zeros, slopes[count:]), **how)
+        total = _JACOBIAN.bind(*held, *map(ad.instantiate_zeros, slopes[count:]), **parameters)
     moving = [i for i in range(count) if type(slopes[i]) is not ad.Zero]
     if moving:
 
-        def push_at(*some: Array) -> Arrays:
+        def push_at(*values: Array) -> Arrays:
             full = list(held)
-            for i, x in zip(moving, some, strict=True):
+            for i, x in zip(moving, values, strict=True):
                 full[i] = x
             return push(full, tuple(along))
 
@@ -92,21 +92,21 @@ def _jacobian_transpose(
 
     # The known entries of `along` are zero: J is linear in the undefined ones.
     def pull_undefined(held: Any, gradients: Arrays) -> Arrays:
-        found = pull(held, gradients)
-        return tuple(found[i] for i in unknown)
+        pulled = pull(held, gradients)
+        return tuple(pulled[i] for i in unknown)
 
-    def push_undefined(held: Any, some: Arrays) -> Arrays:
+    def push_undefined(held: Any, values: Arrays) -> Arrays:
         kinds = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in along]
         full = [ad.instantiate_zeros(ad.Zero(kind)) for kind in kinds]
-        for i, x in zip(unknown, some, strict=True):
+        for i, x in zip(unknown, values, strict=True):
             full[i] = x
         return push(held, tuple(full))
 
     gradients = [ad.instantiate_zeros(x) for x in gradients]
-    found = iter(
+    pulled = iter(
         _JACOBIAN.bind(*held, *gradients, push=pull_undefined, pull=push_undefined, count=count)
     )
-    return [None] * count + [next(found) if i in unknown else None for i in range(len(along))]
+    return [None] * count + [next(pulled) if i in unknown else None for i in range(len(along))]
 
 
 def _jacobian_batch(
@@ -130,8 +130,8 @@ def _jacobian_batch(
     def vmap_linear(function: LinearFunction) -> LinearFunction:
         return lambda held, along: jax.vmap(function, each)(tuple(held), tuple(along))
 
-    how = {"push": vmap_linear(push), "pull": vmap_linear(pull), "count": count}
-    out = _JACOBIAN.bind(*arrays[:count], *along, **how)
+    parameters = {"push": vmap_linear(push), "pull": vmap_linear(pull), "count": count}
+    out = _JACOBIAN.bind(*arrays[:count], *along, **parameters)
     return out, [0] * len(out)
 
 

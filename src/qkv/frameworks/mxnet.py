@@ -142,13 +142,13 @@ def _build_function(
     class Function(autograd.Function):  # type: ignore[misc]
         def forward(self, packed: Array) -> Any:
             self.leaves = unpack_vector(packed)
-            outputs, self.kept = forward(*self.leaves)
+            outputs, self.saved = forward(*self.leaves)
             return outputs
 
         def backward(self, *gradients: Array) -> Any:
             with fw.compute_context():
-                found = backward(self.leaves, self.kept, gradients)
-                pairs = [(leaves[i], found[i]) for i in floating]
+                slopes = backward(self.leaves, self.saved, gradients)
+                pairs = [(leaves[i], slopes[i]) for i in floating]
                 return _pack_vector([mnp.zeros_like(x) if g is None else g for x, g in pairs])
 
     return Function()

@@ -28,8 +28,8 @@ def residual_spread(left: np.ndarray, size: float) -> float:
         return float(size)
     left /= left.dtype.type(size)
     gram = left.T @ left if rows > width else left @ left.T
-    unit, whole = float(np.finfo(left.dtype).eps), float(np.trace(gram))
-    if not whole:  # all residuals are 0
+    unit, full_trace = float(np.finfo(left.dtype).eps), float(np.trace(gram))
+    if not full_trace:  # all residuals are 0
         return float(size)
     power, most = 1, 1.0
     for _ in range(5):
@@ -39,5 +39,5 @@ def residual_spread(left: np.ndarray, size: float) -> float:
         gram, power = gram @ gram, 2 * power
     most *= float(np.linalg.norm(gram)) ** (1 / power)
     lost = 32 * unit * max(min(rows, width), 4) + 1e-6  # rounding in the products
-    most = most * (1 + lost) + unit * max(rows, width) * whole
-    return float(size * np.sqrt(min(most, whole * (1 + 1e-6 + unit * rows))))
+    most = most * (1 + lost) + unit * max(rows, width) * full_trace
+    return float(size * np.sqrt(min(most, full_trace * (1 + 1e-6 + unit * rows))))

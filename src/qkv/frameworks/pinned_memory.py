@@ -51,12 +51,12 @@ class PinnedBuffers:
         return torch.cuda.current_stream(self.device).record_event()
 
 
-_THREAD = threading.local()
+_THREAD_BUFFERS = threading.local()
 
 
 def copy_to_device(data: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array on the device, copied through the buffers of this thread."""
-    held: dict[torch.device, PinnedBuffers] = vars(_THREAD).setdefault("held", {})
+    held: dict[torch.device, PinnedBuffers] = vars(_THREAD_BUFFERS).setdefault("held", {})
     if device not in held:
         held[device] = PinnedBuffers(device)
     return held[device].copy_to_device(data)

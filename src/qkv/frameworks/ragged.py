@@ -248,14 +248,14 @@ class DenseAndSparse:
         if self.scale is not None:
             out *= self.scale
         if np.count_nonzero(query[:, -1]):
-            beside = gather_columns(self.sparse_vectors, self.sparse_positions)
+            sparse_columns = gather_columns(self.sparse_vectors, self.sparse_positions)
         else:
             row, column, at = find_entries(self.sparse_vectors, self.sparse_positions)
             if not len(at):
                 return out
-            beside = np.zeros((len(self), query.shape[1] - width), np.float32)
-            beside[row, column] = entry_values(self.sparse_vectors)[at]
-        out += query[:, width:] @ beside.T.astype(query.dtype, copy=False)
+            sparse_columns = np.zeros((len(self), query.shape[1] - width), np.float32)
+            sparse_columns[row, column] = entry_values(self.sparse_vectors)[at]
+        out += query[:, width:] @ sparse_columns.T.astype(query.dtype, copy=False)
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

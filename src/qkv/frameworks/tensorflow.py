@@ -146,7 +146,7 @@ def _leaf_gradients(
     backward: Any,
     reference: Any,
     leaves: Sequence[Array],
-    kept: Sequence[Array],
+    saved: Sequence[Array],
     gradients: Sequence[Array],
 ) -> list[Array | None]:
     """Return the gradients of the leaves; they can be differentiated themselves."""
@@ -157,8 +157,8 @@ def _leaf_gradients(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def first_gradients(*arrays: Array) -> Any:
         fixed = [tf.stop_gradient(x) for x in arrays]
-        found = backward(fixed[:count], kept, fixed[count:])
-        found = [tf.zeros_like(leaves[i]) if found[i] is None else found[i] for i in smooth]
+        slopes = backward(fixed[:count], saved, fixed[count:])
+        slopes = [tf.zeros_like(leaves[i]) if slopes[i] is None else slopes[i] for i in smooth]
 
         def second_gradients(*along: Array) -> list[Array]:
             own = _distinct_tensors(arrays)
@@ -175,7 +175,7 @@ def _leaf_gradients(
                 )
             return list(outer.gradient(first, own, list(along), unconnected_gradients=unconnected))
 
-        return found, second_gradients
+        return slopes, second_gradients
 
     out: list[Array | None] = [None] * count
     for i, slope in zip(smooth, first_gradients(*leaves, *gradients), strict=True):

@@ -86,22 +86,22 @@ def submit_job(function: Callable[..., Any], *arguments: Any) -> Callable[[], An
 
     In a worker thread, which might wait for itself, and at shutdown, it runs at once.
     """
-    found: list[tuple[Any, BaseException | None]] = []
+    outcome: list[tuple[Any, BaseException | None]] = []
     ready: SimpleQueue[None] = SimpleQueue()
     deadline = current_deadline()
 
     def run_job() -> None:
         try:
             with limit_time(deadline):
-                found.append((function(*arguments), None))
+                outcome.append((function(*arguments), None))
         except BaseException as error:
-            found.append((None, error))
+            outcome.append((None, error))
         ready.put(None)
 
     def wait_for_result() -> Any:
-        if not found:  # an interrupted wait may have emptied `ready` already
+        if not outcome:  # an interrupted wait may have emptied `ready` already
             ready.get()
-        value, error = found[0]
+        value, error = outcome[0]
         if error is not None:
             raise error
         return value

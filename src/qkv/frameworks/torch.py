@@ -290,12 +290,12 @@ def _(x: Array, live: LiveMask, array: Array | None, name: str, number: float) -
 
 
 @_graph_node_op.register_vmap
-def _(info: Any, axes: Any, *given: Any) -> tuple[Array, int]:
+def _(info: Any, axes: Any, *arguments: Any) -> tuple[Array, int]:
     first = [
         a if a is None else a.expand(info.batch_size, *a.shape) if at is None else a.movedim(at, 0)
-        for a, at in zip(given[:3], axes, strict=False)
+        for a, at in zip(arguments[:3], axes, strict=False)
     ]
-    return torch.ops.qkv.rows(*first, *given[3:]), 0
+    return torch.ops.qkv.rows(*first, *arguments[3:]), 0
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Array) -> None:

@@ -27,13 +27,13 @@ def hoist_captured_tensors(
 ) -> tuple[ArrayFunction, Arrays]:
     """Return a function of (*example, *captured), and the captured tensors."""
     with torch.enable_grad():
-        given = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
-        with _RecordCaptured(given) as noting, _force_eager():
-            out = function(*given)
+        inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
+        with _RecordCaptured(inputs) as noting, _force_eager():
+            out = function(*inputs)
     held = [x for x, _ in noting.replacements.values()]
     # The mode does not see arguments of torch.autograd.Function. Such a function keeps reading its
     # own tensors, and `vjp` finds their gradients in the graph.
-    hidden = graph_leaves(out, (*given, *(x for _, x in noting.replacements.values())))
+    hidden = graph_leaves(out, (*inputs, *(x for _, x in noting.replacements.values())))
 
     def call_with_captured(*args: Array) -> Array:
         own, others = args[: len(example)], args[len(example) :]
@@ -97,9 +97,9 @@ class _ReplaceTensors(TorchFunctionMode):  # type: ignore[misc]
 class _RecordCaptured(_ReplaceTensors):
     """Replaces, and records, captured tensors: older than the call, with a gradient."""
 
-    def __init__(self, given: Sequence[Array]):
+    def __init__(self, inputs: Sequence[Array]):
         super().__init__({})
-        self.example_inputs, self.start_sequence_number = given, _autograd_sequence_number()
+        self.example_inputs, self.start_sequence_number = inputs, _autograd_sequence_number()
 
     def replacement_of(self, x: Array) -> Array:
         if id(x) not in self.replacements and self.is_captured(x):

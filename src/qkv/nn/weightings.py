@@ -47,17 +47,17 @@ class LearnedWeighting(nn.Module):
 
     # The module is never called, so its hooks never run: warn when one is registered.
 
-    def register_forward_hook(self, *given: Any, **named: Any) -> Any:
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn_at_caller(HOOK_WARNING)
-        return super().register_forward_hook(*given, **named)
+        return super().register_forward_hook(*args, **kwargs)
 
-    def register_forward_pre_hook(self, *given: Any, **named: Any) -> Any:
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn_at_caller(HOOK_WARNING)
-        return super().register_forward_pre_hook(*given, **named)
+        return super().register_forward_pre_hook(*args, **kwargs)
 
-    def register_full_backward_hook(self, *given: Any, **named: Any) -> Any:
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         warn_at_caller(HOOK_WARNING)
-        return super().register_full_backward_hook(*given, **named)
+        return super().register_full_backward_hook(*args, **kwargs)
 
     def __repr__(self) -> str:
         return tree.format_record(self.form)

@@ -13,7 +13,7 @@ from qkv.database.table.encoding import add_word_columns, encode_as_stored
 from qkv.errors import ArgumentError, unknown_name_error
 from qkv.frameworks.ragged import entry_positions
 from qkv.page import components, sentence, tables, views
-from qkv.page.limits import MAX_NUMBERS, MAX_TEXT_CHARACTERS, QUERY, check_count
+from qkv.page.limits import MAX_NUMBERS, MAX_QUERY_CHARACTERS, MAX_TEXT_CHARACTERS, check_count
 
 Args = Mapping[str, Any]
 Databases = MutableMapping[str, Any]
@@ -31,7 +31,7 @@ def encode_keys(args: Args, databases: Databases) -> dict[str, Any]:
         "characters of keys", sum(len(x) for x in keys if isinstance(x, str)), MAX_TEXT_CHARACTERS
     )
     if isinstance(query := args["query"], str):
-        check_count("characters of a query", len(query), QUERY)
+        check_count("characters of a query", len(query), MAX_QUERY_CHARACTERS)
     if args.get("database") is not None:
         encoder = tables.find_database(args, databases).encoder or encoders.default(keys)
     else:

@@ -17,17 +17,17 @@ MAX_UNPACKED_BYTES = 2**27
 """Size of all cells after decompression."""
 MAX_NUMBERS = 2**20
 """Numbers in the vectors of one call."""
-QUERY = 2**16
+MAX_QUERY_CHARACTERS = 2**16
 """Characters of a query or of an added key."""
 MAX_TEXT_CHARACTERS = 2**20
 """Characters of the keys that one call encodes."""
-CELL = 2**20
+MAX_CELL_CHARACTERS = 2**20
 """Characters of a cell."""
-WHERE = 10_000
+MAX_WHERE_CHARACTERS = 10_000
 """Characters of a condition."""
 
 _FORMAT_BY_MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
-_TEXT = re.compile(rb'"([^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+)(?:"(\s*+:)?)?+')
+_JSON_STRING = re.compile(rb'"([^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+)(?:"(\s*+:)?)?+')
 """A JSON string, up to the end of the line if it is not closed, and the colon if it is a name.
 
 The quantifiers are possessive, so that the time is linear in the length.
@@ -45,7 +45,7 @@ def check_file(path: Path, form: str) -> None:
             _check_unpacked_size(path, form)
         case "jsonl":
             names: set[bytes] = set()
-            for match in _TEXT.finditer(data):
+            for match in _JSON_STRING.finditer(data):
                 if match[2]:
                     names.add(match[1])
                     check_count("different names", len(names), MAX_COLUMNS)

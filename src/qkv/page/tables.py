@@ -82,7 +82,7 @@ def find_answer(args: Args, databases: Databases) -> Answer:
     if isinstance(query, list):
         raise ArgumentError("query: a page asks one query at a time, not a list")
     if isinstance(query, str):
-        limits.check_count("characters of a query", len(query), limits.QUERY)
+        limits.check_count("characters of a query", len(query), limits.MAX_QUERY_CHARACTERS)
     options = {"top": args.get("top"), "where": condition(args)}
     for name, registry in (("score", scores.NAMES), ("weighting", weightings.NAMES)):
         if args.get(name):
@@ -107,7 +107,7 @@ def condition(args: Args) -> Any:
     """Return the condition `where` of a call, or None; refuse one that is too long."""
     where = args.get("where") or None
     if isinstance(where, str):
-        limits.check_count("characters of where", len(where), limits.WHERE)
+        limits.check_count("characters of where", len(where), limits.MAX_WHERE_CHARACTERS)
     return where
 
 
@@ -190,7 +190,7 @@ def load_table(data: bytes, name: str, form: str, key: Any = None, value: Any = 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"upload.{form}"
         path.write_bytes(data)
-        source_limits = SourceLimits(limits.CELL, limits.MAX_COLUMNS)
+        source_limits = SourceLimits(limits.MAX_CELL_CHARACTERS, limits.MAX_COLUMNS)
         try:
             limits.check_file(path, form)
             with limit_sources(source_limits):

@@ -110,7 +110,7 @@ def _scoring_data(source: SourceRows, count: int) -> dict[str, Any]:
         "score": None if score == own else score,
         "weighting": named_settings(weightings.NAMES, source.weighting),
         "encoder": encoder.kind,
-        "told": None not in (score, own, named_settings(weightings.NAMES, source.weighting)),
+        "is_named": None not in (score, own, named_settings(weightings.NAMES, source.weighting)),
     }
     if source.keys is not None:
         data["vectors"] = {

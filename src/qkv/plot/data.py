@@ -23,12 +23,12 @@ Matrix: TypeAlias = "np.ndarray[Any, Any]"
 Pool = Literal["max", "mean"]
 Scores = ScoreLike | Sequence[ScoreLike] | Mapping[str, ScoreLike]
 
-MATRICES = {
+MATRIX_AXES = {
     2: "(queries, keys)",
     3: "(columns, queries, keys)",
     4: "(rows, columns, queries, keys)",
 }
-HEADS = {3: "(heads, n, m)", 4: "(layers, heads, n, m)"}
+HEAD_AXES = {3: "(heads, n, m)", 4: "(layers, heads, n, m)"}
 KERNELS: tuple[ScoreLike, ...] = ("gaussian", "laplace", "boxcar", "triangular", "epanechnikov")
 
 
@@ -274,7 +274,7 @@ def entropy(weights: Any) -> Entropy:
 
 
 def as_grid(
-    matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = MATRICES
+    matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = MATRIX_AXES
 ) -> Matrix:
     """Return matrices as floats with four axes, and NaN for infinities."""
     try:
@@ -301,7 +301,7 @@ def as_grid(
 
 def captured_cells(weights: Any) -> Cells:
     """Return α (layers, heads, n, m) of an array or a capture; one layer needs no layer axis."""
-    alpha = as_grid(getattr(weights, "weights", weights), "weights", HEADS)
+    alpha = as_grid(getattr(weights, "weights", weights), "weights", HEAD_AXES)
     return Cells(alpha, getattr(weights, "block", (1, 1)))
 
 

@@ -186,20 +186,20 @@ def annotate_texts(
     """Write texts into their cells, dark on light and light on dark."""
     for (i, j), text in texts.items():
         red, green, blue, _ = colours(norm(cells[i, j]))
-        dark = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.25
+        is_dark = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.25
         panel.text(
-            j, i, text, color="white" if dark else INK, fontsize=size, ha="center", va="center"
+            j, i, text, color="white" if is_dark else INK, fontsize=size, ha="center", va="center"
         )
 
 
 def _format_values(cells: Matrix, largest: float) -> dict[tuple[int, ...], str]:
     """Return the values as text, with the digits that the largest needs; "0" means exactly 0."""
     power = math.floor(math.log10(largest))
-    whole = bool(np.all(np.isnan(cells) | (cells == np.round(cells))))
+    are_integers = bool(np.all(np.isnan(cells) | (cells == np.round(cells))))
     if not -4 <= power <= 4:
         form = ".0e"
     else:
-        form = f".{0 if whole else max(0, 2 - power if power >= 0 else 1 - power)}f"
+        form = f".{0 if are_integers else max(0, 2 - power if power >= 0 else 1 - power)}f"
     return {
         (i, j): format(x, "z" + form).replace("-", "−") if x else "0"
         for (i, j), x in np.ndenumerate(cells.tolist())

@@ -31,11 +31,11 @@ class LangChainRetriever(BaseRetriever):
     content: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
-    def __init__(self, database: Any, **given: Any) -> None:
+    def __init__(self, database: Any, **fields: Any) -> None:
         own = type(self).model_fields
-        options = {name: given.pop(name) for name in [*given] if name not in own}
-        options = given.get("options", {}) | options
-        super().__init__(database=database, **given | {"options": options})
+        options = {name: fields.pop(name) for name in [*fields] if name not in own}
+        options = fields.get("options", {}) | options
+        super().__init__(database=database, **fields | {"options": options})
         check_arguments(self.database, self.top, self.options)
 
     def _get_relevant_documents(

@@ -88,14 +88,14 @@ class Additive(Score):
         allowed = max(least, 0.0 if tolerance is None else tolerance / max(mass, 1e-30))
         if not allowed > 0:
             return "float64 keeps tanh: pass tolerance= to trade precision for speed"
-        reach = [_max_abs_per_unit(x) for x in self.hidden_terms(query, key)]
-        farthest = max((a + b for a, b in zip(*reach, strict=True)), default=0.0)
+        ranges = [_max_abs_per_unit(x) for x in self.hidden_terms(query, key)]
+        farthest = max((a + b for a, b in zip(*ranges, strict=True)), default=0.0)
         if not farthest <= MAX_TANH_RANGE:
             return (
                 f"|W₁q + b| + |W₂k| reaches {farthest:.3g}: over such a range a sum of products "
                 "is slower than tanh"
             )
-        units = build_units(reach[0], reach[1], min(allowed, 0.1))
+        units = build_units(ranges[0], ranges[1], min(allowed, 0.1))
         error = float(np.sum(fw.to_numpy(fw.xp.abs(fw.detach(self.v))) * units.errors))
         return SeparableAdditive(self.w_query, self.w_key, self.v, self.bias, units), error
 

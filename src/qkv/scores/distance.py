@@ -65,22 +65,24 @@ class Gaussian(Score):
         expanded = ExpandedGaussian(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
         # Detached: an activation checkpoint counts the nodes that a call adds to the graph.
         detached = tree.map_arrays(fw, fw.detach, expanded)
-        reach = sum(
+        norm_sum = sum(
             math.sqrt(float(fw.xp.max(fw.xp.sum(x * x, axis=-1))))
             for x in (detached.center_and_scale(fw.detach(x)) for x in (query, key))
         )
         unit = 2.0**-53 if dtype == "float64" else 2.0**-24
-        rounding = reach * reach * unit
+        rounding = norm_sum * norm_sum * unit
         error = rounding * (query.shape[-1] + 3)
-        if rounding <= unit * MAX_SQUARED_REACH or (tolerance is not None and error <= tolerance):
+        if rounding <= unit * MAX_SQUARED_NORM_SUM or (
+            tolerance is not None and error <= tolerance
+        ):
             return expanded, error
         return (
-            f"queries and keys are up to {reach:.3g} bandwidths from the mean key, where the "
+            f"queries and keys are up to {norm_sum:.3g} bandwidths from the mean key, where the "
             f"expanded square has an error of up to {error:.1g}"
         )
 
 
-MAX_SQUARED_REACH = 2.0**10
+MAX_SQUARED_NORM_SUM = 2.0**10
 """Largest (‖q‖ + ‖k‖)² / σ² at which the expanded square is as precise as a dot product."""
 
 
@@ -133,8 +135,8 @@ class QuickGaussian(Gaussian, new_formula=True):
     def __call__(self, query: Array, key: Array) -> Array:
         fw, scale = get_framework(query), self.bandwidth**-2
         squares = [fw.row_sum(x * x) for x in (query, key)]
-        reach = sum(math.sqrt(float(fw.detach(x).max())) for x in squares)
-        if not reach * reach * scale <= MAX_SQUARED_REACH:
+        norm_sum = sum(math.sqrt(float(fw.detach(x).max())) for x in squares)
+        if not norm_sum * norm_sum * scale <= MAX_SQUARED_NORM_SUM:
             return super().__call__(query, key)
         half = (squares[0] + fw.xp.matrix_transpose(squares[1])) * 0.5
         return (fw.inner_products(query, key) - half) * scale

@@ -43,7 +43,7 @@ class TanhFactors(NamedTuple):
     a known factor.
     """
 
-    reach: tuple[float, float]
+    input_ranges: tuple[float, float]
     even: tuple[np.ndarray, np.ndarray]
     """The coefficients of the products that are even in a: those of a's and of b's functions."""
     odd: tuple[np.ndarray, np.ndarray]
@@ -55,10 +55,10 @@ class TanhFactors(NamedTuple):
         return len(self.even[0]) + len(self.odd[0])
 
 
-def find_factors(reach_query: float, reach_key: float, error: float) -> TanhFactors:
+def find_factors(query_range: float, key_range: float, error: float) -> TanhFactors:
     """Return the shortest sum of products that equals tanh(a + b) up to `error`; cached.
 
-    It holds for |a| ≤ reach_query and |b| ≤ reach_key.
+    It holds for |a| ≤ query_range and |b| ≤ key_range.
 
     >>> (
     ...     find_factors(4.0, 4.0, 1e-6).term_count,
@@ -67,18 +67,20 @@ def find_factors(reach_query: float, reach_key: float, error: float) -> TanhFact
     ... )
     (28, 12, 8)
     """
-    return _factors_of_steps(_range_step(reach_query), _range_step(reach_key), error)
+    return _factors_of_steps(_range_step(query_range), _range_step(key_range), error)
 
 
 def _factors_of_steps(step_query: int, step_key: int, error: float) -> TanhFactors:
     if step_query <= step_key:
         return _compute_factors(step_query, step_key, error)
     swapped = _compute_factors(step_key, step_query, error)  # tanh(a + b) = tanh(b + a)
-    return TanhFactors(swapped.reach[::-1], swapped.odd[::-1], swapped.even[::-1], swapped.error)
+    return TanhFactors(
+        swapped.input_ranges[::-1], swapped.odd[::-1], swapped.even[::-1], swapped.error
+    )
 
 
-def _range_step(reach: float) -> int:
-    return max(math.ceil(math.log(max(reach, 0.05)) / math.log(RANGE_STEP)), -40)
+def _range_step(input_range: float) -> int:
+    return max(math.ceil(math.log(max(input_range, 0.05)) / math.log(RANGE_STEP)), -40)
 
 
 @memoize("scores.tanh_factors", max_entries=4096)
@@ -96,9 +98,9 @@ def _compute_factors(step_query: int, step_key: int, error: float) -> TanhFactor
 class _TanhKernel:
     """tanh(a + b) on a rectangle, sampled finely enough for a fraction of the error."""
 
-    def __init__(self, reach: tuple[float, float], error: float) -> None:
-        self.reach, self.error = reach, error
-        points, self.interpolation_error = _point_count(max(reach), error / 8)
+    def __init__(self, input_ranges: tuple[float, float], error: float) -> None:
+        self.input_ranges, self.error = input_ranges, error
+        points, self.interpolation_error = _point_count(max(input_ranges), error / 8)
         self.svd_parts = [_scaled_svd(x) for x in self.even_odd_halves(_chebyshev_nodes(points))]
         self.singular_values = np.sort(np.concatenate([size for _, size, _ in self.svd_parts]))[
             ::-1
@@ -108,7 +110,7 @@ class _TanhKernel:
 
     def even_odd_halves(self, x: np.ndarray) -> list[np.ndarray]:
         """Return the part of the kernel that is even in a, and the part that is odd."""
-        left, right = self.reach[0] * x[:, None], self.reach[1] * x
+        left, right = self.input_ranges[0] * x[:, None], self.input_ranges[1] * x
         one, two = np.tanh(right + left), np.tanh(right - left)
         return [(one + two) / 2, (one - two) / 2]
 
@@ -160,7 +162,7 @@ class _TanhKernel:
         bound = (
             float(difference.max()) + self.interpolation_error
         ) * RISE_FACTOR + self.interpolation_error
-        return TanhFactors(self.reach, halves[0], halves[1], bound)
+        return TanhFactors(self.input_ranges, halves[0], halves[1], bound)
 
 
 def _chebyshev_nodes(points: int) -> np.ndarray:
@@ -168,17 +170,17 @@ def _chebyshev_nodes(points: int) -> np.ndarray:
     return np.cos(np.pi * (np.arange(points // 2) + 0.5) / points)
 
 
-def _point_count(reach: float, error: float, bent: bool = False) -> tuple[int, float]:
+def _point_count(input_range: float, error: float, bent: bool = False) -> tuple[int, float]:
     """Return how many points per axis keep the interpolation error below `error`, and its bound.
 
     With `bent` the points are Chebyshev points of the argument of `_unbend`.
     """
     high = 0.8 * math.pi / 2  # |tanh| ≤ max(1, tan v) where |Im| ≤ v
     largest = max(1.0, math.tan(high))
-    edge = (np.linspace(0, reach, 65) + 1j * high) / reach
+    edge = (np.linspace(0, input_range, 65) + 1j * high) / input_range
     if bent:
         edge = edge * np.sqrt(
-            (1 + reach**2 / BEND_RADIUS**2) / (1 + (edge * reach / BEND_RADIUS) ** 2)
+            (1 + input_range**2 / BEND_RADIUS**2) / (1 + (edge * input_range / BEND_RADIUS) ** 2)
         )
     rho = float(np.abs(edge + np.sqrt(edge - 1) * np.sqrt(edge + 1)).min())
 
@@ -235,46 +237,46 @@ def _evaluate_polynomials(coefficients: np.ndarray, odd: int, x: np.ndarray) -> 
 
 @memoize("scores.tanh_pair_tables")
 def build_pair_table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return reaches A in ascending order, relative errors, and coefficients, for CUDA kernels.
+    """Return ranges A in ascending order, relative errors, and coefficients, for CUDA kernels.
 
     For |a|, |b| ≤ A, tanh(a + b) ≈ m(a) + m(b) + Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b), with m and o odd
     and e even. All pairs together are within the error. The terms m(a) and m(b) need no product
     and are most of the sum. The fit of the first j pairs minimizes a weighted mean square that
     emphasizes small arguments, because few arguments are as large as the largest.
 
-    Errors (2, reaches, pairs) of the first j pairs are divided by `error`. The first is 2/3 of the
+    Errors (2, ranges, pairs) of the first j pairs are divided by `error`. The first is 2/3 of the
     maximum, or 2.5 times the mean if that is larger. The second, for gradients, is the maximum, or
-    twice the mean error of the derivatives. Coefficients (reaches, 2 · pairs + 1, K) are those of
+    twice the mean error of the derivatives. Coefficients (ranges, 2 · pairs + 1, K) are those of
     e, then of o / x and m / x, on T₀, T₁, … of 2x² − 1. Here x = bent(a) / bent(A) with
     bent(a) = a / √(1 + a²/BEND_RADIUS²), which needs a third fewer coefficients than a / A.
     """
-    reaches, errors, coefficients = [], [], []
+    input_ranges, errors, coefficients = [], [], []
     for step in itertools.count(-15):
-        reach = FINE_RANGE_STEP**step
-        (largest, mean, slope), parts = _fit_pairs(reach, pairs, error)
+        input_range = FINE_RANGE_STEP**step
+        (largest, mean, slope), parts = _fit_pairs(input_range, pairs, error)
         if largest[-1] > error:
             break
-        reaches.append(reach)
+        input_ranges.append(input_range)
         errors.append(np.maximum([largest / 1.5, largest], [2.5 * mean, 2 * slope]) / error)
         coefficients.append(parts)
     longest = max(x.shape[-1] for x in coefficients)
     padded = [np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in coefficients]
-    return np.array(reaches), np.stack(errors, 1), np.array(padded)
+    return np.array(input_ranges), np.stack(errors, 1), np.array(padded)
 
 
-def _fit_pairs(reach: float, pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
+def _fit_pairs(input_range: float, pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the errors (3, j) of the first j pairs, and the coefficients.
 
     The errors are the maximum, the mean, and the mean of the derivatives.
     """
-    top = reach / math.sqrt(1 + reach**2 / BEND_RADIUS**2)
-    points, slip = _point_count(reach, error / 64, bent=True)
+    top = input_range / math.sqrt(1 + input_range**2 / BEND_RADIUS**2)
+    points, slip = _point_count(input_range, error / 64, bent=True)
     points = max(points, 2 * pairs)
     x, fine = _chebyshev_nodes(points), _chebyshev_nodes(CHECKS_PER_NODE * points)
     (kernel, *slopes), (exact, *_) = (_even_half(_unbend(top * at)) for at in (x, fine))
     # Density of a / A in the mean square: uniform, plus a normal distribution whose standard
-    # deviation is a fifth of the reach.
-    near, steep = _unbend(top * x) / reach, top * (1 - (top * x / BEND_RADIUS) ** 2) ** -1.5
+    # deviation is a fifth of the range.
+    near, steep = _unbend(top * x) / input_range, top * (1 - (top * x / BEND_RADIUS) ** 2) ** -1.5
     share = (0.2 + np.exp(-((near / 0.2) ** 2) / 2)) * steep * np.sqrt((1 - x**2) / (1 - near**2))
     share /= share.sum()
     mean, root = share @ kernel, np.sqrt(share)
@@ -339,14 +341,17 @@ class UnitGroup(NamedTuple):
 class HiddenUnits:
     """The factors of every hidden unit, each for its own range, in groups of equal shape.
 
-    `order` lists the units group by group. `reach` holds one array per side, in the units' order.
+    `order` lists the units group by group. `input_ranges` holds one array per side, in the units'
+    order.
     """
 
     def __init__(self, steps: tuple[tuple[int, int], ...], error: float) -> None:
         factors = [_factors_of_steps(*pair, error) for pair in steps]
         shapes = [(len(f.even[0]), len(f.odd[0])) for f in factors]
         self.order = sorted(range(len(factors)), key=lambda unit: shapes[unit])
-        self.reach = tuple(np.array([f.reach[side] for f in factors]) for side in (0, 1))
+        self.input_ranges = tuple(
+            np.array([f.input_ranges[side] for f in factors]) for side in (0, 1)
+        )
         self.errors = np.array([f.error for f in factors])
         self.width = sum(f.term_count for f in factors)
         self.groups = []
@@ -372,10 +377,10 @@ class HiddenUnits:
 
 
 def build_units(
-    reach_query: Sequence[float], reach_key: Sequence[float], error: float
+    query_range: Sequence[float], key_range: Sequence[float], error: float
 ) -> HiddenUnits:
     """Return the factors of units with these ranges; cached."""
-    pairs = zip(reach_query, reach_key, strict=True)
+    pairs = zip(query_range, key_range, strict=True)
     return _cached_units(tuple((_range_step(a), _range_step(b)) for a, b in pairs), error)
 
 

@@ -30,16 +30,16 @@ def evaluate_features(units: HiddenUnits, side: int, x: Array, v: Array | None =
     def rows_last(made: Array) -> Array:
         return fw.xp.reshape(fw.xp.matrix_transpose(made), (*x.shape[:-1], -1))
 
-    def concat_features(*given: Array) -> tuple[Array]:
-        return (rows_last(fw.xp.concat(_features_by_group(units, side, *given), axis=0)),)
+    def concat_features(*arrays: Array) -> tuple[Array]:
+        return (rows_last(fw.xp.concat(_features_by_group(units, side, *arrays), axis=0)),)
 
-    def write_features(*given: Array) -> tuple[tuple[Array], tuple[()]]:
-        return (rows_last(_write_features(units, side, *given)),), ()
+    def write_features(*arrays: Array) -> tuple[tuple[Array], tuple[()]]:
+        return (rows_last(_write_features(units, side, *arrays)),), ()
 
     def backward(
-        given: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+        arrays: Sequence[Array], saved: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array, ...]:
-        return _feature_gradients(units, side, gradients[0], *given)
+        return _feature_gradients(units, side, gradients[0], *arrays)
 
     if not _is_writable(x):
         return concat_features(*leaves)[0]
@@ -55,10 +55,10 @@ def _is_writable(x: Array) -> bool:
 
 
 def _scale_units(units: HiddenUnits, side: int, x: Array) -> Array:
-    """Return x / reach as one row for each unit, (h, 1, r), in the order of the groups."""
+    """Return x / range as one row for each unit, (h, 1, r), in the order of the groups."""
     fw = get_framework(x)
     flat = fw.xp.matrix_transpose(fw.xp.reshape(x, (-1, x.shape[-1])))
-    flat = flat * fw.array_from_host(1 / units.reach[side][:, None], x, fw.dtype_name(x))
+    flat = flat * fw.array_from_host(1 / units.input_ranges[side][:, None], x, fw.dtype_name(x))
     return _in_group_order(units, flat)[:, None, :]
 
 
@@ -181,6 +181,8 @@ def _feature_gradients(
                 to_v[mine] += xp.sum(values * part, axis=(1, 2))
     back = fw.array_from_host(np.argsort(units.order), flat, "int32")
     to_x, to_v = (xp.take(y, back, axis=0) for y in (to_x, to_v))
-    to_x = to_x * fw.array_from_host(1 / units.reach[side][:, None], flat, fw.dtype_name(flat))
+    to_x = to_x * fw.array_from_host(
+        1 / units.input_ranges[side][:, None], flat, fw.dtype_name(flat)
+    )
     to_x = xp.reshape(xp.matrix_transpose(to_x), x.shape)
     return (to_x,) if v is None else (to_x, xp.reshape(to_v, v.shape))

@@ -186,10 +186,11 @@ def _write_rows(served: ServedDatabase, body: dict[str, Any], exactly: bool) -> 
         for name in key:
             check_text_length(row.get(name), f"rows[{i}].{name}")
         for name, cell in row.items():
-            if isinstance(cell, str | bytes) and len(cell) > limits.CELL:
+            if isinstance(cell, str | bytes) and len(cell) > limits.MAX_CELL_CHARACTERS:
                 raise RequestError(
                     413,
-                    f"rows[{i}].{name}: at most {limits.CELL:,} characters, not {len(cell):,}: "
+                    f"rows[{i}].{name}: at most {limits.MAX_CELL_CHARACTERS:,} characters, "
+                    f"not {len(cell):,}: "
                     "store the long value in a file, and its path in the row",
                 )
         if any(row.get(name) is None for name in key):

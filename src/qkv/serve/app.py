@@ -185,7 +185,9 @@ async def _with_timeout(route: Route, call: Any) -> Any:
 
 
 def _timeout_error(route: Route) -> RequestError:
-    seconds = limits.UPLOAD_SECONDS if route.right == "upload" else limits.REQUEST_TIMEOUT_SECONDS
+    seconds = (
+        limits.UPLOAD_TIMEOUT_SECONDS if route.right == "upload" else limits.REQUEST_TIMEOUT_SECONDS
+    )
     return RequestError(
         503, f"this exceeded the limit of {seconds:g} seconds: {_suggest_alternative(route)}"
     )

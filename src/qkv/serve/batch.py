@@ -118,7 +118,9 @@ class QueryBatcher:
             while taken < len(requests):
                 count += requests[taken].size
                 characters += requests[taken].characters
-                if taken and (count > limits.MAX_QUERIES or characters > limits.TEXTS):
+                if taken and (
+                    count > limits.MAX_QUERIES or characters > limits.MAX_BATCH_CHARACTERS
+                ):
                     break
                 taken += 1
             if requests[taken:]:

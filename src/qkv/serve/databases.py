@@ -101,7 +101,7 @@ class ServedDatabase:
         """Parse the text of a path as a key of the database's type."""
         return parsing.parse_cell_like(text, self.get_profile().first_key, what)
 
-    def parse_queries(self, given: Any) -> tuple[Any, bool]:
+    def parse_queries(self, query: Any) -> tuple[Any, bool]:
         """Return a list or array of queries, and whether the request had a single one.
 
         A list is several queries, as in `Database.ask`, with two exceptions. A list of numbers is
@@ -109,20 +109,20 @@ class ServedDatabase:
         have several columns.
         """
         profile = self.get_profile()
-        given = as_cells(given, profile.key_kind)
-        if isinstance(given, np.ndarray) and given.dtype.kind not in "biuf":
-            raise DtypeError(f"query must hold real numbers, not {given.dtype}")
-        shaped = isinstance(given, np.ndarray)
+        query = as_cells(query, profile.key_kind)
+        if isinstance(query, np.ndarray) and query.dtype.kind not in "biuf":
+            raise DtypeError(f"query must hold real numbers, not {query.dtype}")
+        shaped = isinstance(query, np.ndarray)
         if shaped and profile.key_kind == "number":
-            given = given.tolist()
+            query = query.tolist()
         elif shaped and is_number_key(profile.first_key):
-            rows, single = as_tuples(given, "a tuple of numbers")
+            rows, single = as_tuples(query, "a tuple of numbers")
             return Batch(rows), single
         elif shaped and profile.key_kind == "date":
             raise DtypeError("query must be a date or ISO text, like the keys")
         elif shaped or profile.key_kind == "vector":
             try:
-                array = as_floats(given)
+                array = as_floats(query)
             except DtypeError:
                 raise
             except (TypeError, ValueError, OverflowError):
@@ -134,12 +134,12 @@ class ServedDatabase:
                     f"query must be a vector or a list of vectors, not {array.ndim} levels deep"
                 )
             return (array[None], True) if array.ndim == 1 else (array, False)
-        many = isinstance(given, list) and not (
-            profile.key_kind == "json" and cells.is_number_list(given)
+        many = isinstance(query, list) and not (
+            profile.key_kind == "json" and cells.is_number_list(query)
         )
         if profile.key_kind == "tuple":
-            many = many and not is_flat(given)
-        each = Batch(check_text_length(one, "query") for one in (given if many else [given]))
+            many = many and not is_flat(query)
+        each = Batch(check_text_length(one, "query") for one in (query if many else [query]))
         if profile.key_kind in PARSER_BY_KIND:
             return each, not many
         read = (
@@ -148,22 +148,22 @@ class ServedDatabase:
         )
         return Batch(read), not many
 
-    def count_queries(self, given: Any) -> int:
+    def count_queries(self, query: Any) -> int:
         """Return the number of queries, without reading the database."""
-        if isinstance(given, np.ndarray) and given.ndim == 2:
-            return len(given)
-        if not isinstance(given, list):
+        if isinstance(query, np.ndarray) and query.ndim == 2:
+            return len(query)
+        if not isinstance(query, list):
             return 1
         one = self._profile is not None and self._profile.key_kind in ("vector", "tuple")
-        many = not one or not is_flat(given)
-        return len(given) if many else 1
+        many = not one or not is_flat(query)
+        return len(query) if many else 1
 
     def _answer_batch(self, options_json: str, asked: list[Any]) -> list[Any]:
         """Return for each request its answers and whether it had one query, or its error."""
         try:
             options = encoding.loads(options_json)
             database, built = self.at_version(options.pop("at", None)), build_options(options)
-            each = [self.parse_queries(given) for given in asked]
+            each = [self.parse_queries(query) for query in asked]
             many: Any = Batch(query for queries, _ in each for query in queries)
             if isinstance(each[0][0], np.ndarray):
                 many = np.stack(many) if many else many
@@ -214,11 +214,11 @@ def count_characters(query: Any) -> int:
             stack += x
         elif isinstance(x, dict):
             stack += x.values()
-    if count > limits.TEXTS:
+    if count > limits.MAX_BATCH_CHARACTERS:
         raise RequestError(
             413,
-            f"query: at most {limits.TEXTS:,} characters in one request, not {count:,}: send fewer "
-            "queries at a time",
+            f"query: at most {limits.MAX_BATCH_CHARACTERS:,} characters in one request, "
+            f"not {count:,}: send fewer queries at a time",
         )
     return count
 

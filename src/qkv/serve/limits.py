@@ -16,11 +16,11 @@ MAX_UPLOADS = 8
 """Uploaded databases held in memory at a time."""
 MAX_QUERIES = 1024
 """Queries of one request, and of one batch of concurrent requests."""
-MAX_TEXT_CHARACTERS = limits.QUERY
+MAX_TEXT_CHARACTERS = limits.MAX_QUERY_CHARACTERS
 """Characters of one query or key."""
-TEXTS = 2**20
+MAX_BATCH_CHARACTERS = 2**20
 """Characters of all queries of one request, and of one batch of concurrent requests."""
-CELL = limits.CELL
+MAX_CELL_CHARACTERS = limits.MAX_CELL_CHARACTERS
 """Characters of one cell of an added or uploaded row."""
 MAX_ROWS = 10_000
 """Rows that one request may send or receive."""
@@ -30,7 +30,7 @@ MAX_NUMBERS = 2**20
 """Numbers in one response, such as weights or pooled values."""
 REQUEST_TIMEOUT_SECONDS = 60.0
 """Time limit of a request. A write that has started is finished anyway."""
-UPLOAD_SECONDS = 300.0
+UPLOAD_TIMEOUT_SECONDS = 300.0
 """Time limit for reading and encoding an upload. After it the upload is discarded."""
 MAX_HEAD_BYTES = 2**16
 """Largest head of a request."""

@@ -153,7 +153,7 @@ WRITING_CALLS = {"upload", "columns"}
 
 
 def _upload_deadline() -> float:
-    return time.monotonic() + limits.UPLOAD_SECONDS
+    return time.monotonic() + limits.UPLOAD_TIMEOUT_SECONDS
 
 
 def _dispatch_call(

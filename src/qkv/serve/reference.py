@@ -78,13 +78,13 @@ def render_reference(routes: Iterable[Route], names: Iterable[str], secured: boo
 
 
 def _render_section(route: Route, name: Schema, secured: bool, url: str) -> str:
-    given = build_parameters(route, name)
+    parameters = build_parameters(route, name)
     parts = [
         f'<section id="{operation_id(route)}"><h2><b>{route.method}</b> {escape(route.path)}</h2>',
         _render_paragraph(route.summary),
     ]
-    if given:
-        rows = [(x["name"], x["in"], x["schema"], x["required"]) for x in given]
+    if parameters:
+        rows = [(x["name"], x["in"], x["schema"], x["required"]) for x in parameters]
         parts.append(_render_table(("parameter", "in", "type", ""), rows))
     if route.body is not None:
         parts.append(f"<h3>Body</h3>{_render_schema(route.body)}")
@@ -94,14 +94,16 @@ def _render_section(route: Route, name: Schema, secured: bool, url: str) -> str:
     for status in all_error_statuses(route, secured):
         parts.append(f"<dt>{status}</dt><dd>{_render_paragraph(STATUS_DESCRIPTIONS[status])}</dd>")
     parts.append("</dl><h3>Try it</h3>")
-    return "".join([*parts, *_render_examples(route, name, secured, url, given)]) + "</section>"
+    return (
+        "".join([*parts, *_render_examples(route, name, secured, url, parameters)]) + "</section>"
+    )
 
 
 def _render_examples(
-    route: Route, name: Schema, secured: bool, url: str, given: list[dict[str, Any]]
+    route: Route, name: Schema, secured: bool, url: str, parameters: list[dict[str, Any]]
 ) -> Iterable[str]:
     """Yield an example call with curl and one in Python."""
-    address, text, media = url + _fill_path(route.path, given), None, None
+    address, text, media = url + _fill_path(route.path, parameters), None, None
     words = ["curl", *(["-X", route.method] if route.method != "GET" else [])]
     words.append(shlex.quote(address))
     words += ['-H "Authorization: Bearer $QKV_TOKEN"'] if secured else []
@@ -199,11 +201,11 @@ def _example_value(schema: Schema, depth: int = 0) -> Any:
     return {"integer": 1, "number": 0.5, "boolean": True}.get(str(kind), "text")
 
 
-def _fill_path(path: str, given: list[dict[str, Any]]) -> str:
+def _fill_path(path: str, parameters: list[dict[str, Any]]) -> str:
     """Return a path with an example for each required parameter."""
     examples = {
         x["name"]: "The%20Trial" if x["name"] == "key" else str(_example_value(x["schema"]))
-        for x in given
+        for x in parameters
         if x["required"]
     }
     filled = re.sub(r"{([^{}]*)}", lambda match: examples.pop(match[1], match[1]), path)

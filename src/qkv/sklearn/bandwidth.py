@@ -47,20 +47,20 @@ Loss = Callable[[Numbers, Numbers, Numbers], tuple[float, Numbers]]
 """(predicted (n, p), value (n, p), weight (n,)) → its sum and ∂/∂predicted."""
 
 
-def squared_error(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
+def squared_error(predicted: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
     """Return Σᵢ wᵢ ‖ŷᵢ − yᵢ‖² and its gradient."""
-    gap = (found - value) * weight[:, None]
-    return float(((found - value) * gap).sum()), 2 * gap
+    gap = (predicted - value) * weight[:, None]
+    return float(((predicted - value) * gap).sum()), 2 * gap
 
 
-def log_loss(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
+def log_loss(predicted: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
     """Return −Σᵢ wᵢ log pᵢ of the true classes, and its gradient.
 
     `MIN_PROBABILITY` is added to each class, so that none is impossible.
     """
-    p = np.maximum(found, 0) + MIN_PROBABILITY
+    p = np.maximum(predicted, 0) + MIN_PROBABILITY
     pull = -weight[:, None] * value / p
-    return float(-(weight[:, None] * value * np.log(p)).sum()), np.where(found > 0, pull, 0)
+    return float(-(weight[:, None] * value * np.log(p)).sum()), np.where(predicted > 0, pull, 0)
 
 
 @dataclass
@@ -84,29 +84,29 @@ class Examples:
 
     def predict_left_out(self, width: Numbers, ridge: float = DEFAULT_RIDGE) -> Numbers:
         """Return the leave-one-out predictions ŷ₋ᵢ(xᵢ) (m, p)."""
-        return np.concatenate([found.value for *_, found in self._iterate_left_out(width, ridge)])
+        return np.concatenate([line.value for *_, line in self._iterate_left_out(width, ridge)])
 
     def error_gradient(
         self, width: Numbers, ridge: float = DEFAULT_RIDGE
     ) -> tuple[float, Numbers, float]:
         """Return L(h), ∂L/∂log h (d,) and ∂L/∂log λ, for the softmax of a Gaussian score."""
         total, by_place, by_ridge = 0.0, np.zeros(self.key.shape[1]), 0.0
-        for some, key, alpha, found in self._iterate_left_out(width, ridge):
-            loss, pull = self.loss(found.value, self.value[some], self.weight[some])
+        for rows, key, alpha, line in self._iterate_left_out(width, ridge):
+            loss, pull = self.loss(line.value, self.value[rows], self.weight[rows])
             total += loss
-            near, beta = key[:, self.slope_mask], np.einsum("np,ndp->nd", pull, found.slope)
+            near, beta = key[:, self.slope_mask], np.einsum("np,ndp->nd", pull, line.slope)
             # Σₚ pullₚ rⱼₚ: one number per pair, however many outputs.
-            change = pull @ self.value.T - (pull * found.mean).sum(1, keepdims=True)
+            change = pull @ self.value.T - (pull * line.mean).sum(1, keepdims=True)
             if self.slope_mask.any():
-                change -= beta @ near.T - (beta * found.key).sum(1, keepdims=True)
-                change *= 1 - found.lever @ near.T + (found.lever * found.key).sum(1, keepdims=True)
-            held = ridge * (found.lever * beta).sum(0)
+                change -= beta @ near.T - (beta * line.key).sum(1, keepdims=True)
+                change *= 1 - line.lever @ near.T + (line.lever * line.key).sum(1, keepdims=True)
+            held = ridge * (line.lever * beta).sum(0)
             by_place[self.slope_mask] += 2 * held  # the ridge is in units of the bandwidth
             by_ridge += float(held.sum())
             change *= alpha
             change -= alpha * change.sum(1, keepdims=True)
             # Σⱼ (qₖ − kⱼₖ)² changeⱼ, whose changes sum to 0
-            by_place += ((change @ (key * key)) - 2 * key[some] * (change @ key)).sum(0)
+            by_place += ((change @ (key * key)) - 2 * key[rows] * (change @ key)).sum(0)
         size = float(self.weight.sum())
         return total / size, self.columns.sum_by_column(by_place) / size, by_ridge / size
 
@@ -118,13 +118,13 @@ class Examples:
         near = key[:, self.slope_mask]
         step = max(MAX_WEIGHTS_PER_BLOCK // m, 1)
         for at in range(0, m, step):
-            some = slice(at, min(at + step, m))
-            others = np.ones((some.stop - at, m), dtype=bool)
-            others[range(some.stop - at), range(at, some.stop)] = False
-            alpha = weights(key[some], key, score=self.score, weighting=self.weighting, mask=others)
+            rows = slice(at, min(at + step, m))
+            others = np.ones((rows.stop - at, m), dtype=bool)
+            others[range(rows.stop - at), range(at, rows.stop)] = False
+            alpha = weights(key[rows], key, score=self.score, weighting=self.weighting, mask=others)
             alpha = apply_row_weights(alpha, self.weight, self.weighting)
-            found = fit_line(alpha.__matmul__, near[some], near, self.value, ridge)
-            yield some, key, alpha, found
+            line = fit_line(alpha.__matmul__, near[rows], near, self.value, ridge)
+            yield rows, key, alpha, line
 
 
 def apply_row_weights(alpha: Numbers, weight: Numbers, weighting: Weighting) -> Numbers:

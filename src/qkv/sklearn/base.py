@@ -200,8 +200,8 @@ class AttentionEstimator(BaseEstimator):
             step = "turn it into numbers first, or leave it out"
             if kind == "text" and "categorical" in self.get_params():
                 step = f"name it, categorical=[{column!r}]"
-            told = f"X: column {column!r} holds {kind}, such as {cell!r}: {step}"
-            raise ArgumentError(told) from error
+            message = f"X: column {column!r} holds {kind}, such as {cell!r}: {step}"
+            raise ArgumentError(message) from error
 
     def _check_sample_weight(self, sample_weight: Any, X: Numbers) -> Numbers:
         """Return how many rows each row counts as (m,)."""
@@ -259,10 +259,10 @@ class AttentionEstimator(BaseEstimator):
             raise CombinationError(f"{wanted} needs weights that sum to 1, unlike {kind}")
 
 
-def _is_same_attention(one: Examples, two: Examples) -> bool:
+def _is_same_attention(first: Examples, second: Examples) -> bool:
     """Return whether two estimators have equal parameters of attention."""
-    told = [repr((rows.score, rows.weighting)) for rows in (one, two)]
-    return told[0] == told[1]
+    descriptions = [repr((rows.score, rows.weighting)) for rows in (first, second)]
+    return descriptions[0] == descriptions[1]
 
 
 def _column_spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
@@ -276,17 +276,17 @@ def _column_spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
     return np.where(square > 0, np.sqrt(square) * most, 1.0)
 
 
-def _parse_bandwidth(given: Any, d: int) -> Numbers:
+def _parse_bandwidth(bandwidth: Any, d: int) -> Numbers:
     try:
-        width = np.asarray(given, dtype=np.float64)
+        width = np.asarray(bandwidth, dtype=np.float64)
     except (TypeError, ValueError):
         raise DtypeError(
             "bandwidth must be a number, one for each column, or one of "
             f"{', '.join(BANDWIDTH_RULES)}, not "
-            f"{given!r}"
+            f"{bandwidth!r}"
         ) from None
     if width.shape not in ((), (d,)):
         raise ShapeError(f"bandwidth has shape {width.shape}, but X has {d} columns")
     if not (np.isfinite(width) & (width > 0)).all():
-        raise ArgumentError(f"bandwidth must be above 0, not {given!r}")
+        raise ArgumentError(f"bandwidth must be above 0, not {bandwidth!r}")
     return np.broadcast_to(width, (d,)).copy()

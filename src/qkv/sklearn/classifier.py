@@ -67,12 +67,12 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
                 "pass one list for each column"
             )
         if classes is not None:
-            for column, told in zip(columns, known, strict=True):
-                _check_same_kind("classes are", np.asarray(told), "y is", column)
-        found = [np.unique(column) if told is None else np.union1d(column, told)
-                 for column, told in zip(columns, known, strict=True)]  # fmt: skip
-        self.classes_ = found[0] if y.ndim == 1 else found
-        ones = [column[:, None] == names for column, names in zip(columns, found, strict=True)]
+            for column, names_given in zip(columns, known, strict=True):
+                _check_same_kind("classes are", np.asarray(names_given), "y is", column)
+        all_names = [np.unique(column) if names_given is None else np.union1d(column, names_given)
+                 for column, names_given in zip(columns, known, strict=True)]  # fmt: skip
+        self.classes_ = all_names[0] if y.ndim == 1 else all_names
+        ones = [column[:, None] == names for column, names in zip(columns, all_names, strict=True)]
         values = np.concatenate(ones, axis=1).astype(np.float64)
         self.power_ = 1.0
         self._fit_rows(X, values, counts)
@@ -92,14 +92,16 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         width, ridge = super()._search_bandwidth(rows, fewer, spread)
         if not rows.slope_mask.any():
             return width, ridge
-        told, sure = (
+        predicted, targets = (
             rows.predict_left_out(width / spread / fewer, ridge),
             rows.weight[:, None] * rows.value,
         )
 
         def power_loss(power: float) -> float:
             return -float(
-                (sure * np.log(np.concatenate(self._normalize_classes(told, power), 1))).sum()
+                (
+                    targets * np.log(np.concatenate(self._normalize_classes(predicted, power), 1))
+                ).sum()
             )
 
         self.power_ = float(minimize_scalar(power_loss, bounds=(0.5, 20), method="bounded").x)
@@ -115,21 +117,21 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
             parts = self._normalize_classes(self._pool_values(query, self._values))
         return parts[0] if self._y.ndim == 1 else parts
 
-    def _normalize_classes(self, found: Numbers, power: float | None = None) -> list[Numbers]:
+    def _normalize_classes(self, predicted: Numbers, power: float | None = None) -> list[Numbers]:
         """Divide the classes of each output by their sum; for lines, after clipping and power."""
         many = [self.classes_] if self._y.ndim == 1 else self.classes_
-        found = np.maximum(found, 0)
+        predicted = np.maximum(predicted, 0)
         if power is not None:
-            found = (found + MIN_PROBABILITY) ** power
+            predicted = (predicted + MIN_PROBABILITY) ** power
         ends = np.cumsum([len(names) for names in many])[:-1]
-        return [_normalize_rows(part) for part in np.split(found, ends, axis=1)]
+        return [_normalize_rows(part) for part in np.split(predicted, ends, axis=1)]
 
     def predict(self, X: Any) -> Numbers:
         """Return the most probable class (n,), or (n, p)."""
-        found = self.predict_proba(X)
+        probabilities = self.predict_proba(X)
         if self._y.ndim == 1:
-            return np.asarray(self.classes_[found.argmax(1)])
-        both = zip(self.classes_, found, strict=True)
+            return np.asarray(self.classes_[probabilities.argmax(1)])
+        both = zip(self.classes_, probabilities, strict=True)
         return np.stack([names[p.argmax(1)] for names, p in both], axis=1)
 
     def __sklearn_tags__(self) -> Any:
@@ -138,17 +140,22 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         return tags
 
 
-def _check_same_kind(one: str, these: Numbers, two: str, those: Numbers) -> None:
+def _check_same_kind(
+    first: str, first_classes: Numbers, second: str, second_classes: Numbers
+) -> None:
     """Raise if some classes are numbers and others text: they would never be equal."""
-    kinds = ["numbers" if x.dtype.kind in "biuf" else "text" for x in (these, those)]
-    if kinds[0] != kinds[1] and "O" not in (these.dtype.kind, those.dtype.kind):
-        some = [x.flat[0].item() if x.size else None for x in (these, those)]
+    kinds = [
+        "numbers" if x.dtype.kind in "biuf" else "text" for x in (first_classes, second_classes)
+    ]
+    if kinds[0] != kinds[1] and "O" not in (first_classes.dtype.kind, second_classes.dtype.kind):
+        examples = [x.flat[0].item() if x.size else None for x in (first_classes, second_classes)]
         raise ArgumentError(
-            f"{one} {kinds[0]}, such as {some[0]!r}, but {two} {kinds[1]}, such as {some[1]!r}: "
+            f"{first} {kinds[0]}, such as {examples[0]!r}, "
+            f"but {second} {kinds[1]}, such as {examples[1]!r}: "
             "use numbers for both, or text for both"
         )
 
 
-def _normalize_rows(found: Numbers) -> Numbers:
-    total = found.sum(1, keepdims=True)
-    return np.where(total > 0, found / np.where(total > 0, total, 1), 1 / found.shape[1])
+def _normalize_rows(shares: Numbers) -> Numbers:
+    total = shares.sum(1, keepdims=True)
+    return np.where(total > 0, shares / np.where(total > 0, total, 1), 1 / shares.shape[1])

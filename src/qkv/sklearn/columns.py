@@ -32,7 +32,7 @@ class Features(NamedTuple):
         """Return the layout of a table with these categorical columns."""
         numeric = np.setdiff1d(np.arange(table.shape[1]), categorical)
         cells = {int(j): sorted(set(_category_names(table[:, j]))) for j in categorical}
-        categories = {j: np.array(told, dtype=object) for j, told in cells.items()}
+        categories = {j: np.array(names, dtype=object) for j, names in cells.items()}
         owner = np.repeat(
             [*numeric, *categories], [1] * len(numeric) + [*map(len, categories.values())]
         )

@@ -86,20 +86,20 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
     def _fit_cells(self, X: Numbers, counts: Numbers) -> AttentionTransformer:
         if self.cells not in CELL_CHOICES:
             raise unknown_name_error("cells", self.cells, CELL_CHOICES)
-        kept = counts > 0
-        self._observed = ~np.isnan(X[kept])
+        has_weight = counts > 0
+        self._observed = ~np.isnan(X[has_weight])
         if not self._observed.any(0).all():
             empty = int(np.argmin(self._observed.any(0)))
             name = getattr(self, "feature_names_in_", range(X.shape[1]))[empty]
             raise ArgumentError(f"X: column {name!r} has no value in any row: leave it out")
-        shares = counts[kept, None] * self._observed
-        self._values = np.where(self._observed, X[kept], 0)
+        shares = counts[has_weight, None] * self._observed
+        self._values = np.where(self._observed, X[has_weight], 0)
         self._means = (self._values * shares).sum(0) / shares.sum(0)
         filled = X.copy()
-        filled[kept] = np.where(self._observed, X[kept], self._means)
+        filled[has_weight] = np.where(self._observed, X[has_weight], self._means)
         self._fit_rows(filled, filled, counts)
         if not self._observed.all():  # filled with means first, then from each other
-            self._keys = self._scale_vectors(self._fill_cells(X[kept], "missing"))
+            self._keys = self._scale_vectors(self._fill_cells(X[has_weight], "missing"))
         self._X = X
         return self
 

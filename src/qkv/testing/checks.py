@@ -70,8 +70,8 @@ class Case:
         for name, x in self.arrays.items():
             if x.dtype.kind == "f":
                 along = rng.normal(size=x.shape)
-                ahead, behind = (loss(name, x + side * DIFFERENCE_STEP * along) for side in (1, -1))
-                out[name] = along, (ahead - behind) / (2 * DIFFERENCE_STEP)
+                above, below = (loss(name, x + side * DIFFERENCE_STEP * along) for side in (1, -1))
+                out[name] = along, (above - below) / (2 * DIFFERENCE_STEP)
         return out
 
     def compute_gradients(
@@ -82,8 +82,8 @@ class Case:
             self.output_gradient, get_framework(arrays["query"]).dtype_name(arrays["query"])
         )
 
-        def loss(*given: Array) -> Array:
-            now = dict(zip(arrays, given, strict=True))
+        def loss(*inputs: Array) -> Array:
+            now = dict(zip(arrays, inputs, strict=True))
             out = self.attend(now, engine=engine, **more) * along
             return get_framework(out).xp.sum(out)
 

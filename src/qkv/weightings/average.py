@@ -47,10 +47,10 @@ class Average(Weighting):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         ones = self.live_ones(scores, live)
-        return get_framework(ones).row_sum(ones), pool_by_weights(ones, value, live, keep)
+        return get_framework(ones).row_sum(ones), pool_by_weights(ones, value, live, dropout_mask)
 
     def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         count, pooled = state

@@ -43,7 +43,7 @@ class Weighting(tree.Record):
     Arguments of the methods:
 
     - `live` marks the keys that the mask allows (None: all).
-    - `keep` is the dropout factor of each weight (None: no dropout).
+    - `dropout_mask` is the dropout factor of each weight (None: no dropout).
     - `k` (1, c) holds the positions of the keys.
     - `row_facts` are the result of `find_threshold`, and after `finish` its second result.
     """
@@ -160,19 +160,23 @@ class Weighting(tree.Record):
         raise NotImplementedError(f"{type(self).__name__} does not define weights(scores, live, k)")
 
     def pool_whole_rows(
-        self, scores: Array, live: LiveMask, k: Array, value: Array, keep: DropoutMask
+        self, scores: Array, live: LiveMask, k: Array, value: Array, dropout_mask: DropoutMask
     ) -> Array:
         """Return the output of rows whose keys are all in one block.
 
         The scores are not scaled yet. The method may overwrite them.
         """
-        return self.pool_values(self.weights(self.scale_scores(scores), live, k), value, live, keep)
+        return self.pool_values(
+            self.weights(self.scale_scores(scores), live, k), value, live, dropout_mask
+        )
 
-    def pool_values(self, weight: Array, value: Array, live: LiveMask, keep: DropoutMask) -> Array:
+    def pool_values(
+        self, weight: Array, value: Array, live: LiveMask, dropout_mask: DropoutMask
+    ) -> Array:
         """Return Σᵢ αᵢ vᵢ for given weights."""
-        if live is keep is None and not self.is_sparse:
+        if live is dropout_mask is None and not self.is_sparse:
             return get_framework(weight).matmul(weight, value)
-        return pool_by_weights(weight, value, live, keep, self.is_sparse)
+        return pool_by_weights(weight, value, live, dropout_mask, self.is_sparse)
 
     def value_gradient_weights(self, weight: Array) -> Array:
         """Return the weights of the output's gradient in the gradient of the values."""
@@ -224,11 +228,13 @@ class Weighting(tree.Record):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         """Return the state of one block; the method may overwrite the scores."""
         return (
-            self.pool_values(self.block_weights(scores, live, k, row_facts), value, live, keep),
+            self.pool_values(
+                self.block_weights(scores, live, k, row_facts), value, live, dropout_mask
+            ),
         )
 
     def merge(self, one: State, two: State) -> State:
@@ -317,16 +323,16 @@ def weighting_for_rows(fw: Framework, weighting: Weighting, rows: Span, n: int) 
 
 
 def pool_by_weights(
-    weight: Array, value: Array, live: LiveMask, keep: DropoutMask, sparse: bool = False
+    weight: Array, value: Array, live: LiveMask, dropout_mask: DropoutMask, sparse: bool = False
 ) -> Array:
     """Return Σⱼ weightᵢⱼ vⱼ; masked values that are NaN or infinite do not reach the sum."""
     fw = get_framework(weight)
     xp = fw.xp
     if live is None and not sparse:
-        return xp.matmul(weight if keep is None else weight * keep, value)
-    if sparse and keep is not None:
+        return xp.matmul(weight if dropout_mask is None else weight * dropout_mask, value)
+    if sparse and dropout_mask is not None:
         live = weight != 0
-    weight = weight if keep is None else weight * keep
+    weight = weight if dropout_mask is None else weight * dropout_mask
 
     def pool_finite(weight: Array, value: Array, *_: Array) -> Array:
         return xp.matmul(weight, value)
@@ -337,10 +343,12 @@ def pool_by_weights(
     if fw.is_surely_finite(value):
         return pool_finite(weight, value)
     if weight.shape[:-2] == value.shape[:-2]:
-        out = fw.call_graph_node("pooled", weight, None if sparse and keep is None else live, value)
+        out = fw.call_graph_node(
+            "pooled", weight, None if sparse and dropout_mask is None else live, value
+        )
         if out is not None:
             return out
-    masks = () if sparse and keep is None else (live,)
+    masks = () if sparse and dropout_mask is None else (live,)
     return fw.cond(xp.all(xp.isfinite(value)), pool_finite, pool_live, weight, value, *masks)
 
 

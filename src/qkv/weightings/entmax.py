@@ -200,51 +200,53 @@ class Entmax(Weighting):
         return fw.masked_scatter(weight, at, scores if spend else None)
 
     def pool_whole_rows(
-        self, scores: Array, live: LiveMask, k: Array, value: Array, keep: DropoutMask
+        self, scores: Array, live: LiveMask, k: Array, value: Array, dropout_mask: DropoutMask
     ) -> Array:
         fw = get_framework(scores)
         if not self.gathers_candidates(scores):
-            return super().pool_whole_rows(scores, live, k, value, keep)
+            return super().pool_whole_rows(scores, live, k, value, dropout_mask)
         weight = self.weights_of_candidates(scores, live, self.alpha - 1, spend=True)
-        if keep is None and bool(fw.xp.all(fw.xp.isfinite(value))):
+        if dropout_mask is None and bool(fw.xp.all(fw.xp.isfinite(value))):
             return fw.xp.matmul(weight, value)
-        return pool_by_weights(weight, value, live, keep, sparse=True)
+        return pool_by_weights(weight, value, live, dropout_mask, sparse=True)
 
     def candidate_mask(self, scores: Array, live: LiveMask, top: Array, start: Array) -> Array:
         """Return which scores are not below the initial τ; NaN is included, so it propagates."""
         xp = get_framework(scores).xp
-        near = xp.logical_not(scores < top + start)
-        return near if live is None else xp.logical_and(near, live)
+        is_candidate = xp.logical_not(scores < top + start)
+        return is_candidate if live is None else xp.logical_and(is_candidate, live)
 
-    def newton_ascent(self, kept: Array, tau: Array) -> Array:
+    def newton_ascent(self, candidates: Array, tau: Array) -> Array:
         """Return τ of the gathered scores (relative to the row's largest) by Newton's method.
 
         It starts below the root and only increases. So the mass is at least 1 in each step, or 0
         in a row without keys.
         """
-        fw, e = get_framework(kept), self.exponent
-        near = NEWTON_TOLERANCE[fw.dtype_name(kept)]
+        fw, e = get_framework(candidates), self.exponent
+        tolerance = NEWTON_TOLERANCE[fw.dtype_name(candidates)]
         for _ in range(MAX_NEWTON_STEPS):
-            r = fw.xp.maximum(kept - tau, 0.0)
+            r = fw.xp.maximum(candidates - tau, 0.0)
             lean = self.positive_power(r, e - 1)
             slope, mass = fw.row_sum(lean), fw.row_sum(lean * r)
             size = fw.xp.minimum(mass, 1.0) if e == 1 else mass ** (1 - 1 / e)
             step = (mass - size) / fw.xp.maximum(slope, MIN_DIVISOR)
             tau = tau + step
-            if not (step > near).any():  # False for NaN, so a row of NaN does not prolong the loop
+            if not (
+                step > tolerance
+            ).any():  # False for NaN, so a row of NaN does not prolong the loop
                 break
         return tau
 
     def solve_threshold(self, fold: FoldFunction, top: Array) -> Array:
         fw = get_framework(top)
-        near = NEWTON_TOLERANCE[fw.dtype_name(top)]
+        tolerance = NEWTON_TOLERANCE[fw.dtype_name(top)]
 
         def newton_iteration(state: State) -> State:
             tau = fw.detach(self.newton_update(fold, top, state[0]))
             return tau, tau - state[0]
 
         def is_converged(state: State) -> Array:
-            return fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > near))
+            return fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > tolerance))
 
         start, far = (fw.full(top.shape, x, top) for x in (-1.0, 1.0))
         return fw.loop_until(is_converged, newton_iteration, (start, far), MAX_NEWTON_STEPS)[0]
@@ -306,10 +308,12 @@ class Entmax(Weighting):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         weight, lean = self.weight_and_slope(scores, live, row_facts)
-        pooled = (pool_by_weights(x, value, live, keep, sparse=True) for x in (weight, lean))
+        pooled = (
+            pool_by_weights(x, value, live, dropout_mask, sparse=True) for x in (weight, lean)
+        )
         return *pooled, get_framework(lean).row_sum(lean)
 
     def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
@@ -387,7 +391,7 @@ class Tsallis(Entmax):
         decreases in λ, so λ + log mass is a bound.
         """
         fw = get_framework(top)
-        xp, near = fw.xp, NEWTON_TOLERANCE[fw.dtype_name(top)]
+        xp, tolerance = fw.xp, NEWTON_TOLERANCE[fw.dtype_name(top)]
         zero = top * 0.0  # also works in a graph that does not know the shape
         c = zero + fw.detach(self.alpha_minus_one(top))
         sharp = c > 1
@@ -408,7 +412,7 @@ class Tsallis(Entmax):
             return new, low, high, xp.abs(new - at)
 
         def is_converged(state: State) -> Array:
-            return xp.logical_not(xp.any(state[3] > near * (1 + state[0])))
+            return xp.logical_not(xp.any(state[3] > tolerance * (1 + state[0])))
 
         return fw.loop_until(
             is_converged,

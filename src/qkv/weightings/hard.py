@@ -103,14 +103,16 @@ class Hard(Weighting):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         top = live_row_max(scores, live)
         at = self.argmax_position(scores, live, k, top)
         weight = self.block_weights(scores, live, k, (at, top))
-        pooled = pool_by_weights(weight, value, live, keep, sparse=True)
+        pooled = pool_by_weights(weight, value, live, dropout_mask, sparse=True)
         soft = (
-            SOFTMAX.partial_state(scores, live, k, (), value, keep) if self.straight_through else ()
+            SOFTMAX.partial_state(scores, live, k, (), value, dropout_mask)
+            if self.straight_through
+            else ()
         )
         return top, at, pooled, *soft
 

@@ -128,8 +128,10 @@ class Normalized(Weighting):
             else weight
         )
 
-    def pool_values(self, weight: Array, value: Array, live: LiveMask, keep: DropoutMask) -> Array:
-        out = super().pool_values(self.value_gradient_weights(weight), value, live, keep)
+    def pool_values(
+        self, weight: Array, value: Array, live: LiveMask, dropout_mask: DropoutMask
+    ) -> Array:
+        out = super().pool_values(self.value_gradient_weights(weight), value, live, dropout_mask)
         if self.on_empty != "nan":
             return out
         fw = get_framework(out)
@@ -166,18 +168,18 @@ class Normalized(Weighting):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         inside = self.zero_outside(scores, live, scores)
         state = (
             get_framework(inside).row_sum(inside),
-            pool_by_weights(inside, value, live, keep, sparse=True),
+            pool_by_weights(inside, value, live, dropout_mask, sparse=True),
         )
         other = self.empty_row_weighting
         return (
             state
             if other is None
-            else (*state, *other.partial_state(scores, live, k, (), value, keep))
+            else (*state, *other.partial_state(scores, live, k, (), value, dropout_mask))
         )
 
     def merge(self, one: State, two: State) -> State:

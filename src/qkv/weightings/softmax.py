@@ -134,11 +134,11 @@ class Softmax(ExponentialWeighting):
         k: Array,
         row_facts: State,
         value: Array,
-        keep: DropoutMask,
+        dropout_mask: DropoutMask,
     ) -> State:
         top = live_row_max(scores, live)
         e = shifted_exponentials(scores, live, top, spend=True)
-        return top, get_framework(e).row_sum(e), pool_by_weights(e, value, live, keep)
+        return top, get_framework(e).row_sum(e), pool_by_weights(e, value, live, dropout_mask)
 
     def merge(self, one: State, two: State) -> State:
         fw = get_framework(one[0])

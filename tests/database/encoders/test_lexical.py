@@ -43,9 +43,9 @@ def bm25(
                 f = words.count(word)
                 long = 1 - b + b * bag.total() / mean
                 out[i, j] += f * idf(word) * bag[word] * (k1 + 1) / (bag[word] + k1 * long)
-        told = sum(map(idf, words))
-        share = sum(idf(word) for word in words if word in known) / (told or 1)
-        out[i] *= share**doubt / (told + usual)
+        information = sum(map(idf, words))
+        share = sum(idf(word) for word in words if word in known) / (information or 1)
+        out[i] *= share**doubt / (information + usual)
     return out
 
 
@@ -62,14 +62,14 @@ def test_words_that_came_after_the_fit_are_as_rare_as_can_be(doubt: float) -> No
     encoder = Lexical(doubt=doubt).fit(KEYS)
     query, key = encoder.encode_pair(["cow zork", "zork"], ["zork", "a cow", "the cat"])
     idf = {"zork": math.log(1 + 6.5 / 0.5), "cow": math.log(1 + 5.5 / 1.5)}
-    told = np.array([sum(idf.values()), idf["zork"]]) + encoder.usual
+    information = np.array([sum(idf.values()), idf["zork"]]) + encoder.usual
     r = idf["cow"] / sum(idf.values())
     part = [2.2 / (1 + 1.2 * (0.25 + 0.75 * n / encoder.mean)) for n in (1, 2)]
     expected = [
         [idf["zork"] * part[0], r**doubt * idf["cow"] * part[1], 0],
         [idf["zork"] * part[0], 0, 0],
     ]
-    np.testing.assert_allclose(query @ key.T, expected / told[:, None], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(query @ key.T, expected / information[:, None], rtol=1e-5, atol=1e-7)
 
 
 def many() -> list[str]:

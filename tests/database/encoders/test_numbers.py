@@ -40,8 +40,8 @@ def test_what_float32_cannot_hold_is_counted_in_standard_deviations(scale: float
 
 
 def test_settings_of_before_mean_what_they_meant() -> None:
-    told = {"kind": "numbers", "bandwidth": None, "units": None, "mean": [3.0], "unit": [0.5]}
-    encoder = Numbers.build(told, {})
+    settings = {"kind": "numbers", "bandwidth": None, "units": None, "mean": [3.0], "unit": [0.5]}
+    encoder = Numbers.build(settings, {})
     assert encoder.encode([4.0]).tolist() == [[2.0]]
     assert encoder.default_score(32) == Gaussian(0.5)
 

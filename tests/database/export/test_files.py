@@ -159,10 +159,10 @@ def test_a_missing_vector_is_missing_everywhere(tmp_path):
 )
 def test_csv_tells_what_it_cannot_keep(tmp_path, column, changes):
     D = Database.from_columns({"key": ["x", "y"], "odd": column}, key="key", value="odd")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         D.to_csv(tmp_path / "a.csv")
-    assert [w.category for w in told] == [ChangedCellsWarning] * changes
+    assert [w.category for w in caught] == [ChangedCellsWarning] * changes
     back = Database.from_source(tmp_path / "a.csv", key="key", value="odd")
     same = [x == y or x != x for x, y in zip(column, back.values(), strict=True)]
     assert all(same) != changes
@@ -177,10 +177,10 @@ cell |= st.dates() | st.datetimes() | st.dates().map(str) | st.datetimes().map(s
 def test_csv_is_read_again_or_a_warning_was_given(tmp_path_factory, column):
     path = tmp_path_factory.mktemp("csv") / "a.csv"
     rows = [{"key": f"k{i}", "odd": x} for i, x in enumerate(column)]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         files.write_file(path, ["key", "odd"], rows)
-    if not told:
+    if not caught:
         assert [None if x != x else x for x in column] == sources.read(path).columns["odd"]
 
 
@@ -291,16 +291,18 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
 
 
 @pytest.mark.parametrize("named", [(), (".names.csv.0a1b2c3d",)])
-def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path, named):
+def test_an_error_for_a_full_disk_names_the_file_and_leaves_none(tmp_path, named):
     path = tmp_path / "names.csv"
-    told = r"/names\.csv cannot be written \(No space left on device\): nothing was changed; free"
-    with pytest.raises(StoreUnwritableError, match=told), files.open_atomically(path):
+    message = (
+        r"/names\.csv cannot be written \(No space left on device\): nothing was changed; free"
+    )
+    with pytest.raises(StoreUnwritableError, match=message), files.open_atomically(path):
         raise OSError(errno.ENOSPC, "No space left on device", *named)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more
-def test_an_interrupt_leaves_no_file_beside_and_the_mask_as_it_was(tmp_path):
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file without an open reference
+def test_an_interrupt_leaves_no_temporary_file_and_the_umask_unchanged(tmp_path):
     def write():
         with files.open_atomically(tmp_path / "names.csv") as file:
             file.write(b"key,value\n")

@@ -47,16 +47,16 @@ def test_a_data_set_comes_in() -> None:
     from datasets import Dataset, DatasetDict
 
     vectors = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
-    told = Dataset.from_dict({**TABLE, "vector": vectors, "words": [["a"], ["b", "c"], []]})
-    D = qkv.Database.from_dataset(told, key="name", value="age")
+    dataset = Dataset.from_dict({**TABLE, "vector": vectors, "words": [["a"], ["b", "c"], []]})
+    D = qkv.Database.from_dataset(dataset, key="name", value="age")
     assert (D["Li"], D["Hu"], len(D)) == (34, None, 3)
-    some = qkv.Database.from_dataset(told.select([2, 0]), key="vector", value="name")
+    some = qkv.Database.from_dataset(dataset.select([2, 0]), key="vector", value="name")
     assert some[np.array([1.0, 1.0])] == "Wu" and len(some) == 2
     assert some.ask(np.array([1.0, 0.1])).rows[0].record["words"] in (["a"], [])
-    streamed = qkv.Database.from_dataset(told.to_iterable_dataset(), key="name", value="vector")
+    streamed = qkv.Database.from_dataset(dataset.to_iterable_dataset(), key="name", value="vector")
     np.testing.assert_allclose(streamed["Hu"], [0, 1])
     with pytest.raises(DtypeError, match=r"dataset\['train'\]"):
-        qkv.Database.from_dataset(DatasetDict({"train": told, "test": told}))
+        qkv.Database.from_dataset(DatasetDict({"train": dataset, "test": dataset}))
     with pytest.raises(DtypeError, match=r"not a list: load one with datasets\.load_dataset"):
         qkv.Database.from_dataset([1])
 
@@ -94,6 +94,6 @@ def test_an_index_with_a_name_is_a_column(tmp_path: Any) -> None:
         assert qkv.Database.from_frame(frame, key="name").columns == ("name", "age")
 
 
-def test_a_series_is_told_to_be_a_frame() -> None:
+def test_an_error_for_a_series_suggests_a_frame() -> None:
     with pytest.raises(DtypeError, match=r"not a Series: convert a single column with"):
         qkv.Database.from_frame(pandas.Series({"a": 1.0}))

@@ -329,12 +329,12 @@ def test_columns_of_days_and_moments_are_compared():
 
 
 @pytest.mark.parametrize("text", ["genre == fantasy", "genre in [poetry, 'x']", "fantasy"])
-def test_a_word_without_quotes_is_told_of(text):
+def test_a_word_without_quotes_is_reported(text):
     with pytest.raises(ArgumentError, match=r"unknown column '\w+'.* Write text in quotes\.$"):
         passing(text, [{"genre": "fantasy"}])
 
 
-def test_letters_that_look_alike_are_told_apart():
+def test_letters_that_look_alike_are_distinguished():
     """Python's grammar has one spelling for them, and a table may have both."""
     rows = [{"\u00e9": 1, "e\u0301": 10, "\u00b5m": 2, "\ufb01": 3}]
     assert passing("\u00e9 == 1 and e\u0301 == 10", rows) == [True]
@@ -345,7 +345,7 @@ def test_letters_that_look_alike_are_told_apart():
         passing("\uff45\u0301 == 1", rows)  # wide, and either of two
 
 
-def test_numbers_that_no_float_holds_are_told_apart():
+def test_numbers_that_no_float_holds_are_distinguished():
     big = 2**60
     rows = [{"n": big + i} for i in range(4)] + [{"n": float(big)}, {"n": Decimal("0.1")}]
     assert passing(f"n == {big + 1}", rows) == [False, True, False, False, False, False]
@@ -473,7 +473,7 @@ def test_a_vector_equals_the_list_of_its_numbers():
         assert passing({"x": [same]}, rows) == [True, True, False, False]
 
 
-def test_texts_of_pieces_of_one_size_are_told_apart(monkeypatch):
+def test_texts_of_pieces_of_one_size_are_distinguished(monkeypatch):
     """The texts that are cached of a column belong to one piece of the rows."""
     monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 2)
     made = qkv.Database(key="name", value="city", encoder="exact")

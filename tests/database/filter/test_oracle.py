@@ -129,8 +129,8 @@ def known_all(x: pd.Series) -> Passed:
 
 def equal(column: pd.Series, cells: list[Any]) -> pd.Series:
     """Which cells equal one of these; a missing one equals None."""
-    wish = [x for x in cells if x is not None]
-    found = column.isin(wish) & column.notna()
+    values = [x for x in cells if x is not None]
+    found = column.isin(values) & column.notna()
     return found | column.isna() if None in cells else found
 
 
@@ -238,12 +238,12 @@ def check(made: qkv.Database, table: pd.DataFrame, where: Any, passed: pd.Series
     assert answer.total == len(ids), where
     due = np.where(passed, 1 / max(len(ids), 1), 0)
     np.testing.assert_allclose(answer.weights, due, rtol=1e-6, err_msg=str(where))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = made.attend([3.0], **how)
     mean = table["v"][passed].mean() if ids else 0.0
     np.testing.assert_allclose(out.ravel(), [mean], rtol=1e-5, atol=1e-6, err_msg=str(where))
-    assert any(x.category is NoRowsMatchWarning for x in told) == (not ids)
+    assert any(x.category is NoRowsMatchWarning for x in caught) == (not ids)
     if ids:
         assert not answer.hint.startswith("No rows match")
     else:

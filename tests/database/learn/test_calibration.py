@@ -23,7 +23,7 @@ def test_sharpness_is_calibrated_on_what_was_held_out() -> None:
     assert loss(1.0) <= min(loss(0.8), loss(1.25)) + 1e-6
 
 
-def test_pairs_that_are_told_apart_make_it_no_sharper() -> None:
+def test_pairs_that_are_distinguished_make_it_no_sharper() -> None:
     """However often they are learned: each time τ was twenty times as sharp, up to infinity."""
     D = Database({f"key {i}": i for i in range(12)}, encoder=Characters(32))
     pairs = [("kee 1", "key 1"), ("ky 2", "key 2"), ("ke 9", "key 9")]

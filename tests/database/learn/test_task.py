@@ -46,9 +46,9 @@ class TestLearn:
         encoder, report = learn.learn(text, keys, pairs, held_out=0, epochs=40)
         assert report.loss[-1] < 0.8 * report.loss[0]
         words = encoder.parameters["0.words"]
-        told = dict(zip(text.heads[0].codes.tolist(), words.tolist(), strict=True))
+        weight_by_code = dict(zip(text.heads[0].codes.tolist(), words.tolist(), strict=True))
         first, second = (
-            [told[int(code)] for code in Lexical().fit(list(part)).codes]
+            [weight_by_code[int(code)] for code in Lexical().fit(list(part)).codes]
             for part in ("uvwxyz", "abcdef")
         )
         assert min(second) > max(first) + 0.5

@@ -1,4 +1,4 @@
-"""The set of an answer holds the right row as often as promised, or the answer abstains."""
+"""The prediction set contains the right row at the stated rate, or the answer abstains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 import qkv
 from qkv import scores, weightings
-from qkv.database.query import calibration
 from qkv.database.query.calibration import Calibration, lower_quantile_bound
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 
@@ -45,21 +44,23 @@ def held(D: qkv.Database, **how: object) -> float:
 
 @pytest.mark.parametrize("coverage", [0.8, 0.9, 0.95])
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15"])
-def test_the_right_row_is_held_as_often_as_promised(coverage: float, weighting: str) -> None:
+def test_the_prediction_set_holds_the_right_row_at_the_stated_rate(
+    coverage: float, weighting: str
+) -> None:
     D = made()
-    promise = D.calibrate(PAIRS, coverage, score=NEAR, weighting=weighting)
-    assert (promise.coverage, promise.pairs, promise.rows) == (coverage, 800, 150)
+    calibration = D.calibrate(PAIRS, coverage, score=NEAR, weighting=weighting)
+    assert (calibration.coverage, calibration.pairs, calibration.rows) == (coverage, 800, 150)
     # Two standard deviations of what 600 and 800 draws allow.
     assert abs(held(D, score=NEAR, weighting=weighting) - coverage) < 0.04
 
 
 def test_the_set_is_by_weight_and_the_answer_abstains_without_one(calibrated: qkv.Database) -> None:
-    promise = Calibration.read_from_view(calibrated._view)
-    assert promise is not None
+    calibration = Calibration.read_from_view(calibrated._view)
+    assert calibration is not None
     answer = calibrated.ask(KEYS[3], score=NEAR)
     assert answer.coverage == 0.9 and not answer.abstains
-    wish = [row.index for row in answer.above(1e-6) if row.weight >= promise.weight]
-    assert [row.index for row in answer.prediction_set] == wish and wish[0] == 3
+    want = [row.index for row in answer.above(1e-6) if row.weight >= calibration.weight]
+    assert [row.index for row in answer.prediction_set] == want and want[0] == 3
     assert "90 %" in answer.explain() and "90 %" in str(answer)
 
 
@@ -76,15 +77,15 @@ def test_a_foreign_question_is_far_from_all_rows_though_one_has_all_weight(
 def test_it_is_kept_in_the_store(tmp_path: Path) -> None:
     with made(tmp_path / "near.qkv") as D:
         before = D.version
-        promise = D.calibrate(PAIRS, score=NEAR)
+        calibration = D.calibrate(PAIRS, score=NEAR)
         assert D.versions()[-1].what == "calibrate" and D.version == before + 1
-        wish = D.ask(QUERIES[-1], score=NEAR).prediction_set
+        want = D.ask(QUERIES[-1], score=NEAR).prediction_set
         with pytest.raises(CombinationError, match=r"no prediction set: call calibrate"):
             D.at(before).ask(QUERIES[-1]).prediction_set  # noqa: B018
     with qkv.open(tmp_path / "near.qkv") as D:
-        assert Calibration.read_from_view(D._view) == promise
+        assert Calibration.read_from_view(D._view) == calibration
         assert [row.index for row in D.ask(QUERIES[-1], score=NEAR).prediction_set] == [
-            r.index for r in wish
+            r.index for r in want
         ]
 
 
@@ -132,8 +133,8 @@ def test_bounds_are_order_statistics() -> None:
 
 def test_ties_are_in_the_set() -> None:
     D = qkv.Database({"a": 1, "b": 2})
-    promise = D.calibrate([("a", "a"), ("b", "b")] * 20, weighting="hard")
-    assert 0.9999 < promise.weight < 1
+    calibration = D.calibrate([("a", "a"), ("b", "b")] * 20, weighting="hard")
+    assert 0.9999 < calibration.weight < 1
     assert [row.key for row in D.ask("a", weighting="hard").prediction_set] == ["a"]
     # A right row without weight puts all rows into the set.
     D.calibrate([("a", "b"), ("b", "b")] * 20, weighting="hard")
@@ -145,11 +146,11 @@ def test_a_condition_leaves_its_rows(calibrated: qkv.Database) -> None:
     assert 3 not in {row.index for row in answer.prediction_set}
 
 
-def test_a_promise_that_is_none_is_not_read() -> None:
+def test_an_invalid_calibration_is_not_read() -> None:
     D = made()
-    told = D.calibrate(PAIRS, score=NEAR).to_dict()
-    json.dumps(told, allow_nan=False)
-    for wrong in ({}, [], {**told, "weight": "much"}, {**told, "rows": True}, {"weight": 0.5}):
+    stored = D.calibrate(PAIRS, score=NEAR).to_dict()
+    json.dumps(stored, allow_nan=False)
+    for wrong in ({}, [], {**stored, "weight": "much"}, {**stored, "rows": True}, {"weight": 0.5}):
         D._store.commit(settings=D._view.settings | {"promise": wrong})
         assert Calibration.read_from_view(D._view) is None
         assert D.ask(KEYS[0], score=NEAR).coverage is None
@@ -171,4 +172,4 @@ def test_what_it_refuses() -> None:
         D.calibrate(PAIRS, weighting=weightings.Raw())
     with pytest.raises(CombinationError, match="is past and read-only"):
         D.at(D.version).calibrate(PAIRS)
-    assert calibration.Calibration.read_from_view(D._view) is None
+    assert Calibration.read_from_view(D._view) is None

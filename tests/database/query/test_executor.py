@@ -97,7 +97,7 @@ def test_raise_and_refusals(database):
 
 
 @pytest.mark.parametrize(
-    ("keys", "query", "told"),
+    ("keys", "query", "message"),
     [
         (np.eye(3), [np.nan, 0.0, 0.0], "query 0 holds NaN"),
         (np.eye(3), np.array([[0.0, 0.0, 1.0], [0.0, np.inf, 0.0]]), "query 1 holds NaN"),
@@ -107,12 +107,12 @@ def test_raise_and_refusals(database):
         (["a", "b", "c"], np.full((1, qkv.Database({"a": 1}).encoder.width), np.nan), "query 0"),
     ],
 )
-def test_a_query_that_cannot_be_compared_is_named(keys, query, told):
+def test_a_query_that_cannot_be_compared_is_named(keys, query, message):
     D = qkv.Database(keys, [1.0, 2.0, 3.0])
-    with pytest.raises(QkvError, match=told):
+    with pytest.raises(QkvError, match=message):
         D.ask(query)
     if not isinstance(query, np.ndarray):  # of an array, attend has the gradient
-        with pytest.raises(QkvError, match=told):
+        with pytest.raises(QkvError, match=message):
             D.attend(query)
 
 
@@ -172,7 +172,7 @@ def test_values_at_the_ends_of_a_float(values, value, spread, recwarn):
     ["hard", "sparsemax", "entmax15", weightings.TopK(2), "normalized", "softmax", "average"],
 )
 @pytest.mark.parametrize("values", [[1.0, INF, 3.0], [-INF, 2.0, INF], [1.0, -INF, -INF]])
-def test_the_doors_agree_on_infinite_values(weighting, values, recwarn):
+def test_entry_points_agree_on_infinite_values(weighting, values, recwarn):
     score = "boxcar" if weighting == "normalized" else "gaussian"
     key, value = np.array([[0.0], [0.5], [1.0]]), np.array(values)[:, None]
     made = qkv.Database(key, value)
@@ -210,8 +210,8 @@ def test_the_mean_of_equal_vectors_is_theirs(dtype):
     np.testing.assert_array_equal(made.ask("key 5").value, vector)
 
 
-def test_more_than_there_are_takes_no_room():
-    """The state of top k has room for k, which would be more than any memory."""
+def test_more_than_there_are_takes_no_memory():
+    """The state of top k holds k entries, which would exceed any memory."""
     pay = qkv.Database([(2.9, 61.0), (3.2, 70.0), (3.4, 76.0)])
     all_of_it = weightings.TopK(10**12)
     np.testing.assert_allclose(
@@ -325,8 +325,10 @@ def test_an_answer_says_where_length_decided(tmp_path):
             assert pickle.loads(pickle.dumps(answer)).hint == deepcopy(answer).hint == answer.hint
             assert D.ask([3.0, 4.0]).hint == ""
             for score in ("cosine", "gaussian", "scaled_dot", scores.Cosine(0.05)):
-                told = D.ask([0.6, 0.7], score=score)
-                assert told.hint == "" and (told.value == "short") == (score != "scaled_dot")
+                reported = D.ask([0.6, 0.7], score=score)
+                assert reported.hint == "" and (reported.value == "short") == (
+                    score != "scaled_dot"
+                )
 
 
 def test_an_answer_says_where_all_vectors_look_alike():
@@ -341,7 +343,7 @@ def test_an_answer_says_where_all_vectors_look_alike():
     sharp = D.ask(keys[7], score=scores.Cosine(0.05))
     assert sharp.value == "row 7" and sharp.rows[0].weight > 0.9 and sharp.hint == ""
     assert qkv.Database({"Li": 1.0, "Hu": 2.0}).ask("Li").hint == ""
-    alone = D.ask(keys[7], where="value == 'row 7'")  # one row is told from no other
+    alone = D.ask(keys[7], where="value == 'row 7'")  # one row cannot be compared with another
     assert alone.total == 1 and alone.hint == ""
 
 

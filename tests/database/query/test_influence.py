@@ -69,19 +69,19 @@ def test_each_row_left_out_is_a_database_without_it(how: Any, values: Any) -> No
     answer = made(values).ask(QUERY, top=12, **how)
     influence = answer.influence()
     for i in range(len(KEYS)):
-        left, wish = answer.without(i), but(values, i).ask(QUERY, top=12, **how)
-        np.testing.assert_allclose(np.delete(left.weights, i), wish.weights, atol=1e-10)
-        assert left.weights[i] == 0 and left.total == wish.total == 11
-        assert [row.key for row in left.rows] == [row.key for row in wish.rows]
+        left, want = answer.without(i), but(values, i).ask(QUERY, top=12, **how)
+        np.testing.assert_allclose(np.delete(left.weights, i), want.weights, atol=1e-10)
+        assert left.weights[i] == 0 and left.total == want.total == 11
+        assert [row.key for row in left.rows] == [row.key for row in want.rows]
         if values is WORDS:
-            assert left.value == wish.value
+            assert left.value == want.value
             mine, theirs = (
                 sum(share.weight for share in x.values if share.value == answer.value)
-                for x in (answer, wish)
+                for x in (answer, want)
             )
         else:
-            np.testing.assert_allclose(left.value, wish.value, atol=1e-10)
-            mine, theirs = answer.value, wish.value
+            np.testing.assert_allclose(left.value, want.value, atol=1e-10)
+            mine, theirs = answer.value, want.value
         np.testing.assert_allclose(influence[i], mine - theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -117,8 +117,8 @@ def test_missing_values_stay_left_out() -> None:
 def test_one_row_after_another() -> None:
     answer = made(NUMBERS).ask(QUERY)
     first, second = answer.rows[:2]
-    wish = but(NUMBERS, first.index, second.index).ask(QUERY).value
-    assert answer.without(first).without(second).value == pytest.approx(wish, abs=1e-10)
+    want = but(NUMBERS, first.index, second.index).ask(QUERY).value
+    assert answer.without(first).without(second).value == pytest.approx(want, abs=1e-10)
 
 
 def test_without_the_only_row_there_is_no_answer() -> None:
@@ -156,10 +156,10 @@ def test_mislabelled_rows_are_the_worst(how: Any) -> None:
     assert (found.worth[wrong] <= 0).all()
     for other in (pickle.loads(pickle.dumps(found)), deepcopy(found)):
         np.testing.assert_array_equal(other.worth, found.worth)
-        assert told(other.worst(200)) == told(found.worst(200))
+        assert rows_as_tuples(other.worst(200)) == rows_as_tuples(found.worst(200))
 
 
-def told(rows: list[Row]) -> list[tuple[int, float, Any]]:
+def rows_as_tuples(rows: list[Row]) -> list[tuple[int, float, Any]]:
     return [(row.index, row.weight, row.value) for row in rows]
 
 
@@ -167,8 +167,8 @@ def test_a_pickle_of_worth_has_few_rows(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("qkv.database.query.influence.PICKLED_ROWS_PER_END", 2)
     found = qkv.Database(KEYS, NUMBERS).value_of_rows([(QUERY, 3.0)])
     other = pickle.loads(pickle.dumps(found))
-    assert told(other.best(2)) == told(found.best(2))
-    assert told(other.worst(2)) == told(found.worst(2))
+    assert rows_as_tuples(other.best(2)) == rows_as_tuples(found.best(2))
+    assert rows_as_tuples(other.worst(2)) == rows_as_tuples(found.worst(2))
     with pytest.raises(CombinationError, match="call value_of_rows again"):
         other.best(3)
 
@@ -181,19 +181,19 @@ def test_worth_is_the_growth_of_the_loss(how: Any, values: Any) -> None:
 
     def loss(D: qkv.Database) -> float:
         found = 0.0
-        for query, wish in zip(queries, right, strict=True):
+        for query, want in zip(queries, right, strict=True):
             answer = D.ask(query, **how)
             if values is WORDS:
-                found += 1 - sum(s.weight for s in answer.values if s.value == wish)
+                found += 1 - sum(s.weight for s in answer.values if s.value == want)
             else:
-                found += float(np.sum((answer.value - wish) ** 2))
+                found += float(np.sum((answer.value - want) ** 2))
         return found / len(queries)
 
     D = made(values)
     found = D.value_of_rows(zip(queries, right, strict=True), **how)
     assert found.loss == pytest.approx(loss(D), abs=1e-10)
-    wish = [loss(but(values, i)) - loss(D) for i in range(12)]
-    np.testing.assert_allclose(found.worth, wish, atol=1e-8)
+    want = [loss(but(values, i)) - loss(D) for i in range(12)]
+    np.testing.assert_allclose(found.worth, want, atol=1e-8)
 
 
 def test_what_it_refuses() -> None:

@@ -16,8 +16,12 @@ class TestBrokenCsv:
     """What is wrong is found without reading on, or again from the start."""
 
     def test_cells_are_counted_no_further_than_needed(self) -> None:
-        for extra, told in ((3, "5 cells"), (1_000, "1002 cells"), (1_001, "more than 1002 cells")):
-            with pytest.raises(SourceError, match=f": {told} where the header has 2") as caught:
+        for extra, message in (
+            (3, "5 cells"),
+            (1_000, "1002 cells"),
+            (1_001, "more than 1002 cells"),
+        ):
+            with pytest.raises(SourceError, match=f": {message} where the header has 2") as caught:
                 delimited.read_delimited(b"a,b\n1,2" + b",3" * extra + b"\n", "x", "x.csv", None)
             assert (caught.value.line, caught.value.column) == (2, 5)
 
@@ -42,12 +46,12 @@ class TestBrokenCsv:
 
     def test_limits_hold_within(self) -> None:
         with limit_sources(SourceLimits(cell_characters=10, columns=3)):
-            for data, told in (
+            for data, message in (
                 (b"a,b\n1,xxxxxxxxxxx\n", "a cell of more than 10 characters"),
                 (b"a,b,c,d\n1,2,3,4\n", "4 columns, but at most 3 are allowed"),
                 (b"a,b,c,d,e\n1,2\n", "more than 3 columns"),
             ):
-                with pytest.raises(SourceError, match=told):
+                with pytest.raises(SourceError, match=message):
                     delimited.read_delimited(data, "x", "x.csv", None)
             with pytest.raises(SourceError, match="a cell may have at most 10"):
                 json.read_json(b'{"a": "xxxxxxxxxxx"}', "x", "x.jsonl")

@@ -110,7 +110,7 @@ def test_commas_are_points_between_semicolons(tmp_path):
     assert columns(tmp_path, "t.csv", 'a,b\nx,"1,5"\ny,"2,5"\n')["b"] == ["1,5", "2,5"]
 
 
-def test_a_comma_that_may_part_thousands_is_told_of(tmp_path):
+def test_a_comma_that_may_part_thousands_is_reported(tmp_path):
     with pytest.warns(
         MixedColumnWarning, match="'b' is read as text: '1,234' may be 1.234 or 1234"
     ):
@@ -164,10 +164,10 @@ def test_decimal_commas_of_many_files(tmp_path):
         ("1\t5\n3\t4\n", "ab"),
     ],
 )
-def test_a_first_line_of_numbers_above_numbers_is_told_of(tmp_path, text, names):
+def test_a_first_line_of_numbers_above_numbers_is_reported(tmp_path, text, names):
     path = write(tmp_path, "t.csv", text)
-    told = "line 1 looks like a row, not like column names: .* names="
-    with pytest.warns(NoHeaderWarning, match=told) as found:
+    message = "line 1 looks like a row, not like column names: .* names="
+    with pytest.warns(NoHeaderWarning, match=message) as found:
         assert len(read(path)) == 1
     assert [x.filename for x in found] == [__file__]  # the line that called
     assert len(read(path, names=list(names))) == 2
@@ -580,7 +580,7 @@ def test_truncated_arrow_formats(tmp_path, ending):
 
 
 @pytest.mark.parametrize("kind", ["date32", "timestamp"])
-def test_a_date_that_python_has_not_is_told_with_its_column(tmp_path, kind):
+def test_a_date_that_python_has_not_is_reported_with_its_column(tmp_path, kind):
     pa = pytest.importorskip("pyarrow")
     made = {"date32": pa.array([0, 2**31 - 1], pa.date32())}
     made["timestamp"] = pa.array([0, -(2**62)], pa.timestamp("us"))
@@ -962,7 +962,7 @@ def test_public_names():
     assert sources.__all__ == [*names, "SourceError", "MISSING_WORDS"]
 
 
-def test_a_few_words_among_numbers_are_told_of(tmp_path: Path) -> None:
+def test_a_few_words_among_numbers_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "ages.csv"
 
     def read_with(*odd: str) -> Any:
@@ -1020,7 +1020,7 @@ def test_iso_dates_of_csv(tmp_path: Path, cells, expected) -> None:
     assert both == (expected or cells) * 2
 
 
-def test_a_few_words_among_dates_are_told_of(tmp_path: Path) -> None:
+def test_a_few_words_among_dates_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("day\n" + "2024-01-31\n" * 30 + "soon\n")
     with pytest.warns(

@@ -94,7 +94,7 @@ def test_batches_are_one_table(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("around", ['{"data": %s}', '{"count": 2, "next": null, "data": %s}'])
-def test_rows_inside_of_an_object_are_told_of(tmp_path, around):
+def test_rows_inside_of_an_object_are_reported(tmp_path, around):
     """As many an API sends them: read as it stands, this is one row."""
     path = tmp_path / "page.json"
     path.write_text(around % '[{"name": "Li", "age": 34}, {"name": "Hu", "age": 35}]')
@@ -104,4 +104,4 @@ def test_rows_inside_of_an_object_are_told_of(tmp_path, around):
     path.write_text(
         '{"name": "Li", "tags": ["a", "b"], "at": [1.5, 2.5], "of": {"a": 1}, "no": []}'
     )
-    read(path)  # a row of its own, of which nothing is told
+    read(path)  # a row of its own, without a warning

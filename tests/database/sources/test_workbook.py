@@ -87,7 +87,7 @@ def test_a_table_may_begin_below_and_right_of_the_corner(tmp_path):
         ([], "no tables: there is nothing to read"),
     ],
 )
-def test_what_is_no_table_is_told_of(tmp_path, rows, says):
+def test_what_is_no_table_is_reported(tmp_path, rows, says):
     with pytest.raises(SourceError, match=says):
         read(book(tmp_path / "odd.xlsx", odd=rows))
 

@@ -1,4 +1,4 @@
-"""Readers that cannot write beside the file: the log by hand is the log by SQLite."""
+"""Readers that cannot write to the folder parse the log; the result equals that of SQLite."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def reader(path: Path, how: str, stderr: int | None = None) -> subprocess.Popen[
     )
 
 
-def told(child: subprocess.Popen[str]) -> str:
+def ask_child(child: subprocess.Popen[str]) -> str:
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write("\n")
     child.stdin.flush()
@@ -164,19 +164,19 @@ def test_a_killed_writers_log_is_read_where_nothing_can_be_written(open_to_all, 
     before = {file.name: file.read_bytes() for file in path.iterdir() if "shm" not in file.name}
     written = [f"row {i}" for i in range(20)]
     with reader(path, how) as child:
-        assert told(child) == " ".join(["20", *written])
+        assert ask_child(child) == " ".join(["20", *written])
         after = {file.name: file.read_bytes() for file in path.iterdir() if "shm" not in file.name}
         assert after == before
         readable(path, True)
         with Store(path) as store:
             store.commit(records=["more"], digests=[b"more"])
-            assert told(child) == " ".join(["21", *written, "more"])
-        assert told(child) == " ".join(["21", *written, "more"])
+            assert ask_child(child) == " ".join(["21", *written, "more"])
+        assert ask_child(child) == " ".join(["21", *written, "more"])
         child.communicate()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users of POSIX")
-def test_a_log_of_a_file_that_may_not_be_read_is_told_of(open_to_all):
+def test_a_log_of_a_file_that_may_not_be_read_is_reported(open_to_all):
     path = open_to_all / "s.qkv"
     subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True)
     (path / "catalogue.sqlite").chmod(0o200)
@@ -193,10 +193,10 @@ def test_a_reader_without_permission_waits_for_an_index_that_is_half_made(open_t
         with open(path / "catalogue.sqlite-shm", "r+b", buffering=0) as index:
             readable(path, False)
             with reader(path, "denied") as child:
-                assert told(child) == "1 one"
+                assert ask_child(child) == "1 one"
                 store.commit(records=["two"], digests=[b"2"])
                 index.write(bytes(48))  # as who is making it leaves it: its two heads differ
-                assert told(child) == "2 one two"
+                assert ask_child(child) == "2 one two"
                 child.communicate()
         readable(path, True)
 

@@ -1,4 +1,4 @@
-"""What was acknowledged is marked beside the catalogue, so that an older one is told from it."""
+"""Acknowledged commits are recorded outside the catalog, so that an older catalog is detected."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
     assert check(copy) == []
 
 
-def test_without_a_mark_files_that_nobody_knows_stay_and_keep_their_names(tmp_path, small):
+def test_without_a_mark_unknown_files_stay_and_keep_their_names(tmp_path, small):
     with Store(tmp_path / "s") as store:
         add(store)
         add(store)
@@ -113,8 +113,8 @@ def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small
     # As if the log of the compaction were lost.
     (tmp_path / "s" / "catalogue.sqlite").write_bytes(old)
     (tmp_path / "s" / "lock").unlink()
-    told = [problem.what for problem in check(tmp_path / "s")]
-    assert any("which contains missing rows" in what for what in told)
+    problems = [problem.what for problem in check(tmp_path / "s")]
+    assert any("which contains missing rows" in what for what in problems)
     assert any(problem.repaired for problem in check(tmp_path / "s", repair=True))
     assert check(tmp_path / "s") == []
     with Store(tmp_path / "s") as store:
@@ -131,8 +131,8 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
         add(store)
         add(store, 2)
         copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
-    told = check(copy, repair=True)
-    assert any("the versions from 2 to 3 are lost" in problem.what for problem in told)
+    problems = check(copy, repair=True)
+    assert any("the versions from 2 to 3 are lost" in problem.what for problem in problems)
     with Store(copy) as store:
         assert store.version == 4 and len(store.open_snapshot()) == 5
         add(store)

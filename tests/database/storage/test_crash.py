@@ -50,7 +50,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_what_a_killed_import_left_is_swept(tmp_path):
-    """By whoever makes a store beside it, writes to one, or repairs one; no living one's."""
+    """By any process that creates, writes or repairs a store; never those of a running process."""
     places = [tmp_path / name for name in ("make", "write", "repair")]
     for place in places:
         with Store(place / "old.qkv") as store:
@@ -106,7 +106,7 @@ def test_interrupts(tmp_path, tight, place):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
-        gc.collect()  # what an interrupt left open is told here, not to a later test
+        gc.collect()  # what an interrupt left open warns here, not in a later test
     if place == "disk":
         assert check(tmp_path / "s") == []
 
@@ -179,7 +179,7 @@ class Forgetful(FileSystem):
             self.folder.pop(name, None)
 
     def cut(self, folder: Path, target: Path, rng: random.Random) -> None:
-        """What is found after the power comes back. SQLite keeps its own promise."""
+        """The files after a power cut. SQLite gives its own guarantee."""
         target.mkdir()
         for file in folder.iterdir():
             if not file.name.endswith((".safetensors", ".tmp")):
@@ -246,7 +246,7 @@ def test_a_sync_that_is_left_out_is_noticed(tmp_path, tight, forgotten):
     assert any(broken(seed) for seed in range(20))
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file without an open reference
 def test_a_maker_that_is_interrupted_leaves_nothing(tmp_path):
     def make():
         with folder.build_store_folder(tmp_path / "new.qkv") as part:

@@ -66,7 +66,7 @@ def test_an_interrupt_leaves_the_pins_free():
     assert nth > 3
 
 
-def test_a_finaliser_inside_of_a_hold_is_settled_after_it(monkeypatch):
+def test_a_finaliser_that_runs_under_the_lock_is_applied_after_it(monkeypatch):
     pins = lock.VersionPins(None)
     pins.pin_version(2)
     monkeypatch.setattr(pins, "_lock_shared", lambda version: pins.release_version(2) or True)

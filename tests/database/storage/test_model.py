@@ -1,4 +1,4 @@
-"""The store beside a dictionary: whatever is done to both, they hold the same."""
+"""The store compared with a dictionary: after the same operations, both hold the same rows."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def add(store: Store, count: int) -> None:
     )
 
 
-def told(store: Store, version: int | None = None) -> dict[int, list[int]]:
+def words_by_id(store: Store, version: int | None = None) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for part in store.open_snapshot(version).iterate_segments():
         words = part.tensors["words"]
@@ -66,22 +66,24 @@ def test_rows_come_and_go(tmp_path: Path, place: str) -> None:
     with Store(path) as store:
         for count in (3, 1, 9, 30):
             add(store, count)
-        assert told(store) == expected(range(43))
+        assert words_by_id(store) == expected(range(43))
         before = store.version
         store.commit(remove=[0, 7, 42])
         left = set(range(43)) - {0, 7, 42}
-        assert told(store) == expected(left) and told(store, before) == expected(range(43))
+        assert words_by_id(store) == expected(left) and words_by_id(store, before) == expected(
+            range(43)
+        )
         store.compact()
-        assert told(store) == expected(left)
+        assert words_by_id(store) == expected(left)
         ids = store.open_snapshot().live_ids()
         halves = [(part, {"words": ragged(part.tolist())}) for part in (ids[:5], ids[5:])]
         store.rewrite_tensors(halves)
-        assert told(store) == expected(left)
+        assert words_by_id(store) == expected(left)
         assert store.open_snapshot().tensor_names == ("words",)
     if path is not None:
         assert check(path) == []
         with Store(path) as store:
-            assert told(store) == expected(left)
+            assert words_by_id(store) == expected(left)
 
 
 @pytest.mark.usefixtures("limits")
@@ -94,7 +96,7 @@ def test_a_lost_catalogue_is_made_again(tmp_path: Path) -> None:
     path.write_bytes(content)
     check(tmp_path, repair=True)
     with Store(tmp_path) as store:
-        assert told(store).items() <= expected(range(9)).items()
+        assert words_by_id(store).items() <= expected(range(9)).items()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
     connection.close()
@@ -127,7 +129,7 @@ def test_rows_that_begin_elsewhere_are_damage(segment: Path, bad: list[int]) -> 
             assert check(segment.parent)
             return
         with pytest.raises(StoreDamagedError, match="row boundaries"):
-            told(store)
+            words_by_id(store)
 
 
 def test_what_does_not_fit_is_refused() -> None:

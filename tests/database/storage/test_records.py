@@ -126,7 +126,7 @@ def test_digests_of_any_length(tmp_path, width):
     assert check(tmp_path) == [] and len(files(tmp_path)) == (width <= records.MAX_DIGEST_BYTES)
 
 
-def test_what_is_no_row_is_told(store):
+def test_an_invalid_row_is_an_error(store):
     with pytest.raises(DtypeError, match=r"records\[7\] must be str"):
         store.commit(records=["a"] * 7 + [5] + ["a"] * 9, digests=[b"d"] * 17)
     with pytest.raises(ArgumentError, match=r"records\[7\] is not valid Unicode"):
@@ -168,7 +168,7 @@ def test_a_damaged_bundle(tmp_path):
 
 @pytest.mark.parametrize("name", ["prefix", "place", "size", IDS_TENSOR])
 @pytest.mark.parametrize("bit", [1, 7])
-def test_a_key_that_a_damaged_index_hides_is_not_told_to_be_missing(tmp_path, name, bit):
+def test_a_key_that_a_damaged_index_hides_is_not_reported_missing(tmp_path, name, bit):
     """Whichever entry is damaged: each look-up is right, or names what lists the damage."""
     keys = [f"key {i}" for i in range(12)]
     with qkv.open(tmp_path / "d.qkv") as D:
@@ -256,17 +256,17 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
             catalogue.commit()
     else:
         path.write_bytes(b"")
-    told = [problem.what for problem in check(tmp_path, repair=True)]
+    problems = [problem.what for problem in check(tmp_path, repair=True)]
     assert check(tmp_path) == []
     with Store(tmp_path) as store:
-        # What has died is told twice, so that one lost line does not bring it back.
+        # Deleted rows are recorded twice, so that one lost line does not restore them.
         left = [i for i in range(20) if i != 5 or harm == "catalogue"]
         assert whole(store.open_snapshot()) == expected(
             left
         ) and store.open_snapshot().settings == {"key": "title"}
         add(store, 3)
         assert store.open_snapshot().find_ids(b"digest 7") == [7]
-    assert any("list of versions is lost" in what for what in told) == (harm == "catalogue")
+    assert any("list of versions is lost" in what for what in problems) == (harm == "catalogue")
 
 
 def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path, monkeypatch):
@@ -281,8 +281,8 @@ def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE)) as catalogue:
         catalogue.execute("UPDATE settings SET crc = 0")
         catalogue.commit()
-    told = [problem.what for problem in check(tmp_path, repair=True)]
-    assert any("the settings are lost; those of an older file replace them" in x for x in told)
+    problems = [problem.what for problem in check(tmp_path, repair=True)]
+    assert any("the settings are lost; those of an older file replace them" in x for x in problems)
     with Store(tmp_path) as store:
         assert (
             store.open_snapshot().settings == {"schema": "mine"}

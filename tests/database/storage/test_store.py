@@ -738,7 +738,7 @@ def test_a_store_that_is_made_while_another_thread_forks_waits_for_it():
     finally:
         lock._after_fork()
     maker.join()
-    assert made[0] in lock._REGISTERED
+    assert made[0] in lock._FORK_HANDLERS
     made[0].close()
 
 
@@ -771,15 +771,16 @@ def test_what_is_not_a_store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "mend"), [(99, "install a newer"), (4, "export the rows with the qkv that wrote it")]
+    ("number", "next_step"),
+    [(99, "install a newer"), (4, "export the rows with the qkv that wrote it")],
 )
-def test_another_format(tmp_path, number, mend):
+def test_another_format(tmp_path, number, next_step):
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite")
     connection.execute(f"PRAGMA user_version = {number}")
     connection.close()
     with pytest.raises(
-        NotAStoreError, match=f"format {number}, but this qkv reads format 5: {mend}"
+        NotAStoreError, match=f"format {number}, but this qkv reads format 5: {next_step}"
     ):
         Store(tmp_path)
 
@@ -951,8 +952,8 @@ def test_a_damaged_resting_row(tmp_path, small):
     skipped = pytest.warns(SkippedRowsWarning, match=r"1 rows were skipped.*row 62")
     with Store(tmp_path, skip_damaged=True) as s, skipped:
         assert s.open_snapshot().read_tensor("key", [60]).tolist() == keys([60]).tolist()
-    told = check(tmp_path, repair=True)
-    assert told[0].repaired and "1 rows have lost their tensors" in told[-1].what
+    problems = check(tmp_path, repair=True)
+    assert problems[0].repaired and "1 rows have lost their tensors" in problems[-1].what
     with Store(tmp_path) as s:
         assert s.open_snapshot().live_ids().tolist() == LEFT and s.open_snapshot().read_records(
             [62]
@@ -1067,12 +1068,12 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
         ):
             _ = s.open_snapshot().settings
     assert path.exists() == (broken is not None)
-    told = check(tmp_path, repair=True)
+    found_problems = check(tmp_path, repair=True)
     if harm in ("missing", "empty", "noise"):
-        assert not any(problem.repaired for problem in told)
+        assert not any(problem.repaired for problem in found_problems)
         assert sorted(set(os.listdir(tmp_path)) - {"lock"}) == sorted(set(files) - {"lock"})
         return
-    assert any(problem.repaired for problem in told)
+    assert any(problem.repaired for problem in found_problems)
     assert (tmp_path / "damaged-1" / "catalogue.sqlite").read_bytes() == broken
     again = check(tmp_path)
     with Store(tmp_path) as s:
@@ -1086,7 +1087,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
             np.testing.assert_array_equal(snap.read_arrays()["w"], np.eye(2))
         if harm == "record":
             assert whole(snap) == expected(set(LEFT) - {17}) and again == []
-            assert any("60 of 61 rows could be read" in problem.what for problem in told)
+            assert any("60 of 61 rows could be read" in problem.what for problem in found_problems)
         add(s, 1)
 
 
@@ -1192,13 +1193,13 @@ def test_reading_on_a_full_disk(tmp_path, small):
     with child:
         assert child.stdin is not None and child.stdout is not None
 
-        def told() -> list[int]:
+        def ask_child() -> list[int]:
             assert child.stdin is not None and child.stdout is not None
             child.stdin.write("\n")
             child.stdin.flush()
             return json.loads(child.stdout.readline())
 
-        first = told()
+        first = ask_child()
         with Store(tmp_path) as s:
             assert first == [s.version, len(s.open_snapshot()), 0]
         for more in (1, 2):  # a writer that has left again each time
@@ -1206,13 +1207,13 @@ def test_reading_on_a_full_disk(tmp_path, small):
                 add(s, 5)
                 if more == 2:
                     s.compact()
-            assert told() == [first[0] + more, first[1] + 5 * more, 5 * more]
+            assert ask_child() == [first[0] + more, first[1] + 5 * more, 5 * more]
         with Store(tmp_path) as s:  # one who is still there
             add(s, 5)
-            assert told() == [first[0] + 3, first[1] + 15, 15]
+            assert ask_child() == [first[0] + 3, first[1] + 15, 15]
             add(s, 5)
-            assert told() == [first[0] + 4, first[1] + 20, 20]
-        assert told() == [first[0] + 4, first[1] + 20, 20]
+            assert ask_child() == [first[0] + 4, first[1] + 20, 20]
+        assert ask_child() == [first[0] + 4, first[1] + 20, 20]
         child.stdin.close()
         assert child.wait() == 0
 
@@ -1221,13 +1222,13 @@ def test_reading_on_a_full_disk(tmp_path, small):
 @pytest.mark.parametrize("free", [1, 2, 4, 6, 9])
 def test_a_store_that_cannot_be_made_without_descriptors_leaves_nothing(tmp_path, free):
     """However many are left when it begins; and what is named is where it was to be."""
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _WITHOUT_DESCRIPTORS, str(tmp_path / "s.qkv"), str(free)],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.startswith(f"{tmp_path / 's.qkv'}"), told
+    assert completed.stdout.startswith(f"{tmp_path / 's.qkv'}"), completed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1314,7 +1315,7 @@ def test_a_layout_that_cannot_be_read(tmp_path, small):
         assert whole(s.open_snapshot()) == expected(LEFT)
 
 
-def test_a_store_that_nobody_holds_gives_its_lock_back(tmp_path):
+def test_an_unreferenced_store_releases_its_lock(tmp_path):
     add(Store(tmp_path), 1)
     snap = Store(tmp_path).open_snapshot()
     assert snap.read_records([0]) == ["record 0"]  # a snapshot holds its store

@@ -205,9 +205,9 @@ def test_a_catalogue_that_alone_would_shrink_and_cannot_is_an_error(base, monkey
     with opened(base, faults, monkeypatch) as store:
         monkeypatch.setattr(faults, "fails", lambda what: what == "sqlite VACUUM")
         report = store.compact()
-        told = "the catalog could not be shrunk (disk: Input/output error)"
-        assert report.dropped_rows and report.unfinished.startswith(told)
-        assert told in repr(report)
+        message = "the catalog could not be shrunk (disk: Input/output error)"
+        assert report.dropped_rows and report.unfinished.startswith(message)
+        assert message in repr(report)
         before, there, size = content(store), files(base), os.path.getsize(base / CATALOG_FILE)
         with pytest.raises(StoreUnwritableError, match=r"nothing was changed.*try again"):
             store.compact()

@@ -1,4 +1,4 @@
-"""Rows that are written by a thread beside the transaction."""
+"""Rows that a thread writes during the transaction."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_many_vectors_are_digested_as_each_is():
     assert cells.vector_digests(rows) == [cells.vector_digest(row) for row in rows]
 
 
-def test_a_long_double_is_refused_and_told_of():
+def test_a_long_double_is_refused_and_reported():
     with pytest.raises(DtypeError, match=r"cast it to float"):
         qkv.Database({"a": np.longdouble(1.5)})
     assert to_jsonable({"x": np.longdouble(1.5)}) == {"x": "1.5"}

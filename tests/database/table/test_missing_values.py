@@ -57,8 +57,10 @@ def test_one_empty_cell_leaves_the_column_what_it_is():
 
 def test_values_of_several_columns():
     table = {"name": ["a", "b", "c"], "x": [1.0, None, 3.0], "y": [1, 2, None]}
-    told = r"2 of 3 rows lack a number in x \(1\) or y \(1\), so no answer counts them: fill it in"
-    with pytest.warns(SkippedRowsWarning, match=told):
+    message = (
+        r"2 of 3 rows lack a number in x \(1\) or y \(1\), so no answer counts them: fill it in"
+    )
+    with pytest.warns(SkippedRowsWarning, match=message):
         made = qkv.Database.from_columns(table, key="name")
     numbers = made.ask("b")
     assert (numbers.value, numbers.missing) == ({"x": 1.0, "y": 1.0}, 2)
@@ -77,9 +79,9 @@ def test_values_of_several_columns():
     with pytest.warns(
         SkippedRowsWarning, match=r"in x1 \(1\), x2 \(1\), x3 \(1\) or 5 others, so no"
     ):
-        told = str(qkv.Database.from_columns(wide, key="name").ask("b"))
-    assert "1 row that lacks x0, x1, x2 or 6 others" in told
-    assert "b is a key, but its row lacks x1, x2, x3 or 5 others and" in told
+        message = str(qkv.Database.from_columns(wide, key="name").ask("b"))
+    assert "1 row that lacks x0, x1, x2 or 6 others" in message
+    assert "b is a key, but its row lacks x1, x2, x3 or 5 others and" in message
     table["y"] = ["p", None, None]
     mixed = qkv.Database.from_columns(table, key="name")
     assert mixed.ask("c").value == {"x": 3.0, "y": None} and mixed.ask("c").missing == 1
@@ -132,9 +134,9 @@ def test_a_messy_table(tmp_path):
         encoding="utf-8",
         newline="",
     )
-    with pytest.warns(SkippedRowsWarning, match="1 of 5") as told:
+    with pytest.warns(SkippedRowsWarning, match="1 of 5") as caught:
         made = qkv.Database.from_source(path, value="age", path=tmp_path / "d.qkv")
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     assert made['Li "the first"'] == 34 and made["Mu"] is None
     assert made.describe() == {
         "name": {"type": "text", "missing": 0},
@@ -258,13 +260,13 @@ class Own(np.ndarray):
 
 
 @pytest.mark.parametrize("path", [None, "days.qkv"])
-def test_a_column_of_dates_is_told_as_such_wherever_it_stands(path, tmp_path):
+def test_a_column_of_dates_is_reported_as_dates_everywhere(path, tmp_path):
     day = datetime.date(2024, 1, 1)
     rows = {"name": ["a", "b"], "day": [None, day], "at": [day, day], "word": ["2024", "x"]}
     where = None if path is None else tmp_path / path
     D = Database.from_columns(rows | {"mixed": [day, 3]}, key="name", path=where)
-    told = {name: column["type"] for name, column in D.describe().items()}
-    assert told == {"name": "text", "day": "date", "at": "date", "word": "text",
+    types = {name: column["type"] for name, column in D.describe().items()}
+    assert types == {"name": "text", "day": "date", "at": "date", "word": "text",
                     "mixed": "number, date"}  # fmt: skip
     alone = Database.from_columns({"day": [day], "at": [day]}, key="day")
     assert [column["type"] for column in alone.describe().values()] == ["date", "date"]

@@ -88,14 +88,16 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
     assert (capped.value, capped.error_bound) == (plain.value, plain.error_bound)
 
 
-@pytest.mark.parametrize("wish", ["text", "exact"])
-def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
-    encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []
+@pytest.mark.parametrize("encoder_name", ["text", "exact"])
+def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, encoder_name):
+    encoder, keys, progress = resolve(encoder_name).fit(TITLES), TITLES * 9, []
     how = quantization.VectorPrecision(is_int8=True)
     want = encoding.encode_tensors(encoder, keys, how, 0)
     monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 7)
-    made = encoding.encode_keys(encoder, keys, how, 0, lambda *at: told.append(at))
-    assert made.keys() == want.keys() and told == sorted(told) and told[-1] == (540, 540)
+    made = encoding.encode_keys(encoder, keys, how, 0, lambda *at: progress.append(at))
+    assert (
+        made.keys() == want.keys() and progress == sorted(progress) and progress[-1] == (540, 540)
+    )
     for name, tensor in want.items():
         parts = [(x.flat, x.starts) if name == "sparse" else (x,) for x in (tensor, made[name])]
         for one, other in zip(*parts, strict=True):
@@ -137,10 +139,10 @@ def test_vectors_that_are_the_keys_are_not_encoded_anew_when_they_have_doubled()
 
 
 def test_rows_whose_codes_cannot_be_made_change_nothing(tmp_path, small, monkeypatch):
-    def fails(vectors, first, keep=True, near=quantization.quantize_with_bounds):
+    def fails(vectors, first, with_codes=True, near=quantization.quantize_with_bounds):
         if first > 100:
             raise MemoryError("no room for codes")
-        return near(vectors, first, keep)
+        return near(vectors, first, with_codes)
 
     with qkv.open(tmp_path / "new") as D:
         with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):

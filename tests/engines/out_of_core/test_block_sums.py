@@ -37,7 +37,7 @@ def made(rng, kind, count):
 
 
 def stored(keys, value, live=None, pieces=1):
-    """Rows in pieces, with codes beside them."""
+    """Rows in pieces, with their codes."""
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     whole = RowChunk(keys, value, live, quantized=near)
     step = -(-len(keys) // pieces)

@@ -200,7 +200,11 @@ def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
     score, query = scores.Epanechnikov(8.0), np.stack([keys[0] * 100, keys[0]])
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     found = weigh_rows(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
@@ -213,7 +217,11 @@ def test_a_window_without_keys_changes_nothing_of_another():
     keys = made(np.random.default_rng(1), "plain", 300)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, None, scale=scale, quantized=near)], keys.shape)
     query, score = np.stack([keys[3], keys[3] + 1e3]), scores.Epanechnikov(8.0)
@@ -368,12 +376,12 @@ def test_a_query_that_is_almost_flat_reads_few_rows_too():
 
 
 def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
-    """Of codes first, the next window ahead of the one that is worked on; a bar is told of it."""
-    advised, told = [], []
+    """Codes are read first, one window ahead of the computation; progress is reported."""
+    advised, progress = [], []
 
     @contextmanager
     def bar(label, total):
-        yield lambda done, total: told.append((done, total))
+        yield lambda done, total: progress.append((done, total))
 
     monkeypatch.setattr(Snapshot, "exceeds_memory", lambda self, resident=0: True)
     monkeypatch.setattr(sizes, "WINDOW_BYTES", 400 * 1000)
@@ -382,7 +390,7 @@ def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
     ahead = Segment.prefetch_tensors
 
     def seen(self, names):
-        advised.append((set(names), len(self.ids), len(told)))
+        advised.append((set(names), len(self.ids), len(progress)))
         ahead(self, names)
 
     monkeypatch.setattr(Segment, "prefetch_tensors", seen)
@@ -396,7 +404,7 @@ def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
         assert len(advised) > 3 and {"near", "near.bounds", "near.block"} == advised[0][0]
         windows = [before for names, _, before in advised if "near" in names]
         assert windows == [0, *range(len(windows) - 1)]
-        assert told[len(windows) - 1] == (8999, 8999)
+        assert progress[len(windows) - 1] == (8999, 8999)
         assert not any("code" in names for names, *_ in advised)
         true = exact(keys[left], keys[9], score, Softmax())
         assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.01
@@ -439,7 +447,7 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
         score = scores.ScaledDot(0.3)
         found = D.ask(keys[7], score=score, tolerance=0.2)
         np.testing.assert_allclose(next(iter(D)), keys[0], atol=0.02)
-        if precision != "float16":  # whose rounding nobody has kept
+        if precision != "float16":  # whose rounding is not stored
             true = exact(keys, keys[7], score, Softmax())
             assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.2
         if precision == "int8":
@@ -541,7 +549,11 @@ def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
     keys = (made(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     with pytest.raises(CombinationError, match="cannot be proven"):
@@ -556,7 +568,11 @@ def test_a_weight_of_almost_1_is_rounded_too():
     keys[7] *= 3
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
-        {"code": code, "scale": scale, **quantization.quantize_with_bounds(keys, 0, keep=False)}
+        {
+            "code": code,
+            "scale": scale,
+            **quantization.quantize_with_bounds(keys, 0, with_codes=False),
+        }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     for size in np.linspace(0.1, 0.3, 40):
@@ -580,7 +596,7 @@ def test_what_is_not_known_is_no_bound():
         assert ErrorBound(*(np.full(1, x) for x in (0.0, 1.0, gain, loss))).max_error == 1
 
 
-def test_what_8_bits_have_lost_is_told_of_narrow_keys_too():
+def test_what_8_bits_have_lost_is_reported_for_narrow_keys_too():
     keys = np.random.default_rng(1).normal(size=(500, 8)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(500)], precision="int8")
     query = 4 * keys[0]
@@ -633,7 +649,7 @@ def test_a_drawn_bound_says_so(monkeypatch):
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
 def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
-    """In any order, with pieces that nobody could read."""
+    """In any order, with pieces that could not be read."""
     rng = np.random.default_rng(seed)
     nu, mu, parts = [], [], []
     for size in sizes:
@@ -646,7 +662,7 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
         mu.append(np.exp(s + error))
     parts.append(
         ErrorBound(*np.array([[1.0], [0.0], [3.0], [0.0]]))
-    )  # three rows that nobody could read
+    )  # three rows that could not be read
     nu.append(np.zeros(3))
     mu.append(np.exp(rng.uniform(-3, 1, 3)))
     order = rng.permutation(len(parts))
@@ -673,7 +689,7 @@ def test_codes_bound_what_they_have_lost(dtype, unit):
     keys = (made(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
     keys[::7] = (1e-25 * keys[::7].astype(float)).astype(dtype)
     found = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
-    code, scale = quantization.quantize_int8(keys)  # which a store keeps beside the same bounds
+    code, scale = quantization.quantize_int8(keys)  # which a store keeps with the same bounds
     assert (code == found.code).all() and (scale == found.scale).all()
     left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
     assert (np.linalg.norm(left, axis=1) <= found.residual).all()

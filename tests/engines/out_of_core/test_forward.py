@@ -138,7 +138,7 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
         def loss(q, *held, attend=attend):
             out = attend(q, make(*held))
             xp = qkv.frameworks.get_framework(out).xp
-            return xp.sum(out * fw.make_array(ALONG)) + xp.sum(q) * 0.0  # some know of no way back
+            return xp.sum(out * fw.make_array(ALONG)) + xp.sum(q) * 0.0  # some have no backward
 
         found.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])
         found[-1] += slopes(fw, loss, arrays)
@@ -161,7 +161,7 @@ def test_scores_that_are_held_give_the_same_gradient(score, weighting, allowed, 
         monkeypatch.setattr(engines_read, "MAX_SAVED_SCORES", most)
         q = torch.tensor(QUERY, requires_grad=True)
         out = attention.attend_rows(stored(allowed=allowed), q, score=score, weighting=how)
-        for _ in range(2):  # what was held serves a second way back too
+        for _ in range(2):  # the saved arrays serve a second backward too
             out.backward(torch.tensor(ALONG), retain_graph=True)
         found.append(None if q.grad is None else q.grad.numpy())
     linear = not isinstance(score, scores.Cosine)
@@ -226,12 +226,12 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
 
 def test_what_means_nothing_is_refused():
     how = {"score": "dot", "weighting": "normalized"}
-    for door in (attention.attend_rows, attention.weigh_rows):
+    for function in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(CombinationError, match="can be negative"):
-            door(stored(), QUERY, **how)
+            function(stored(), QUERY, **how)
         strict = {"score": "boxcar", "weighting": weightings.Normalized("raise")}
         with pytest.raises(ArgumentError, match="have no key within"):
-            door(stored(), QUERY, **strict)
+            function(stored(), QUERY, **strict)
 
 
 def test_a_trace_cannot_read():
@@ -258,7 +258,7 @@ def test_the_gradient_for_k_equal_v_is_the_covariance_of_the_keys():
 
 @pytest.mark.parametrize(("weighting", "forth"), [("softmax", 1), ("entmax15", 1)])
 def test_how_often_the_rows_are_read(weighting, forth):
-    """Once on the way forth, whatever the weighting must know first; once on the way back."""
+    """Rows are read once in forward, whatever the weighting needs first, and once in backward."""
     torch = pytest.importorskip("torch")
     reads = []
 
@@ -317,9 +317,12 @@ def test_a_value_that_does_not_count_cannot_spoil_the_sum():
         engine.pool_values(rows, np.array([[0.5, 0.0, 0.5]]), mean=False)[0], [[2.0]]
     )
     assert np.isnan(engine.pool_values(rows, np.array([[0.5, 0.1, 0.4]]), mean=False)[0]).all()
-    for door in (attention.attend_rows, lambda *a, **how: attention.weigh_rows(*a, **how).output):
+    for function in (
+        attention.attend_rows,
+        lambda *a, **how: attention.weigh_rows(*a, **how).output,
+    ):
         rows = StoredRows(rows.read_chunks, (3, 1), 1, np.array([True, False, True]))
-        out = door(rows, np.zeros((1, 1)), score="dot", weighting="softmax")
+        out = function(rows, np.zeros((1, 1)), score="dot", weighting="softmax")
         np.testing.assert_array_equal(out, [[2.0]])
 
 
@@ -385,9 +388,9 @@ def test_scores_that_float64_does_not_hold_are_refused_as_by_attend(weighting, a
     how["score"] = scores.Gaussian(1e-160)
     assert attention.attend_rows(rows, near, **how).tolist() == [[30.0]]
     assert attention.weigh_rows(rows, near, **how).weights.tolist() == [[0.0, 0.0, 1.0]]
-    for door in (attention.attend_rows, attention.weigh_rows):
+    for function in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(ArgumentError, match="overflow float64"):
-            door(rows, far, **how)
+            function(rows, far, **how)
     none = StoredRows(lambda: [RowChunk(key, key)], (3, 1), 1, np.zeros(3, bool))
     assert attention.attend_rows(none, far, **how).tolist() == [[0.0]]
     assert attention.weigh_rows(none, far, **how).weights.tolist() == [[0.0] * 3]

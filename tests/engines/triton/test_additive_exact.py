@@ -48,7 +48,7 @@ def formula(a, b, v, value, lower=None, upper=None, lengths=None):
         live = live & (j - i <= upper)
     if lengths is not None:
         live = live & (j < lengths[:, None, None, None])
-    seen = live.any(-2)[..., None]  # a key that nobody may look at may hold anything
+    seen = live.any(-2)[..., None]  # a key that no query sees may hold anything
     b, value = torch.where(seen, b, 0.0), torch.where(seen, value, 0.0)
     s = (torch.tanh(a[:, :, :, None] + b[:, :, None]) * v).sum(-1)
     s = torch.where(live, s, -INFINITY)
@@ -246,7 +246,7 @@ def test_the_join_has_a_gradient_of_the_logarithm_alone():
         torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-2 * two.abs().max().item())
 
 
-def test_the_operators_keep_their_promises():
+def test_the_operators_pass_opcheck():
     given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
     torch.library.opcheck(additive._additive.node, (*given, None, None, None, 0, None, None))
 

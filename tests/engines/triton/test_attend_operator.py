@@ -330,10 +330,10 @@ def test_split_over_queries(how, monkeypatch):
     agree(shape, how | {"lower": -80})
 
 
-@pytest.mark.parametrize("room", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
-def test_score_gradients_in_pieces(room, monkeypatch):
+@pytest.mark.parametrize("scratch_bytes", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
+def test_score_gradients_in_pieces(scratch_bytes, monkeypatch):
     """All at once, two pairs at a time, and one pair 256 keys at a time."""
-    monkeypatch.setattr(backward, "MAX_SCRATCH_BYTES", room)
+    monkeypatch.setattr(backward, "MAX_SCRATCH_BYTES", scratch_bytes)
     for name in ("pool", "to_keys"):
         monkeypatch.setitem(launch.TILE_OVERRIDES, name, launch.Tile(32, 64, 32, 4, 2))
     agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
@@ -571,7 +571,7 @@ def spoiled_by_zero(query, key, value, scale):
         (3, 3, 16, math.nan, "key", 1),
     ],
 )
-def test_heal(monkeypatch, h, hk, w, bad, where, processors):
+def test_repair(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
     split(monkeypatch, processors)
     monkeypatch.setitem(launch.TILE_OVERRIDES, "repair", SMALL)
@@ -601,7 +601,7 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
         assert torch.isfinite(got[sick][:, :20]).all()
 
 
-def test_heal_compiles():
+def test_repair_compiles():
     arrays = list(formulas.arrays_of(b=1, h=1, n=5, m=5).values())
     torch.library.opcheck(
         nan_repair.repair_output.node,
@@ -610,7 +610,7 @@ def test_heal_compiles():
     )
 
 
-def test_heal_where_the_last_row_does_not_see_all():
+def test_repair_where_the_last_row_does_not_see_all():
     arrays = formulas.arrays_of(b=1, h=1, n=5, m=7)
     with pytest.raises(ArgumentError, match="7 keys for 5 queries"):
         nan_repair.repair_output(torch.zeros(1, 1, 5, 16), **arrays, scale=0.3)

@@ -21,7 +21,7 @@ too."""
 
 def keys_of(kind: str, lengths: list[int]) -> list[str]:
     """Every kernel that calls of these lengths, and their gradients, would compile; a pass of
-    entmax's centre is told from that of the queries, and one by tanh from one by products."""
+    entmax's centre has another key than that of the queries, and tanh another than products."""
     import torch
 
     from qkv import scores, weightings
@@ -56,7 +56,7 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
 
 def compiled() -> dict[str, list]:
     """The bytes of kernels as they are compiled for Hopper, of records too; whose launchers were
-    built, and how often `inner` told that it had been read."""
+    built, and how often `inner` reported that it had been read."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -94,7 +94,7 @@ def compiled() -> dict[str, list]:
         num_warps=4,
     )
     triton.knobs.compilation.always_compile = False
-    told = len(read)
+    before = len(read)
     merge = forward.merge_kernel.warmup(
         whole, whole, whole, half, whole, whole, 100, 4,
         F=intern_constexprs(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
@@ -137,7 +137,7 @@ def compiled() -> dict[str, list]:
         "waits": [x.src.name for x in made if "griddepcontrol.wait" in x.asm["ptx"]],
         "early": [x.src.name for x in made if x.metadata.launch_pdl],
         "launchers": launchers,
-        "told": [told],
+        "reads_before": [before],
     }
 
 
@@ -174,11 +174,11 @@ def test_a_launcher_is_built_while_its_kernel_is_compiled(found):
 
 
 def test_a_kernel_tells_when_it_has_been_read(found):
-    assert found["compiled"]["told"] == [2], "then, and in the end"
+    assert found["compiled"]["reads_before"] == [2], "then, and in the end"
 
 
 if __name__ == "__main__":
     random = Random(0)
     lengths = [random.randint(60, 1500) for _ in range(40)]
-    told: dict = {kind: keys_of(kind, lengths) for kind in MOST}
-    print(json.dumps(told | {"compiled": compiled()}))
+    report: dict = {kind: keys_of(kind, lengths) for kind in MOST}
+    print(json.dumps(report | {"compiled": compiled()}))

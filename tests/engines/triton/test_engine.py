@@ -123,7 +123,7 @@ def test_half_the_bits(score, dtype):
     ],
 )
 def test_distances_where_a_shift_of_the_row_counts(dtype, weighting, mask):
-    """−‖q‖²/2σ² belongs to the score: beside the equation in float64, with every gradient."""
+    """−‖q‖²/2σ² belongs to the score: checked in float64, with every gradient."""
     made = torch.Generator(device=DEVICE).manual_seed(3)
     shapes = ((2, 4, 9, 5), (2, 2, 11, 5), (2, 2, 11, 3), (4, 9, 11))
     given = [torch.randn(x, generator=made, device=DEVICE).to(dtype) for x in shapes]

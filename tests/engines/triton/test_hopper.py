@@ -1,4 +1,4 @@
-"""Which calls go to the kernel for Hopper, and where there is one, what it says beside float64.
+"""Which calls use the kernel for Hopper, and on such a GPU, its results against float64.
 
 Gluon has no interpreter: test_compiles compiles it without a device.
 """
@@ -67,7 +67,7 @@ def test_which_calls_it_takes(device):
 
 
 def test_what_fits_is_handed_over(monkeypatch):
-    """With the room for all that the way back wants, which it fills."""
+    """With a buffer for everything that backward needs; the kernel fills it."""
 
     class Stand:
         is_supported = staticmethod(lambda call: call.key_bias is not None)

@@ -30,7 +30,7 @@ class Compiled:
 class Kernel:
     """Stands for a kernel of Triton's: notes what is compiled, and what is launched after that.
 
-    Of its numbers it was told not to be compiled for the last.
+    It is not specialized on the last of its numbers.
     """
 
     def __init__(self, names=("x", "y", "scale", "stride", "step", "n", "F")):
@@ -57,7 +57,7 @@ X = torch.zeros(64)
 SAME = ((3, 2), (X, None), (0.5,), (16, 1, 7), {"A": 1}, PLAIN)
 
 
-def test_room_that_a_dry_run_makes_is_not_noted():
+def test_buffers_of_a_dry_run_are_not_recorded():
     with workspace.record_launches() as notes:
         precompile.find_missing_kernels(lambda: workspace.allocate_buffer(X, (3,)), False)
         made = workspace.allocate_buffer(X, (2,))
@@ -124,9 +124,9 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     other, before, last = kernel.launched
     assert len(before) == len(last)
     at = [x.data_ptr() for x in (*given.values(), out, lse)]
-    arrays, told = 9, 15  # behind the launcher's own: `Arrays`, and behind all others `Scales`
-    assert set(at) <= {*last[arrays], *last[arrays + 1 : told]}, "it reads these and writes those"
-    assert last[told:] == before[told:] and last[told] != other[told]
+    arrays, scales = 9, 15  # after the launcher's own: `Arrays`, and last `Scales`
+    assert set(at) <= {*last[arrays], *last[arrays + 1 : scales]}, "it reads these and writes those"
+    assert last[scales:] == before[scales:] and last[scales] != other[scales]
     with pytest.raises(TypeError):
         attend(m=47)
     with pytest.raises(TypeError):

@@ -213,7 +213,7 @@ def test_strides_and_places(counted):
     assert counted == [True, True, False, False]
 
 
-def test_descriptors_lie_in_the_room(counted, monkeypatch):
+def test_descriptors_are_in_the_workspace(counted, monkeypatch):
     """Triton asks for their memory at each launch, and another's must not be given ours."""
     from triton.runtime import _allocation
 
@@ -237,8 +237,8 @@ def test_descriptors_lie_in_the_room(counted, monkeypatch):
         qkv.attend(*arrays_of(seed), weighting="entmax15", engine="triton")
         if not seed:
             assert asked[0] is launch._allocate_scratch
-    _, room, *_ = buffers  # after the output; the interpreter allocates some too
-    first, size = room.data_ptr(), room.numel() * room.element_size()
+    _, buffer, *_ = buffers  # after the output; the interpreter allocates some too
+    first, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
     assert counted == [True]
     assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
     assert asked[1] == asked[0], "of which one is over when the next begins"
@@ -284,7 +284,7 @@ def test_additive_calls_by_the_same_launches(counted, how, h):
     for seed, reach in enumerate((1, 1, 6, 1)):
         held.append(check_additive(arrays_of(seed, 16, 32), additive_of(seed, h, reach), **how))
     assert counted == [True] * 3
-    for got, want in held:  # no result lies in another's room
+    for got, want in held:  # no result overlaps another's buffer
         torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
 
 
@@ -317,7 +317,7 @@ def test_additive_calls_with_gradients_and_odd_lengths(counted):
     assert counted and all(counted)
 
 
-def test_additive_calls_with_their_way_back(counted):
+def test_additive_calls_with_their_backward(counted):
     """While results of earlier ones are held; the last is beyond the table."""
     held = []
     for seed, reach in enumerate((1, 1, 1, 4)):
@@ -333,7 +333,7 @@ def test_additive_calls_with_their_way_back(counted):
     assert counted == [True] * 12, "hidden and the rest, there and back, thrice"
 
 
-def test_the_way_back_in_pieces_is_one_repeat(counted, monkeypatch):
+def test_backward_in_pieces_is_one_repeat(counted, monkeypatch):
     monkeypatch.setattr(additive, "MAX_FEATURE_BYTES", 1)
     monkeypatch.setattr(triton, "TANH_FUNCTION_PAIRS", 2)  # of which the interpreter is sooner done
     monkeypatch.setattr(triton, "_TABLE_CACHE", {})
@@ -350,7 +350,7 @@ def test_the_way_back_in_pieces_is_one_repeat(counted, monkeypatch):
 
 
 @pytest.mark.parametrize(("least", "known"), [(0, True), (2, False)])
-def test_what_is_done_in_turn_has_one_room(counted, least, known):
+def test_successive_launches_share_one_workspace(counted, least, known):
     """Unless a result lies there, which may be smaller."""
 
     @launch_replay.replay_launches
@@ -374,7 +374,7 @@ def test_what_is_done_in_turn_has_one_room(counted, least, known):
         assert any(by == 128 for _, by in steps.slices)
 
 
-def test_parts_of_arrays_that_overlap_are_told_from_others(counted):
+def test_overlapping_slices_are_distinguished_from_others(counted):
     @launch_replay.replay_launches
     def each(x, y):
         return backward.compute_centre(
@@ -403,7 +403,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_way_back_by_the_same_launches(counted, name, monkeypatch):
+def test_backward_by_the_same_launches(counted, name, monkeypatch):
     """While gradients of earlier ones are held."""
     monkeypatch.setattr(weights_engine, "_run_from_lse", by_kernels)
     held = []
@@ -445,7 +445,7 @@ def test_arrays_of_other_strides_have_launches_of_their_own(counted):
     assert counted and all(counted), "the second of each layout"
 
 
-def test_a_gradient_that_has_a_place_has_no_room():
+def test_a_gradient_with_a_destination_uses_no_workspace():
     query, key, value = arrays_of(0)
     with workspace.record_launches() as notes:
         grads = backward._allocate_gradients(Arrays(query, key, value), True, True, False, value)

@@ -1,4 +1,4 @@
-"""x / ‖x‖ and factor · ‖x‖² of each row, and their gradients, beside float64."""
+"""x / ‖x‖ and factor · ‖x‖² of each row, and their gradients, against float64."""
 
 from __future__ import annotations
 

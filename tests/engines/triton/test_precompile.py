@@ -94,7 +94,7 @@ def test_the_kernels_of_both_ways_are_compiled_in_threads_of_their_own(met, name
     out = qkv.attend(*arrays, engine="triton", **how)
     assert set(early) == kernels and not late
     out.square().sum().backward()
-    assert not late, "the way back found all that it needs"
+    assert not late, "backward found everything that it needs"
     wide = [x.detach().double().requires_grad_() for x in arrays]
     want = qkv.attend(*wide, engine="dense", **how)
     want.square().sum().backward()
@@ -131,7 +131,7 @@ def test_checkpointing_sees_the_same_saved_tensors_in_the_first_call_and_in_its_
             torch.testing.assert_close(x, y)
 
 
-def test_without_a_gradient_the_way_back_is_not_compiled(met):
+def test_without_a_gradient_backward_is_not_compiled(met):
     early, late = met
     with torch.no_grad():
         qkv.attend(*arrays_of(), engine="triton", weighting="entmax15")
@@ -140,7 +140,7 @@ def test_without_a_gradient_the_way_back_is_not_compiled(met):
     assert set(late) == WAY_BACK
 
 
-def test_where_the_way_back_does_not_fit_each_kernel_waits_for_its_launch(met, monkeypatch):
+def test_where_backward_does_not_fit_each_kernel_waits_for_its_launch(met, monkeypatch):
     early, late = met
 
     def full(*given):
@@ -156,13 +156,13 @@ def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
     how = {"weighting": "entmax15", "engine": "triton"}
     arrays = arrays_of()
     monkeypatch.setattr(triton, "is_interpreted", lambda: True)
-    told = qkv.warm(*arrays, **how)
-    assert told.engine == "triton" and told.is_plan_cached and not told.compiled
+    report = qkv.warm(*arrays, **how)
+    assert report.engine == "triton" and report.is_plan_cached and not report.compiled
     monkeypatch.setattr(triton, "is_interpreted", lambda: False)
     monkeypatch.setattr(triton, "unsupported_reason", lambda call: None)
     assert "compiles 5 kernels now, about" in str(qkv.explain(*arrays, **how))
-    told = qkv.warm(*arrays, **how)
-    assert len(told.compiled) == 5 and "entmax_kernel of float32" in str(told)
+    report = qkv.warm(*arrays, **how)
+    assert len(report.compiled) == 5 and "entmax_kernel of float32" in str(report)
     assert set(early) == CASES["entmax"][1]
     assert "kernels: ready" in str(qkv.explain(*arrays, **how))
     assert "nothing was left" in str(qkv.warm(*arrays, **how))
@@ -221,10 +221,10 @@ def test_an_error_of_a_compilation_is_raised(one):
 def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeypatch):
     monkeypatch.setattr(threads, "CORE_COUNT", 2)
     threads._job_queue.cache_clear()
-    both, told = threading.Barrier(2, timeout=300), []
+    both, compiled_names = threading.Barrier(2, timeout=300), []
 
     def job(name):
-        told.append(name)
+        compiled_names.append(name)
         precompile.ON_SOURCE_READ.get()()
         both.wait()  # for the other, which is read by now
 
@@ -232,7 +232,7 @@ def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeyp
         {Named(x): partial(job, x) for x in ("centre_kernel", "pool_kernel")}, {}
     )
     threads._job_queue.cache_clear()
-    assert told == ["pool_kernel", "centre_kernel"]
+    assert compiled_names == ["pool_kernel", "centre_kernel"]
 
 
 def test_a_call_that_torch_compiles_begins_nothing(monkeypatch):

@@ -26,18 +26,18 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 32)
 
 
-def told(query, key, weighting, number, scale, **more):
+def search_arguments(query, key, weighting, number, scale, **more):
     """What `thresholds.find_thresholds` is given."""
     named = {name: more.pop(name) for name in Arrays._fields if name in more}
     return *Arrays(query, key, key, **named), *Numbers(scale, weighting, number, **more), False
 
 
 def entmax_threshold(query, key, *given, **more):
-    return thresholds.find_thresholds(*told(query, key, "entmax", *given, **more))[0]
+    return thresholds.find_thresholds(*search_arguments(query, key, "entmax", *given, **more))[0]
 
 
 def topk_threshold(query, key, *given, **more):
-    return thresholds.find_thresholds(*told(query, key, "topk", *given, **more))[:2]
+    return thresholds.find_thresholds(*search_arguments(query, key, "topk", *given, **more))[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -246,7 +246,11 @@ def test_tiles_of_every_width():
             assert tile.rows * tile.cols <= 128 * 128
 
 
-def test_the_operators_keep_their_promises():
+def test_the_operators_pass_opcheck():
     query, key, _ = arrays(n=2, m=3)
-    torch.library.opcheck(thresholds.find_thresholds.node, told(query, key, "entmax", 1.5, 1.0))
-    torch.library.opcheck(thresholds.find_thresholds.node, told(query, key, "topk", 2.0, 1.0))
+    torch.library.opcheck(
+        thresholds.find_thresholds.node, search_arguments(query, key, "entmax", 1.5, 1.0)
+    )
+    torch.library.opcheck(
+        thresholds.find_thresholds.node, search_arguments(query, key, "topk", 2.0, 1.0)
+    )

@@ -44,7 +44,7 @@ def test_masks_that_are_arrays(mask, mean):
     check(arrays(1, *RULE.shape), mask, mean)
 
 
-def test_rows_wider_than_a_tile_holds_on_the_way_back():
+def test_rows_wider_than_a_tile_holds_in_backward():
     check(arrays(1, 9, 20, 160), None, True)
 
 

@@ -24,7 +24,7 @@ def test_columns_up_to_the_width_are_the_products(band, monkeypatch):
     at = torch.arange(m, device=DEVICE)[:, None] - torch.arange(line, device=DEVICE)
     lower, upper = (-line if band[0] is None else band[0]), (m if band[1] is None else band[1])
     ds = torch.where((at >= lower) & (at <= upper), ds, 0.0)
-    ds[..., n:] = float("nan")  # room that nobody wrote
+    ds[..., n:] = float("nan")  # memory that was never written
     dphi, dpsi = torch.full_like(phi, 7), torch.full_like(psi, 7)
     width = torch.tensor([64], dtype=torch.int32, device=DEVICE)
     wide_gradients.fill_gradients(ds, phi, psi, dphi, dpsi, width, band)

@@ -17,7 +17,7 @@ from qkv.util.keyword_hints import suggest_keywords
 KEYS_PER_BLOCK = 512
 """Keys that are checked at a time; the result stays in the processor's cache."""
 
-ROUNDING_FACTOR = 1 + 1e-5
+MAX_ROUNDING_RATIO = 1 + 1e-5
 """A larger ratio is not a rounding error."""
 LONG_KEY_HINT = (
     "the dot product favours long vectors, so a key equal to the query would not rank first: use "
@@ -66,7 +66,7 @@ class Arrays(Encoder):
 
     def score_hint(self, query: Any, key: Any, flat: bool) -> str:
         # q·k > ‖q‖²: this key would rank above a key equal to the query.
-        if np.dot(query, key) > np.dot(query, query) * ROUNDING_FACTOR:
+        if np.dot(query, key) > np.dot(query, query) * MAX_ROUNDING_RATIO:
             return LONG_KEY_HINT
         return SIMILAR_KEYS_HINT if flat else ""
 

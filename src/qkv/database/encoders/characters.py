@@ -146,26 +146,26 @@ def normalize_text(text: str) -> str:
     """
     if text.isascii():
         return text.encode().translate(*_ascii_table()).decode()
-    return _replace_punctuation(_decomposed(text).casefold())
+    return _replace_punctuation(_decompose(text).casefold())
 
 
-MARKS = 30
+MAX_ACCENTS_PER_LETTER = 30
 """Accents of one letter, as Unicode's stream-safe text has them."""
 
 
-def _decomposed(text: str) -> str:
+def _decompose(text: str) -> str:
     """Return the text in NFKD.
 
     Python sorts the marks of a letter in quadratic time, so a long run of marks is normalized in
     pieces.
 
-    >>> _decomposed("é") == "e\u0301"
+    >>> _decompose("é") == "e\u0301"
     True
     """
     marks = [x for x in set(text) if unicodedata.combining(unicodedata.normalize("NFKD", x)[0])]
     if not marks:
         return unicodedata.normalize("NFKD", text)
-    run = f"[{re.escape(''.join(marks))}]{{{MARKS}}}"
+    run = f"[{re.escape(''.join(marks))}]{{{MAX_ACCENTS_PER_LETTER}}}"
     cuts = [0, *(found.end() for found in re.finditer(run, text)), len(text)]
     return "".join(unicodedata.normalize("NFKD", text[i:j]) for i, j in pairwise(cuts))
 
@@ -221,23 +221,23 @@ def hash_ngrams(
     inside = letters != SPACE_CODE
     code = np.full(len(letters), seed, np.uint32)
     # An n-gram may begin or end at the border of a word, but not span it,
-    whole = np.ones(len(letters), bool)
+    in_word = np.ones(len(letters), bool)
     for length in range(1, n[1] + 1):
         count = len(letters) - length + 1
         if count <= 0:
             return
         code = (code[:count] ^ letters[length - 1 :]) * np.uint32(16777619)
         if length == 1:
-            good = inside
+            is_ngram = inside
         elif length == 2:
-            good = inside[:-1] | inside[1:]
+            is_ngram = inside[:-1] | inside[1:]
         else:
-            whole = whole[:count] & inside[length - 2 : length - 2 + count]
-            good = whole
+            in_word = in_word[:count] & inside[length - 2 : length - 2 + count]
+            is_ngram = in_word
         if length == 3:  # except with one letter on each side, so that the order of words counts
-            good = whole | (inside[:-2] & inside[2:] & (row[:-2] == row[2:]))
+            is_ngram = in_word | (inside[:-2] & inside[2:] & (row[:-2] == row[2:]))
         if length >= n[0]:
-            yield row[:count][good], mix_hash(code[good])
+            yield row[:count][is_ngram], mix_hash(code[is_ngram])
 
 
 def mix_hash(code: np.ndarray) -> np.ndarray:

@@ -73,9 +73,9 @@ class ProjectedVectors(NamedTuple):
     dense: np.ndarray
     sparse: Ragged | None
 
-    def take_rows(self, some: np.ndarray) -> ProjectedVectors:
+    def take_rows(self, rows: np.ndarray) -> ProjectedVectors:
         return ProjectedVectors(
-            self.dense[some], None if self.sparse is None else self.sparse[some]
+            self.dense[rows], None if self.sparse is None else self.sparse[rows]
         )
 
     def compute_scores(self, key: ProjectedVectors) -> np.ndarray:
@@ -116,9 +116,9 @@ def pool_tokens(
 ) -> np.ndarray:
     """Return Σ_t weights[t] table[ids[t]] over each text, (m, width); 0 for an empty text."""
     out = np.zeros((len(offsets) - 1, table.shape[1]), table.dtype)
-    some = np.flatnonzero(np.diff(offsets))
-    if len(some):
-        out[some] = np.add.reduceat(table[ids] * weights[:, None], offsets[some], axis=0)
+    nonempty = np.flatnonzero(np.diff(offsets))
+    if len(nonempty):
+        out[nonempty] = np.add.reduceat(table[ids] * weights[:, None], offsets[nonempty], axis=0)
     return out
 
 
@@ -204,10 +204,12 @@ class Learned(Encoder):
         if not any(is_sparse(head) for head, _ in leaf_heads(self.base)):
             return None
         side = "query" if query else "key"
-        found = self.project_sparse(
+        words = self.project_sparse(
             extract_features(self.base, check_batch(keys), side, is_sparse), side
         )
-        return self.base.add_exact_places(found, keys) if isinstance(self.base, Text) else found
+        if isinstance(self.base, Text):
+            return self.base.add_full_text_positions(words, keys)
+        return words
 
     def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         return self._encode_vectors(keys, "query" if query else "key")
@@ -215,21 +217,23 @@ class Learned(Encoder):
     def _encode_vectors(self, keys: Sequence[Any], side: str) -> np.ndarray:
         out = np.empty((len(check_batch(keys)), self.width), np.float32)
         for start in range(0, len(keys), TEXTS_PER_BLOCK):
-            some = keys[start : start + TEXTS_PER_BLOCK]
+            block = keys[start : start + TEXTS_PER_BLOCK]
             out[start : start + TEXTS_PER_BLOCK] = self.project_dense(
-                extract_features(self.base, some, side), side
+                extract_features(self.base, block, side), side
             )
         return out
 
-    def project_inputs(self, found: Sequence[HeadInput], side: str) -> ProjectedVectors:
+    def project_inputs(self, features: Sequence[HeadInput], side: str) -> ProjectedVectors:
         """Return the dense and sparse vectors of the features of `extract_features`."""
-        return ProjectedVectors(self.project_dense(found, side), self.project_sparse(found, side))
+        return ProjectedVectors(
+            self.project_dense(features, side), self.project_sparse(features, side)
+        )
 
-    def project_sparse(self, found: Sequence[HeadInput], side: str) -> Ragged | None:
+    def project_sparse(self, features: Sequence[HeadInput], side: str) -> Ragged | None:
         """Return the sparse vectors; those of queries include the learned weights of words."""
         own, stretch = {}, {}
         for i, ((x, length), (head, _), weight) in enumerate(
-            zip(found, leaf_heads(self.base), self.weights, strict=True)
+            zip(features, leaf_heads(self.base), self.weights, strict=True)
         ):
             if isinstance(x, Ragged):
                 own[i] = self._weight_words(x, head, i) if side == "query" else x
@@ -244,11 +248,11 @@ class Learned(Encoder):
         row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
         return sparse_of(row, place, entry_values(vectors) * factor, len(vectors))
 
-    def project_dense(self, found: Sequence[HeadInput], side: str) -> np.ndarray:
+    def project_dense(self, features: Sequence[HeadInput], side: str) -> np.ndarray:
         """Return the dense vectors (m, width) of the features, all heads concatenated."""
         parts = []
         for i, ((x, length), (head, _), weight) in enumerate(
-            zip(found, leaf_heads(self.base), self.weights, strict=True)
+            zip(features, leaf_heads(self.base), self.weights, strict=True)
         ):
             own = f"{i}.{side}."
             if isinstance(x, Ragged):
@@ -285,15 +289,15 @@ class Learned(Encoder):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the parameters; for a table of vectors, only the rows that training changed."""
-        found = {f"base.{name}": array for name, array in self.base.arrays().items()}
+        arrays = {f"base.{name}": array for name, array in self.base.arrays().items()}
         heads = leaf_heads(self.base)
         for name, array in self.parameters.items():
             if name.endswith(".vectors"):
                 own = token_table(heads[int(name.partition(".")[0])][0])
                 moved = np.flatnonzero((array != own).any(axis=1))
-                found[f"moved.{name}"], array = moved, array[moved]
-            found[f"learned.{name}"] = array
-        return found
+                arrays[f"moved.{name}"], array = moved, array[moved]
+            arrays[f"learned.{name}"] = array
+        return arrays
 
     @classmethod
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Learned:

@@ -63,19 +63,19 @@ class Lexical(Encoder):
 
     def fit(self, keys: Sequence[Any]) -> Lexical:
         keys = to_texts(keys)
-        found = threads.map_parallel(
+        counted = threads.map_parallel(
             count_words, [block for _, block in split_blocks(keys)] or [[]]
         )
-        total = sum(int(f.sum()) for _, _, f in found)
+        total = sum(int(f.sum()) for _, _, f in counted)
         codes, counts = np.unique(
-            np.concatenate([code for _, code, _ in found]), return_counts=True
+            np.concatenate([code for _, code, _ in counted]), return_counts=True
         )
         m = max(len(keys), 1)
-        told = float(counts @ np.log1p((m - counts + 0.5) / (counts + 0.5)))
+        total_information = float(counts @ np.log1p((m - counts + 0.5) / (counts + 0.5)))
         return replace(
             self,
             mean=max(total / m, 1.0),
-            usual=told / m,
+            usual=total_information / m,
             rows=m,
             codes=codes,
             counts=counts.astype(np.int32),
@@ -106,8 +106,8 @@ class Lexical(Encoder):
         if not query:
             long = np.bincount(row, f, len(block))[row] / self.mean
             return row, code, f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
-        known, idf, told, share = self._word_statistics(row, code, f, len(block))
-        weight = f * idf / (told + self.usual + 1e-30)[row]
+        known, idf, total_idf, share = self._word_statistics(row, code, f, len(block))
+        weight = f * idf / (total_idf + self.usual + 1e-30)[row]
         weight[known] *= share[row[known]] ** self.doubt
         return row, code, weight
 
@@ -125,8 +125,8 @@ class Lexical(Encoder):
         """Return per word whether a key has it and its idf; per row the sum of idf, and r."""
         count = self._key_counts(code)
         known, idf = count > 0, np.log1p((self.rows - count + 0.5) / (count + 0.5))
-        told, found = (np.bincount(row, f * idf * x, rows) for x in (1, known))
-        return known, idf, told, found / np.maximum(told, 1e-30)
+        total_idf, known_idf = (np.bincount(row, f * idf * x, rows) for x in (1, known))
+        return known, idf, total_idf, known_idf / np.maximum(total_idf, 1e-30)
 
     def _key_counts(self, code: np.ndarray) -> np.ndarray:
         """Return the number of keys that have each word, by hash, (w,)."""

@@ -77,13 +77,15 @@ class Numbers(Encoder):
             spread[~(spread > 0)] = 1.0  # all keys are equal
             # For a spread that float32 cannot represent, the spread itself is the unit.
             unit = np.where((spread > 1 / MAX_SPREAD) & (spread < MAX_SPREAD), 1.0, spread)
-            told = tuple((spread / unit).tolist())
+            relative_spread = tuple((spread / unit).tolist())
         else:
             unit = np.asarray(self.units, np.float64)
             if unit.ndim and len(unit) != columns:
                 raise ShapeError(f"Numbers: {len(unit)} units for keys of {columns} numbers")
-            unit, told = np.broadcast_to(unit, (columns,)), None
-        return replace(self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()), spread=told)
+            unit, relative_spread = np.broadcast_to(unit, (columns,)), None
+        return replace(
+            self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()), spread=relative_spread
+        )
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         mean, unit = self._require_fitted()

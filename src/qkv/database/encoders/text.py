@@ -100,9 +100,9 @@ class Text(Heads):
         return replace(made, sharp=calibrate_sharpness(made, to_texts(keys)))
 
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        return self.add_exact_places(super().encode_sparse(keys, query), keys)
+        return self.add_full_text_positions(super().encode_sparse(keys, query), keys)
 
-    def add_exact_places(self, vectors: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
+    def add_full_text_positions(self, vectors: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
         """Append the positions of the complete texts to sparse vectors."""
         if vectors is None or not self.exact:
             return vectors

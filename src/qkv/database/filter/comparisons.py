@@ -163,20 +163,22 @@ def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any)
                 column.codes == np.uint64(columns.encode_cell(other, kind))
             )
         return same
-    near: np.ndarray = column.numbers == code.view(np.float64)
-    near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
+    is_equal: np.ndarray = column.numbers == code.view(np.float64)
+    is_equal &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
     # Two different numbers may round to the same float; then the cells are compared.
     unsure = (
-        np.flatnonzero(near & (column.kinds == INEXACT_NUMBER)) if kind == INEXACT_NUMBER else None
+        np.flatnonzero(is_equal & (column.kinds == INEXACT_NUMBER))
+        if kind == INEXACT_NUMBER
+        else None
     )
-    near &= (
+    is_equal &= (
         (column.kinds == INEXACT_NUMBER)
         if kind == INEXACT_NUMBER
         else (column.kinds != INEXACT_NUMBER)
     )
     if unsure is not None and len(unsure):
-        near[unsure] = [_cells_equal(x, cell) for x in table.read_cells(name, unsure)]
-    return near
+        is_equal[unsure] = [_cells_equal(x, cell) for x in table.read_cells(name, unsure)]
+    return is_equal
 
 
 def _alternative_vector_form(cell: Any) -> Any:

@@ -32,7 +32,7 @@ _SQL_WORDS = {
 """Words of SQL, which ignores case, and their Python form."""
 _LONGEST_NAME = 1_000
 """The longest column name, in characters, that is compared in a normalized Unicode form."""
-_HELP = (
+_FOREIGN_SYNTAX_HINTS = (
     (re.compile(r"\bbetween\b", re.I), "for between, write 1900 <= year <= 1950"),
     (re.compile(r"\bi?like\b", re.I), "for like, write 'part of a text' in column"),
     (re.compile(r"[&|]"), "write and for &, or for |"),
@@ -143,14 +143,14 @@ class _Expression:
         write = "write comparisons of columns, such as \"year > 1950 and genre == 'fiction'\""
         return ArgumentError(
             f"where: cannot parse {_quote_text(self.text)}{where}: "
-            f"{instead or self._help() or write}"
+            f"{instead or self._foreign_syntax_hint() or write}"
             f"{self._backtick_advice()}"
         )
 
-    def _help(self) -> str:
+    def _foreign_syntax_hint(self) -> str:
         """Return advice for syntax of other languages, outside of quotes."""
         bare = _TOKENS.sub(lambda x: x[0] if x["word"] or x["sign"] else " ", self.text)
-        return "; ".join(help for sign, help in _HELP if sign.search(bare))
+        return "; ".join(help for sign, help in _FOREIGN_SYNTAX_HINTS if sign.search(bare))
 
     def _backtick_advice(self) -> str:
         """Return advice for a column whose name needs backticks."""
@@ -283,7 +283,7 @@ class _Expression:
         supported = "use only columns, constants, comparisons, in, and, or, not"
         return ArgumentError(
             f"where: {_quote_text(part)} in {_quote_text(self.text)} is not supported: "
-            f"{self._help() or supported}{self._backtick_advice()}"
+            f"{self._foreign_syntax_hint() or supported}{self._backtick_advice()}"
         )
 
 

@@ -200,45 +200,50 @@ class GradientDescent:
             self.best_parameters, self.best_metrics, self.best_epoch = best, mark, self.epoch
         return in_time
 
-    def run_step(self, some: np.ndarray, rng: np.random.Generator) -> float:
-        batch, local, rows = self.build_batch(some, rng)
-        loss, found = compute_gradients(local, batch)
+    def run_step(self, pair_indices: np.ndarray, rng: np.random.Generator) -> float:
+        batch, local, rows = self.build_batch(pair_indices, rng)
+        loss, gradients = compute_gradients(local, batch)
         total = self.options.epochs * self.steps_per_epoch
         factor = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, total // 10)))
         factor *= max(0.02, 1 - self.step / total)
         self.step += 1
         for name in self.parameters:
             self.update_adam(
-                name, found[name], rows.get(name, slice(None)), factor * self.learning_rates[name]
+                name,
+                gradients[name],
+                rows.get(name, slice(None)),
+                factor * self.learning_rates[name],
             )
         return loss
 
-    def update_adam(self, name: str, slope: np.ndarray, rows: Any, rate: float) -> None:
+    def update_adam(self, name: str, gradient: np.ndarray, rows: Any, rate: float) -> None:
         """Apply x ← x − rate · m̂/√v̂ to the rows that the batch used."""
-        keep, keep2 = 0.9, 0.99
+        beta1, beta2 = 0.9, 0.99
         m, v = self.first_moments[name][rows], self.second_moments[name][rows]
-        m += (1 - keep) * (slope - m)
-        v += (1 - keep2) * (slope * slope - v)
+        m += (1 - beta1) * (gradient - m)
+        v += (1 - beta2) * (gradient * gradient - v)
         self.first_moments[name][rows], self.second_moments[name][rows] = m, v
-        unbias = math.sqrt(1 - keep2**self.step) / (1 - keep**self.step)
+        unbias = math.sqrt(1 - beta2**self.step) / (1 - beta1**self.step)
         self.parameters[name][rows] -= (rate * unbias) * m / (np.sqrt(v) + 1e-12)
 
     def build_batch(
-        self, some: np.ndarray, rng: np.random.Generator
+        self, pair_indices: np.ndarray, rng: np.random.Generator
     ) -> tuple[TrainingBatch, dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return the batch of these pairs, its parameters, and their rows in the full arrays."""
-        pairs = self.task.train_pairs.take_pairs(some)
+        pairs = self.task.train_pairs.take_pairs(pair_indices)
         candidates = self.all_candidates
         if candidates is None:
             parts = [pairs.key]
             if self.hard_negatives is not None:
                 drawn = rng.integers(
-                    0, self.hard_negatives.shape[1], (len(some), self.options.hard)
+                    0, self.hard_negatives.shape[1], (len(pair_indices), self.options.hard)
                 )
-                parts.append(np.take_along_axis(self.hard_negatives[some], drawn, axis=1).ravel())
+                parts.append(
+                    np.take_along_axis(self.hard_negatives[pair_indices], drawn, axis=1).ravel()
+                )
             candidates = np.unique(np.concatenate(parts))
         right = np.searchsorted(candidates, pairs.key)
-        found: list[list[HeadInput]] = []
+        head_inputs: list[list[HeadInput]] = []
         local = {"scales": self.parameters["scales"]}
         rows: dict[str, np.ndarray] = {}
         for side, store, numbers in (
@@ -260,20 +265,20 @@ class GradientDescent:
                     inputs[i] = HeadInput(TokenBag(ids, x.offsets, x.positions), length)
                     local[own + "places"] = self.parameters[own + "places"]
                     for name in ("logits", "vectors"):
-                        whole = self.parameters.get(own + name)
+                        table = self.parameters.get(own + name)
                         rows[own + name] = seen
-                        local[own + name] = (self.tables[i] if whole is None else whole)[seen]
-            found.append(inputs)
+                        local[own + name] = (self.tables[i] if table is None else table)[seen]
+            head_inputs.append(inputs)
         share = (pairs.weight / pairs.weight.sum()).astype(np.float32)
-        barred = pairs.find_excluded_cells(self.other_right_keys, candidates)
-        query, key = found
+        excluded_cells = pairs.find_excluded_cells(self.other_right_keys, candidates)
+        query, key = head_inputs
         words: dict[int, SharedWords] = {}
         for i, codes in self.words.items():
             words[i], asked = find_shared_words(query[i], key[i], codes)
             rows[f"{i}.words"] = at = np.searchsorted(codes, asked)
             local[f"{i}.words"] = self.parameters[f"{i}.words"][at]
         return (
-            TrainingBatch(query, key, right, share, barred, self.initial.cosines, words),
+            TrainingBatch(query, key, right, share, excluded_cells, self.initial.cosines, words),
             local,
             rows,
         )
@@ -282,22 +287,22 @@ class GradientDescent:
         """Find, for each pair, the wrong keys of a sample with the highest scores."""
         task, learned = self.task, self.build_encoder(self.parameters)
         # The best of each part of the sample is faster to find than the best of all.
-        parts = min(HARD_NEGATIVES_PER_PAIR, len(task.keys))
-        count = min(MINING_SAMPLE_KEYS, len(task.keys)) // parts * parts
+        group_count = min(HARD_NEGATIVES_PER_PAIR, len(task.keys))
+        count = min(MINING_SAMPLE_KEYS, len(task.keys)) // group_count * group_count
         sample = np.sort(rng.choice(len(task.keys), count, replace=False))
-        begins = np.arange(0, count, count // parts)
+        begins = np.arange(0, count, count // group_count)
         key = learned.project_inputs(take_inputs(task.key_features, sample), "key")
         query = task.project_all(learned, "query")
-        self.hard_negatives = np.empty((len(task.train_pairs.query), parts), np.int64)
-        for some in split_blocks(len(self.hard_negatives), max(1, SCORES_PER_BLOCK // count)):
-            pairs = task.train_pairs.take_pairs(some)
+        self.hard_negatives = np.empty((len(task.train_pairs.query), group_count), np.int64)
+        for block in split_blocks(len(self.hard_negatives), max(1, SCORES_PER_BLOCK // count)):
+            pairs = task.train_pairs.take_pairs(block)
             s = query.take_rows(pairs.query).compute_scores(key)
             at = np.minimum(np.searchsorted(sample, pairs.key), count - 1)
             own = np.flatnonzero(sample[at] == pairs.key)
             s[own, at[own]] = -np.inf
             s[pairs.find_excluded_cells(self.other_right_keys, sample)] = -np.inf
-            best = s.reshape(len(s), parts, -1).argmax(axis=2)
-            self.hard_negatives[some] = sample[begins + best]
+            best = s.reshape(len(s), group_count, -1).argmax(axis=2)
+            self.hard_negatives[block] = sample[begins + best]
 
     def evaluate_held_out(self) -> tuple[float, float]:
         """Return the mean of 1/rank and of ln α at the best τ, on the held-out pairs."""

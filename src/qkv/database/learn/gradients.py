@@ -111,16 +111,16 @@ def compute_gradients(
     g *= (batch.pair_shares / total)[:, None]
     g[rows, batch.right_columns] -= batch.pair_shares
 
-    found: dict[str, np.ndarray] = {"scales": np.empty_like(scales)}
+    gradients: dict[str, np.ndarray] = {"scales": np.empty_like(scales)}
     for i, (q, k) in heads.items():
         to_query = scales[i] * (g @ k.vectors)
-        found["scales"][i] = np.einsum("ij,ij", to_query, q.vectors)
-        found |= q.backward(to_query)
-        found |= k.backward(scales[i] * (g.T @ q.vectors))
+        gradients["scales"][i] = np.einsum("ij,ij", to_query, q.vectors)
+        gradients |= q.backward(to_query)
+        gradients |= k.backward(scales[i] * (g.T @ q.vectors))
     for i, words in batch.words.items():
-        found[f"{i}.words"] = slope = weight[i] * words.weight_gradient(g)
-        found["scales"][i] = slope.sum()
-    return loss, found
+        gradients[f"{i}.words"] = slope = weight[i] * words.weight_gradient(g)
+        gradients["scales"][i] = slope.sum()
+    return loss, gradients
 
 
 class _HeadSide:
@@ -153,22 +153,22 @@ class _HeadSide:
         if self.uses_cosine:
             along = np.einsum("ij,ij->i", to_u, self.unit)[:, None]
             to_u = (to_u - along * self.unit) / self.norms
-        found = {own + "w": to_u.T @ self.x}
+        gradients = {own + "w": to_u.T @ self.x}
         if self.bag is None:
-            return found
+            return gradients
         ids, offsets, places = self.bag
         vectors = self.parameters[own + "vectors"]
         to_token = np.repeat(to_u @ self.parameters[own + "w"], np.diff(offsets), axis=0)
         to_alpha = np.einsum("ij,ij->i", to_token, vectors[ids])
         to_token *= self.token_weights[:, None]
-        found[own + "vectors"] = _sum_rows_by_id(to_token, ids, len(vectors))
+        gradients[own + "vectors"] = _sum_rows_by_id(to_token, ids, len(vectors))
         mean = np.concatenate([[0], np.cumsum(self.token_weights * to_alpha, dtype=np.float64)])
         mean = np.repeat(mean[offsets[1:]] - mean[offsets[:-1]], np.diff(offsets))
         to_logit = self.token_weights * (to_alpha - mean)
         for name, at in (("logits", ids), ("places", places)):
             size = len(self.parameters[own + name])
-            found[own + name] = np.bincount(at, to_logit, size).astype(vectors.dtype)
-        return found
+            gradients[own + name] = np.bincount(at, to_logit, size).astype(vectors.dtype)
+        return gradients
 
 
 def _sum_rows_by_id(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:

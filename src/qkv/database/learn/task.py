@@ -36,8 +36,8 @@ class IndexedPairs(NamedTuple):
     key: np.ndarray
     weight: np.ndarray
 
-    def take_pairs(self, some: np.ndarray | slice) -> IndexedPairs:
-        return IndexedPairs(self.query[some], self.key[some], self.weight[some])
+    def take_pairs(self, indices: np.ndarray | slice) -> IndexedPairs:
+        return IndexedPairs(self.query[indices], self.key[indices], self.weight[indices])
 
     def find_other_right_keys(self) -> dict[int, np.ndarray]:
         """Return the right keys of each query that has several."""
@@ -91,8 +91,8 @@ class Task:
         encoder, score = self.encoder, self.encoder.default_score(len(self.keys))
         key, sparse = encoder.encode(self.keys), encoder.encode_sparse(self.keys)
 
-        def score_block(some: slice) -> np.ndarray:
-            queries = _select_keys(self.queries, self.held_pairs.query[some])
+        def score_block(block: slice) -> np.ndarray:
+            queries = _select_keys(self.queries, self.held_pairs.query[block])
             query, asked = encoder.encode_full_query(queries)
             if sparse is None or asked is None:
                 return np.asarray(score(query, key))
@@ -106,33 +106,33 @@ class Task:
     def ranks_after(self, learned: Learned, key: ProjectedVectors) -> np.ndarray:
         """Return `ranks_before` for the learned encoder; `key` are its vectors of all keys."""
 
-        def score_block(some: slice) -> np.ndarray:
-            features = take_inputs(self.query_features, self.held_pairs.query[some])
+        def score_block(block: slice) -> np.ndarray:
+            features = take_inputs(self.query_features, self.held_pairs.query[block])
             return learned.project_inputs(features, "query").compute_scores(key)
 
         return self._compute_ranks(score_block)
 
     def project_all(self, learned: Learned, side: str) -> ProjectedVectors:
         """Return the projected vectors of all keys, or of all queries."""
-        found = self.key_features if side == "key" else self.query_features
+        features = self.key_features if side == "key" else self.query_features
         count = len(self.keys) if side == "key" else len(self.queries)
         out = np.empty((count, learned.width), np.float32)
-        for some in split_blocks(count, 1 << 14):
-            out[some] = learned.project_dense(
-                take_inputs(found, np.arange(some.start, some.stop)), side
+        for block in split_blocks(count, 1 << 14):
+            out[block] = learned.project_dense(
+                take_inputs(features, np.arange(block.start, block.stop)), side
             )
-        return ProjectedVectors(out, learned.project_sparse(found, side))
+        return ProjectedVectors(out, learned.project_sparse(features, side))
 
     def _compute_ranks(self, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
         """Return the rank of the right key of each held-out pair, given scores by block."""
-        found = np.empty(len(self.held_pairs.query), np.int64)
-        for some in split_blocks(len(found), max(1, SCORES_PER_BLOCK // len(self.keys))):
-            s, pairs = scores(some), self.held_pairs.take_pairs(some)
+        ranks = np.empty(len(self.held_pairs.query), np.int64)
+        for block in split_blocks(len(ranks), max(1, SCORES_PER_BLOCK // len(self.keys))):
+            s, pairs = scores(block), self.held_pairs.take_pairs(block)
             own = s[np.arange(len(s)), pairs.key][:, None]
             s[pairs.find_excluded_cells(self.other_right_keys, self.key_numbers)] = -np.inf
             # A wrong key with the same score counts as ranked higher.
-            found[some] = (s >= own).sum(axis=1) - 1
-        return found
+            ranks[block] = (s >= own).sum(axis=1) - 1
+        return ranks
 
     def compute_recall(self, ranks: np.ndarray) -> dict[int, float]:
         return {
@@ -144,11 +144,15 @@ def build_task(
     encoder: Encoder, keys: Sequence[Any], pairs: Sequence[Any], held_out: Any, seed: int
 ) -> Task:
     """Build the task from keys and pairs, with a part of the pairs held out."""
-    found: dict[bytes, int] = {}
-    first = [i for i, code in enumerate(cells.key_digests(keys)) if found.setdefault(code, i) == i]
+    index_by_digest: dict[bytes, int] = {}
+    first = [
+        i
+        for i, code in enumerate(cells.key_digests(keys))
+        if index_by_digest.setdefault(code, i) == i
+    ]
     if len(first) < 2:
         raise ArgumentError("learn: there must be at least two different keys")
-    number = {code: at for at, code in enumerate(found)}
+    number = {code: at for at, code in enumerate(index_by_digest)}
     distinct = _select_keys(keys, np.array(first))
     queries: list[Any] = []
     seen: dict[bytes, int] = {}
@@ -163,19 +167,19 @@ def build_task(
         if held_out and len(queries) > 1:
             count = min(max(count, 1), len(queries) - 1)
         held = np.isin(every.query, rng.permutation(len(queries))[:count])
-        train, rest = every.take_pairs(~held), every.take_pairs(held)
+        train, held_pairs = every.take_pairs(~held), every.take_pairs(held)
     else:
-        train, rest = every, _index_pairs(held_out, "held_out", number, queries, seen)
-    holds_out = bool(len(rest.query))
-    asked = rest if holds_out else train
-    if len(asked.query) > MAX_HELD_OUT_PAIRS:
-        asked = asked.take_pairs(
-            np.sort(rng.choice(len(asked.query), MAX_HELD_OUT_PAIRS, replace=False))
+        train, held_pairs = every, _index_pairs(held_out, "held_out", number, queries, seen)
+    holds_out = bool(len(held_pairs.query))
+    evaluated = held_pairs if holds_out else train
+    if len(evaluated.query) > MAX_HELD_OUT_PAIRS:
+        evaluated = evaluated.take_pairs(
+            np.sort(rng.choice(len(evaluated.query), MAX_HELD_OUT_PAIRS, replace=False))
         )
     code = blake2b(digest_size=16)
-    for part in (*found, *seen):
+    for part in (*index_by_digest, *seen):
         code.update(part)
-    for numbers in (*train, *asked):
+    for numbers in (*train, *evaluated):
         code.update(numbers.tobytes())
     code.update(json.dumps(encoder.settings(), sort_keys=True, default=str).encode())
     return Task(
@@ -183,12 +187,12 @@ def build_task(
         keys=distinct,
         queries=queries,
         train_pairs=train,
-        held_pairs=asked,
+        held_pairs=evaluated,
         holds_out=holds_out,
         key_features=_extract_features(encoder, distinct, "key"),
         query_features=_extract_features(encoder, queries, "query"),
         other_right_keys=IndexedPairs(
-            *map(np.concatenate, zip(train, rest, strict=True))
+            *map(np.concatenate, zip(train, held_pairs, strict=True))
         ).find_other_right_keys(),
         fingerprint=code.hexdigest(),
     )
@@ -236,9 +240,9 @@ def _extract_features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[
     return extract_features(base, keys, side)
 
 
-def take_inputs(found: Sequence[HeadInput], some: np.ndarray) -> list[HeadInput]:
+def take_inputs(inputs: Sequence[HeadInput], texts: np.ndarray) -> list[HeadInput]:
     """Return the inputs of each head for these texts."""
-    return [input.take_texts(some) for input in found]
+    return [input.take_texts(texts) for input in inputs]
 
 
 def _select_keys(keys: Sequence[Any], at: np.ndarray) -> Sequence[Any]:

@@ -27,7 +27,7 @@ from qkv.util.deadline import check_deadline
 from qkv.util.formatting import format_one_line
 from qkv.weightings import Weighting, WeightingLike
 
-MAX_KEPT_WEIGHTS_PER_BATCH = 2**24
+MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
 """Weights that the answers of a batch keep; beyond it an answer computes them again on demand."""
 
 MAX_VOTING_ROWS = 1024
@@ -77,7 +77,7 @@ class QueryExecutor(RowScan):
     def answer_queries(self, queries: Any) -> list[Answer]:
         """Return one answer for each query."""
         can_pool, answers = self.view.schema.can_pool_values, []
-        keeps_weights = len(queries) * len(self.view) <= MAX_KEPT_WEIGHTS_PER_BATCH
+        keeps_weights = len(queries) * len(self.view) <= MAX_CACHED_WEIGHTS_PER_BATCH
         for batch, weighed, engine in self.run_batches(queries, can_pool):
             for i, query in enumerate(batch):
                 check_deadline()
@@ -193,12 +193,12 @@ class LocalBackend(AnswerBackend):
         entropy: float | None,
         is_familiar: bool,
     ):
-        self.executor, self.query, self.kept_weights, self.value = executor, query, weights, value
+        self.executor, self.query, self.cached_weights, self.value = executor, query, weights, value
         self.known_entropy, self.is_familiar = entropy, is_familiar
 
     def _row_weights(self) -> Any:
-        if self.kept_weights is not None:
-            return self.kept_weights
+        if self.cached_weights is not None:
+            return self.cached_weights
         return self.executor.compute_weights(as_batch(self.query), value=False)[0].weights[0]
 
     def compute_weights(self) -> np.ndarray:

@@ -173,29 +173,39 @@ def leave_one_out(
     others, light = share.copy(), alpha.copy()
     others[top], light[top] = 0, 0
     mass, pooled = light.sum(axis=1), others.sum(axis=1)
-    rest = mass[:, None] + (alpha[top][:, None] - alpha)
+    weight_left = mass[:, None] + (alpha[top][:, None] - alpha)
     out = pooled[:, None] + (share[top][:, None] - share)
-    rest[top], out[top] = mass, pooled
-    whole = share.sum(axis=1, keepdims=True)
+    weight_left[top], out[top] = mass, pooled
+    pooled_all = share.sum(axis=1, keepdims=True)
     nothing = np.nan if scan.view.schema.can_pool_values else 0.0
-    by = scan.weighting.divisor_without(rest)
-    if by is None:
-        out[:] = whole
+    divisor = scan.weighting.divisor_without(weight_left)
+    if divisor is None:
+        out[:] = pooled_all
         again = alpha != 0 if scan.weighting.is_sparse else np.ones(alpha.shape, bool)
     else:
-        again = (by == 0) & (alpha != 0)
-        out = np.where(alpha[..., None] == 0, whole, out / np.where(by == 0, 1, by)[..., None])
+        again = (divisor == 0) & (alpha != 0)
+        out = np.where(
+            alpha[..., None] == 0, pooled_all, out / np.where(divisor == 0, 1, divisor)[..., None]
+        )
     for i in np.flatnonzero(again.any(axis=0)).tolist():
         at = np.flatnonzero(again[:, i])
-        left = scan.without_row(
+        scan_without = scan.without_row(
             i if scan.candidate_positions is None else int(scan.candidate_positions[i])
         )
-        some = queries[at] if isinstance(queries, np.ndarray) else [queries[j] for j in at]
-        for j, found in zip(at, left.compute_full_weights(some), strict=True):
-            own = found if scan.candidate_positions is None else found[scan.candidate_positions]
+        selected_queries = (
+            queries[at] if isinstance(queries, np.ndarray) else [queries[j] for j in at]
+        )
+        for j, all_weights in zip(
+            at, scan_without.compute_full_weights(selected_queries), strict=True
+        ):
+            own = (
+                all_weights
+                if scan.candidate_positions is None
+                else all_weights[scan.candidate_positions]
+            )
             held = value[j if len(value) > 1 else 0]
             out[j, i] = own @ np.where(own[:, None] != 0, held, 0) if own.any() else nothing
-    return whole, out
+    return pooled_all, out
 
 
 def _measure_rows(scan: RowScan, value: Any) -> np.ndarray:

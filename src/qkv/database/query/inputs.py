@@ -26,10 +26,10 @@ from qkv.database.table.schema import extract_cells
 from qkv.errors import DtypeError, ShapeError
 from qkv.frameworks import as_plain_array, get_framework, is_array, to_numpy
 
-NUMERIC = ("float", "int", "uint", "bool", "bfloat", "complex")
+NUMERIC_DTYPE_PREFIXES = ("float", "int", "uint", "bool", "bfloat", "complex")
 """Prefixes of the dtypes that hold numbers."""
 
-_PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, type(None)})
+_PLAIN_TYPES = frozenset({str, int, float, bool, bytes, tuple, list, dict, type(None)})
 
 
 class Batch(list[Any]):
@@ -44,16 +44,16 @@ def as_cells(query: Any, kind: str | None = None) -> Any:
     >>> as_cells(np.array(["aple", "peer"])), as_cells(np.array("aple")), as_cells(np.str_("aple"))
     (['aple', 'peer'], 'aple', 'aple')
     """
-    if type(query) in _PLAIN:
+    if type(query) in _PLAIN_TYPES:
         return query
     if isinstance(query, np.generic):
-        return _scalar(query)
+        return _unwrap_scalar(query)
     if not is_array(query):
-        return _column(query)
+        return _column_to_list(query)
     query = as_plain_array(query, "query")
     if holds_numbers(query):
         return query
-    return _listed(query, kind)
+    return _array_to_cells(query, kind)
 
 
 def holds_numbers(array: Any) -> bool:
@@ -62,7 +62,7 @@ def holds_numbers(array: Any) -> bool:
     >>> holds_numbers(np.zeros(2)), holds_numbers(np.array(["a"])), holds_numbers(np.array([None]))
     (True, False, False)
     """
-    return get_framework(array).dtype_name(array).startswith(NUMERIC)
+    return get_framework(array).dtype_name(array).startswith(NUMERIC_DTYPE_PREFIXES)
 
 
 def as_key(key: Any, kind: str) -> Any:
@@ -139,7 +139,7 @@ def is_number_key(key: Any) -> bool:
     return all(cells.cell_kind(part) in ("number", "date") for part in key)
 
 
-def _scalar(query: np.generic) -> Any:
+def _unwrap_scalar(query: np.generic) -> Any:
     """Return a NumPy text or time as a Python object; other scalars unchanged."""
     if isinstance(query, np.str_):
         return str(query)
@@ -148,7 +148,7 @@ def _scalar(query: np.generic) -> Any:
     return query
 
 
-def _column(query: Any) -> Any:
+def _column_to_list(query: Any) -> Any:
     """Return a column of another library as a list of cells."""
     found = extract_cells(query)
     if found is query and hasattr(query, "tolist") and hasattr(query, "dtype"):
@@ -156,14 +156,14 @@ def _column(query: Any) -> Any:
     return found
 
 
-def _listed(query: Any, kind: str | None) -> Any:
+def _array_to_cells(query: Any, kind: str | None) -> Any:
     """Return an array of text, dates or objects as a list of cells, or as one cell."""
     array = to_numpy(query)
     if array.dtype.kind == "M":  # Python has microseconds
         array = array.astype("M8[us]")
     found = array.tolist()
     if not isinstance(query, np.ndarray):  # text of TensorFlow is bytes
-        found = _decoded(found)
+        found = _decode_bytes(found)
     if array.ndim < 2 or kind in ("vector", "json"):
         return found
     if array.ndim == 2 and kind in (None, "tuple") and (array.shape[1] > 1 or kind == "tuple"):
@@ -176,7 +176,7 @@ def _listed(query: Any, kind: str | None) -> Any:
     )
 
 
-def _decoded(found: Any) -> Any:
-    if isinstance(found, list):
-        return list(map(_decoded, found))
-    return found.decode() if isinstance(found, bytes) else found
+def _decode_bytes(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_decode_bytes, value))
+    return value.decode() if isinstance(value, bytes) else value

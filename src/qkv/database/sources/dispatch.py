@@ -95,12 +95,12 @@ def _read_postgres(request: SourceRequest) -> Table:
     )
 
 
-_CSV = SourceFormat("CSV", _read_csv, suffixes=(".csv", ".txt"), is_delimited=True)
-_JSON = SourceFormat("JSON", _read_json, suffixes=(".json", ".jsonl", ".ndjson"))
+_CSV_FORMAT = SourceFormat("CSV", _read_csv, suffixes=(".csv", ".txt"), is_delimited=True)
+_JSON_FORMAT = SourceFormat("JSON", _read_json, suffixes=(".json", ".jsonl", ".ndjson"))
 BUILT_IN_FORMATS = (
-    _CSV,
+    _CSV_FORMAT,
     SourceFormat("TSV", _read_tsv, suffixes=(".tsv", ".tab"), is_delimited=True),
-    _JSON,
+    _JSON_FORMAT,
     SourceFormat(
         "Parquet", _read_parquet, suffixes=(".parquet", ".pq"), magic=(frames.PARQUET_MAGIC,)
     ),
@@ -210,7 +210,7 @@ def _read_source(
             _refuse_table(table, "standard input")
             data = files.read_stdin()
             files.refuse_foreign_formats(data, "stdin")
-            return _CSV.read(
+            return _CSV_FORMAT.read(
                 SourceRequest("stdin", "stdin", data=data, text_options=options, progress=progress)
             )
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
@@ -360,9 +360,9 @@ def _sniff_format(opening: bytes, path: Path) -> SourceFormat:
     # The opening may end within a character.
     text = opening.decode("utf-8-sig", errors="ignore")
     if text.lstrip()[:1] in ("{", "["):
-        return _JSON
+        return _JSON_FORMAT
     if "\0" not in text and delimited.sniff_delimiter(text)[1]:
-        return _CSV
+        return _CSV_FORMAT
     suffix = f"The suffix {path.suffix!r} is unknown" if path.suffix else "There is no suffix"
     raise SourceError(
         f"the format is not recognized. {suffix}, and the contents do not look like a table: "

@@ -169,12 +169,12 @@ def _qualified_name(reader: Reader) -> tuple[str, str]:
 
 def find_by_suffix(suffix: str) -> SourceFormat | None:
     """Return the format of a file suffix; look in the installed plug-ins if it is unknown."""
-    return _find(lambda known: suffix.lower() in known.suffixes) if suffix else None
+    return _find_format(lambda known: suffix.lower() in known.suffixes) if suffix else None
 
 
 def find_by_scheme(scheme: str) -> SourceFormat | None:
     """Return the format of a URL scheme; look in the installed plug-ins if it is unknown."""
-    return _find(lambda known: scheme.lower() in known.schemes)
+    return _find_format(lambda known: scheme.lower() in known.schemes)
 
 
 def find_by_magic(opening: bytes) -> SourceFormat | None:
@@ -183,7 +183,7 @@ def find_by_magic(opening: bytes) -> SourceFormat | None:
     return next((x for x in known if opening.startswith(x.magic)), None)
 
 
-def _find(matches: Callable[[SourceFormat], bool]) -> SourceFormat | None:
+def _find_format(matches: Callable[[SourceFormat], bool]) -> SourceFormat | None:
     found = next(filter(matches, _FORMATS.values()), None)
     if found is None:
         load_plugins()

@@ -69,9 +69,9 @@ def compact_store(
         if one.number != version_entry.number and pins.claim_version(one.number)
     ]
     dropped_numbers = {one.number for one in dropped}
-    kept = [one for one in version_entries if one.number not in dropped_numbers]
-    generations = sorted({one.generation for one in kept})
-    deleted = _find_unneeded_rows(catalog, kept)
+    kept_versions = [one for one in version_entries if one.number not in dropped_numbers]
+    generations = sorted({one.generation for one in kept_versions})
+    deleted = _find_unneeded_rows(catalog, kept_versions)
     deleted_everywhere = deleted[BUNDLE_GENERATION]
     before = catalog.list_segments()
     replaced = [e for e in before if e.generation not in (*generations, BUNDLE_GENERATION)]
@@ -99,31 +99,31 @@ def compact_store(
         staged.generation = generation
         for run in runs:
 
-            def iterate_kept_rows(
+            def iterate_needed_rows(
                 run: list[SegmentEntry], layout: Layout, generation: int
             ) -> Iterator[Segment]:
                 nonlocal done
                 for entry in run:
                     segment = read_verified_segment(blob_storage, entry, layout)
-                    keep = ~_deleted_mask(segment.ids, deleted[generation])
-                    yield segment if keep.all() else segment[keep]
+                    is_needed = ~_deleted_mask(segment.ids, deleted[generation])
+                    yield segment if is_needed.all() else segment[is_needed]
                     done += entry.rows
                     if progress is not None:
                         progress(done, total)
 
-            staged.write_segments(layout, iterate_kept_rows(run, layout, generation))
+            staged.write_segments(layout, iterate_needed_rows(run, layout, generation))
             replaced += run
     for entry in before:
         if entry.generation == BUNDLE_GENERATION:
-            keep = np.isin(
+            is_needed = np.isin(
                 blob_storage.read_segment(entry, BUNDLE_LAYOUT).ids, deleted_everywhere, invert=True
             )
-            if not keep.all():
+            if not is_needed.all():
                 replaced.append(entry)
-                if keep.any():
+                if is_needed.any():
                     staged.write_bundle(
                         merge_bundles(
-                            [read_verified_segment(blob_storage, entry, BUNDLE_LAYOUT)[keep]]
+                            [read_verified_segment(blob_storage, entry, BUNDLE_LAYOUT)[is_needed]]
                         )
                     )
     staged.sync_files()
@@ -163,7 +163,7 @@ def compact_store(
         rows=version_entry.rows,
         dropped_rows=len(deleted_everywhere),
         dropped_versions=sum(one.number > 0 for one in dropped),
-        held=tuple(one.number for one in kept[:-1]),
+        held=tuple(one.number for one in kept_versions[:-1]),
         files_before=len(before),
         files_after=len(after),
         bytes_before=sum(entry.size for entry in before),
@@ -186,7 +186,9 @@ def vacuum_catalog(catalog: Catalog) -> StoreLockedError | StoreUnwritableError 
     return None
 
 
-def _find_unneeded_rows(catalog: Catalog, kept: Sequence[VersionEntry]) -> dict[int, np.ndarray]:
+def _find_unneeded_rows(
+    catalog: Catalog, kept_versions: Sequence[VersionEntry]
+) -> dict[int, np.ndarray]:
     """Return, per generation, the ids that no kept version needs, ascending.
 
     For bundles, which belong to all generations: the ids that no kept version at all needs.
@@ -194,9 +196,9 @@ def _find_unneeded_rows(catalog: Catalog, kept: Sequence[VersionEntry]) -> dict[
     lines = catalog.fetch_all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
     ids, died = np.array(lines, np.int64).reshape(-1, 2).T
     deleted: dict[int, np.ndarray] = {}
-    for generation in {BUNDLE_GENERATION, *(one.generation for one in kept)}:
+    for generation in {BUNDLE_GENERATION, *(one.generation for one in kept_versions)}:
         needed = np.zeros(len(ids), bool)
-        for one in kept:
+        for one in kept_versions:
             if generation in (BUNDLE_GENERATION, one.generation):
                 needed |= (ids <= one.last) & (died > one.number)
         deleted[generation] = ids[~needed]

@@ -100,10 +100,10 @@ def prepare_folder(folder: Path, create: bool) -> None:
     with open(folder / READERS_FILE, "ab"):
         pass
     for place in (folder, folder.absolute().parent):
-        _sync(place)
+        _sync_folder(place)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Sync a folder's entries to disk. A failure is logged: only a power loss could do harm."""
     try:
         FileSystem().fsync_folder(folder)
@@ -176,7 +176,7 @@ def build_store_folder(path: Path) -> Iterator[Path]:
                 f"{path} was created by another process meanwhile and is unchanged: open it and "
                 "use extend, or choose another path"
             ) from error
-        _sync(path.parent)
+        _sync_folder(path.parent)
     except QkvError as error:
         hidden, message = str(temporary / path.name), str(error)
         if hidden in message:  # this folder no longer exists when the user reads the message

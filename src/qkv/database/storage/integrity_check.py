@@ -92,19 +92,21 @@ def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | No
             return None
         fresh = temporary / "fresh.sqlite"
         losses, used = _write_catalog(data, folder, fresh, marker)
-        kept = _create_damaged_folder(folder)
+        damaged_folder = _create_damaged_folder(folder)
         # SQLite would apply the old log to the new catalog, so move the log first. A crash after
         # this point leaves a store without an intact catalog, as it was before.
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
-                os.replace(f"{folder / CATALOG_FILE}{suffix}", kept / f"{CATALOG_FILE}{suffix}")
+                os.replace(
+                    f"{folder / CATALOG_FILE}{suffix}", damaged_folder / f"{CATALOG_FILE}{suffix}"
+                )
         with contextlib.suppress(FileNotFoundError):
-            os.link(folder / CATALOG_FILE, kept / CATALOG_FILE)
+            os.link(folder / CATALOG_FILE, damaged_folder / CATALOG_FILE)
         os.replace(fresh, folder / CATALOG_FILE)
         for file in DiskBlobStorage(folder).list_files():
             if file_number(file) is not None and file not in used:
-                os.replace(folder / file, kept / file)
-        for path in (kept, folder):
+                os.replace(folder / file, damaged_folder / file)
+        for path in (damaged_folder, folder):
             FileSystem().fsync_folder(path)
     return losses
 
@@ -369,7 +371,7 @@ def _read_tables(connection: sqlite3.Connection, data: _RecoveredData) -> None:
 
 
 def _read_by_halving(
-    connection: sqlite3.Connection, statement: str, bound: int, keep: Callable[[Any], None]
+    connection: sqlite3.Connection, statement: str, bound: int, handle_line: Callable[[Any], None]
 ) -> bool:
     """Read a table by id ranges, halving ranges that fail; return True if no row was lost."""
     spans, is_complete = [(0, bound)] if bound >= 0 else [], True
@@ -377,7 +379,7 @@ def _read_by_halving(
         begin, end = spans.pop()
         try:
             for line in connection.execute(f"{statement} BETWEEN ? AND ?", (begin, end)):
-                keep(line)
+                handle_line(line)
         except _READ_ERRORS:
             is_complete = False
             if begin < end:
@@ -390,11 +392,11 @@ def _add_from_files(data: _RecoveredData, folder: Path, marker: CommitMarker | N
     """Add what is in the files but no longer in the catalog, the newest file first."""
     bound = max(data.next_file_number, marker.next_file_number) if marker is not None else None
     names = DiskBlobStorage(folder).list_files()
-    files = {given: name for name in names if (given := file_number(name)) is not None}
+    files = {number: name for name in names if (number := file_number(name)) is not None}
     listed = {entry.file for entry in data.entries} | {line[0] for line in data.arrays.values()}
-    for given, file in sorted(files.items(), reverse=True):
+    for number, file in sorted(files.items(), reverse=True):
         # The file counter never reached this number: its commit did not finish.
-        if bound is not None and given >= bound:
+        if bound is not None and number >= bound:
             continue
         with contextlib.suppress(StoreDamagedError, ValueError, KeyError):
             metadata, entry = read_file_metadata(folder / file)
@@ -411,7 +413,7 @@ def _add_from_files(data: _RecoveredData, folder: Path, marker: CommitMarker | N
             if file not in listed and not any(other.file in names for other in same):
                 data.entries = [other for other in data.entries if other not in same] + [entry]
     data.next_file_number = max(
-        [data.next_file_number, bound or 0, *(given + 1 for given in files)]
+        [data.next_file_number, bound or 0, *(number + 1 for number in files)]
     )
     data.entries.sort(key=lambda entry: (entry.generation, entry.first))
 

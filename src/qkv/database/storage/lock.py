@@ -321,7 +321,7 @@ def _lock_byte(file: int, version: int, *, exclusive: bool) -> bool:
     return True
 
 
-_REGISTERED: WeakSet[Any] = WeakSet()
+_FORK_HANDLERS: WeakSet[Any] = WeakSet()
 _REGISTRY_LOCK = threading.RLock()
 _held_locks: list[Any] = []
 
@@ -336,7 +336,7 @@ def register_fork_handler(thing: Any) -> None:
     progress. In the child, `thing.reset_after_fork()` replaces locks that other threads held.
     """
     with _REGISTRY_LOCK:  # adding while `_before_fork` iterates would raise
-        _REGISTERED.add(thing)
+        _FORK_HANDLERS.add(thing)
 
 
 # Python reports an error in a fork handler and continues, so after a Ctrl-C in one handler the
@@ -344,7 +344,7 @@ def register_fork_handler(thing: Any) -> None:
 def _before_fork() -> None:
     global _held_locks
     _REGISTRY_LOCK.acquire()
-    for thing in list(_REGISTERED):
+    for thing in list(_FORK_HANDLERS):
         lock = thing.fork_lock()
         _held_locks += [lock]
         lock.acquire()
@@ -370,7 +370,7 @@ def _release_locks() -> None:
 
 def _after_fork_in_child() -> None:
     _after_fork()
-    for thing in list(_REGISTERED):
+    for thing in list(_FORK_HANDLERS):
         thing.reset_after_fork()
 
 

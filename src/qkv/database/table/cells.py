@@ -317,7 +317,7 @@ def vector_digest(key: Any) -> bytes:
 
 def vector_digests(keys: Any) -> list[bytes]:
     """Return the digest of each row of an array (m, d)."""
-    rows, found = _check_numeric(to_numpy(keys)), list[bytes]()
+    rows, digests = _check_numeric(to_numpy(keys)), list[bytes]()
     size = 4 * rows.shape[1]
     for start in range(0, len(rows), VECTORS_PER_BLOCK):
         with np.errstate(over="ignore"):
@@ -328,8 +328,8 @@ def vector_digests(keys: Any) -> list[bytes]:
             raise ArgumentError(_NAN_KEY_MESSAGE)
         text = block.reshape(-1).view(np.uint8).data
         parts = (text[i * size : (i + 1) * size] for i in range(len(block)))
-        found += [sha256(part).digest()[:DIGEST_BYTES] for part in parts]
-    return found
+        digests += [sha256(part).digest()[:DIGEST_BYTES] for part in parts]
+    return digests
 
 
 VECTORS_PER_BLOCK = 512

@@ -110,7 +110,7 @@ def encode_tensors(
     if not precision.has_codes:
         return tensors
     return tensors | quantization.quantize_with_bounds(
-        vectors, first_id, keep=not precision.is_int8
+        vectors, first_id, with_codes=not precision.is_int8
     )
 
 

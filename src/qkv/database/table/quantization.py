@@ -80,12 +80,12 @@ def _round_to_int8(
 
 
 def quantize_with_bounds(
-    vectors: np.ndarray, first: int, keep: bool = True
+    vectors: np.ndarray, first: int, with_codes: bool = True
 ) -> dict[str, np.ndarray]:
     """Return the codes of vectors (m, d) and their bounds as tensors, which `read_codes` reads.
 
     The tensors are `near` (m, d), `near.bounds` (m, 4) and `near.block` (m,). Row ids start at
-    `first`. With `keep=False`, `near` is left out, since the vectors are stored as codes.
+    `first`. With `with_codes=False`, `near` is left out, since the vectors are stored as codes.
 
     >>> made = quantize_with_bounds(np.array([[0.5, -1.27]], np.float32), 7)
     >>> made["near"].tolist(), made["near.block"].tolist()
@@ -106,14 +106,14 @@ def quantize_with_bounds(
                 here = slice(
                     start + begin, min(start + begin + VECTORS_PER_STRIP, start + len(left))
                 )
-                key, some = vectors[here].astype(kind, copy=False), left[strip]
-                code[here], bounds[here, 0] = _round_to_int8(key, some)
-                some *= bounds[here, :1]
-                np.subtract(key, some, out=some)
+                key, rounded = vectors[here].astype(kind, copy=False), left[strip]
+                code[here], bounds[here, 0] = _round_to_int8(key, rounded)
+                rounded *= bounds[here, :1]
+                np.subtract(key, rounded, out=rounded)
                 # A bound on the residual may be loose, but scores need ‖k‖ in full precision.
                 wide = key.astype(float, copy=False)
                 norm[strip] = np.sqrt(np.einsum("ij,ij->i", wide, wide))
-                residual[strip] = row_norms(some)
+                residual[strip] = row_norms(rounded)
             # Rounding of the product with the scale and of the difference.
             lost = 2 * np.finfo(kind).eps * norm
             together = residual_spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
@@ -127,7 +127,7 @@ def quantize_with_bounds(
         with threads.single_threaded_blas():
             threads.map_parallel(quantize_block, range(0, count, VECTORS_PER_BLOCK))
     made = dict(zip(BOUND_TENSORS, (bounds, block), strict=True))
-    return {"near": code, **made} if keep else made
+    return {"near": code, **made} if with_codes else made
 
 
 def quantize_lazily(vectors: np.ndarray, first: int) -> dict[str, LazyArray]:

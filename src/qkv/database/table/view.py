@@ -422,9 +422,12 @@ class TableView:
         vectors, which become columns of the keys. If memory is scarce, pages are released after
         use.
         """
-        kept, (picked, count) = self._key_terms_cache[asked is not None], self.pick_rows(allowed)
+        key_terms, (picked, count) = (
+            self._key_terms_cache[asked is not None],
+            self.pick_rows(allowed),
+        )
         if picked is not None:
-            allowed, kept = None, {kind: x[picked] for kind, x in kept.items()}
+            allowed, key_terms = None, {kind: x[picked] for kind, x in key_terms.items()}
 
         def read_segments(fields: Collection[str] = ()) -> Iterable[RowChunk]:
             parts = self._read_segments(
@@ -460,7 +463,7 @@ class TableView:
             wide,
             allowed,
             self._is_memory_scarce,
-            kept,
+            key_terms,
             bounds,
             prefetch_chunks=read_segments,
         )

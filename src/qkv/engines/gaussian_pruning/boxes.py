@@ -72,7 +72,7 @@ class BoxSelection(NamedTuple):
     `shift` (r,) is close to the largest score of a row and, except for rounding, not below it.
     """
 
-    keep: Numbers
+    is_read: Numbers
     lost_share_bound: Numbers
     shift: Numbers
 
@@ -92,7 +92,7 @@ def pack_points(points: Numbers, size: int) -> tuple[Numbers, int]:
     boxes = 2 ** int(cuts.sum())
     c = -(-m // (boxes * 16)) * 16 if boxes > 1 else m  # a multiple of 16, for aligned rows
     order = np.arange(boxes * c)
-    parts = 1
+    part_count = 1
     for axis in np.argsort(-cuts, kind="stable"):
         if not cuts[axis]:
             break
@@ -101,10 +101,10 @@ def pack_points(points: Numbers, size: int) -> tuple[Numbers, int]:
         code = np.full(boxes * c, 2**31 - 1, np.int64)
         code[:m] = (points[axis] - low) * ((2**31 - 1) / (high - low or 1.0))
         code <<= 32
-        both = (code.take(order) | order).reshape(parts, -1)
+        both = (code.take(order) | order).reshape(part_count, -1)
         both.sort(axis=1)
         order = both.reshape(-1) & 0xFFFFFFFF
-        parts <<= int(cuts[axis])
+        part_count <<= int(cuts[axis])
     return order[: -(-m // c) * c], c  # the padding is at the end
 
 
@@ -141,22 +141,22 @@ def build_boxes(key: Numbers, value: Numbers, size: int | None = None) -> Boxes:
 
 def select_boxes(query: Numbers, boxes: Boxes, share: float) -> BoxSelection:
     """Return which boxes each query (d, r) must read to lose at most `share` of its weight."""
-    near, middle = box_distances(query, boxes, np.float32)
-    if not middle.min(axis=1).max(initial=0) < 1e3:  # rounding to float32 would matter
-        near, middle = box_distances(query, boxes, np.float64)
-    least = middle.min(axis=1)  # the nearest key is at most this far
-    mass = np.exp((middle - least[:, None]) * -0.5) @ boxes.counts.astype(near.dtype)
+    nearest, mean_squares = box_distances(query, boxes, np.float32)
+    if not mean_squares.min(axis=1).max(initial=0) < 1e3:  # rounding to float32 would matter
+        nearest, mean_squares = box_distances(query, boxes, np.float64)
+    least = mean_squares.min(axis=1)  # the nearest key is at most this far
+    mass = np.exp((mean_squares - least[:, None]) * -0.5) @ boxes.counts.astype(nearest.dtype)
     bottom = np.log(mass) - 0.5 * least
-    shift = (-0.5 * near.min(axis=1)).astype(np.float64)
+    shift = (-0.5 * nearest.min(axis=1)).astype(np.float64)
     far = shift - bottom > MAX_LOG_MASS_GAP[str(boxes.values.dtype)]
     if far.any():
         # The bounds are too loose for these rows: find their nearest key.
-        top = nearest_scores(query[:, far], boxes, near[far] <= least[far, None], share)
+        top = nearest_scores(query[:, far], boxes, nearest[far] <= least[far, None], share)
         shift[far] = top
         bottom[far] = np.maximum(bottom[far], top)
-    cut, lost = find_cutoff(near, boxes.points.shape[-1], bottom, UNREAD_SHARE_FRACTION * share)
+    cut, lost = find_cutoff(nearest, boxes.points.shape[-1], bottom, UNREAD_SHARE_FRACTION * share)
     # The factor allows for the rounding of the bounds.
-    return BoxSelection(near <= cut[:, None], lost * 1.001, shift)
+    return BoxSelection(nearest <= cut[:, None], lost * 1.001, shift)
 
 
 def box_distances(query: Numbers, boxes: Boxes, dtype: Any) -> tuple[Numbers, Numbers]:
@@ -171,50 +171,50 @@ def box_distances(query: Numbers, boxes: Boxes, dtype: Any) -> tuple[Numbers, Nu
         x.astype(dtype) for x in (query, boxes.centre, boxes.half, boxes.mean)
     )
     half += slack
-    near = np.zeros((query.shape[1], centre.shape[1]), dtype)
-    middle = near + boxes.variance.astype(dtype)
+    nearest = np.zeros((query.shape[1], centre.shape[1]), dtype)
+    mean_squares = nearest + boxes.variance.astype(dtype)
     for axis, q in enumerate(query):
         apart = q[:, None] - centre[axis]
         np.abs(apart, out=apart)
         apart -= half[axis]
         np.maximum(apart, 0, out=apart)
         apart *= apart
-        near += apart
+        nearest += apart
         np.subtract(q[:, None], mean[axis], out=apart)
         np.abs(apart, out=apart)
         apart += slack
         apart *= apart
-        middle += apart
-    return near, middle
+        mean_squares += apart
+    return nearest, mean_squares
 
 
-def find_cutoff(near: Numbers, c: int, bottom: Numbers, share: float) -> tuple[Numbers, Numbers]:
+def find_cutoff(nearest: Numbers, c: int, bottom: Numbers, share: float) -> tuple[Numbers, Numbers]:
     """Return the ‖q − k‖² beyond which a row skips boxes, and U / L, where log L is `bottom`."""
-    away = np.sort(near, axis=1)
+    away = np.sort(nearest, axis=1)
     mass = away * -0.5 - (bottom - math.log(c))[:, None]
     # A box with a bound above 1 is never skipped, and a bound must not underflow to 0.
     np.clip(mass, MIN_EXPONENT[str(mass.dtype)], 0, out=mass)
     unread = np.exp(mass, out=mass)[:, ::-1].cumsum(axis=1)
     dropped = np.sum(unread <= share, axis=1)
-    rows = np.arange(len(near))
+    rows = np.arange(len(nearest))
     cut = away[rows, np.maximum(away.shape[1] - 1 - dropped, 0)]
     # Boxes at the same distance as the last one that is read are read too.
     return cut, np.where(dropped > 0, unread[rows, dropped - 1], 0)
 
 
-def nearest_scores(query: Numbers, boxes: Boxes, keep: Numbers, share: float) -> Numbers:
-    """Return the score of each query's nearest key, among the boxes `keep` (r, boxes)."""
+def nearest_scores(query: Numbers, boxes: Boxes, is_read: Numbers, share: float) -> Numbers:
+    """Return the score of each query's nearest key, among the boxes `is_read` (r, boxes)."""
     top = np.full(query.shape[1], -np.inf)
     none = np.zeros_like(top)
-    for _, rows, s, _ in iterate_scores(query, boxes, keep, none, share, np.dtype(np.float64)):
+    for _, rows, s, _ in iterate_scores(query, boxes, is_read, none, share, np.dtype(np.float64)):
         top[rows] = np.maximum(top[rows], s.max(axis=1))
     return top
 
 
-def iterate_visits(keep: Numbers, boxes: Boxes) -> Iterator[tuple[int, Numbers]]:
+def iterate_visits(is_read: Numbers, boxes: Boxes) -> Iterator[tuple[int, Numbers]]:
     """Yield each box with the rows that read it, in blocks of limited size."""
     step = max(MAX_SCORES_PER_BLOCK // boxes.points.shape[-1], 1)
-    by_box = np.ascontiguousarray(keep.T)
+    by_box = np.ascontiguousarray(is_read.T)
     for box in np.flatnonzero(by_box.any(axis=1)):
         rows = np.flatnonzero(by_box[box])
         for at in range(0, len(rows), step):
@@ -235,7 +235,7 @@ def scores_by_differences(query: Numbers, points: Numbers) -> Numbers:
 def iterate_scores(
     query: Numbers,
     boxes: Boxes,
-    keep: Numbers,
+    is_read: Numbers,
     shift: Numbers,
     share: float,
     dtype: Any,
@@ -249,7 +249,7 @@ def iterate_scores(
     step = max(MAX_SCORES_PER_BLOCK // c, 1)
     side, buffer = np.ones((step, d + 2)), np.empty((step, c), dtype)
     short = max(MAX_NATIVE_TERM, share / float(np.finfo(own).eps) / 32)
-    for box, rows in iterate_visits(keep, boxes):
+    for box, rows in iterate_visits(is_read, boxes):
         out, left = buffer[: len(rows)], side[: len(rows)]
         offset = query[:, rows] - boxes.centre[:, box, None]
         half = np.einsum("dr,dr->r", offset, offset) * 0.5
@@ -272,18 +272,18 @@ def iterate_scores(
         yield box, rows, out, least * by
 
 
-def estimate_pair_cost(query: Numbers, boxes: Boxes, keep: Numbers, share: float) -> float:
+def estimate_pair_cost(query: Numbers, boxes: Boxes, is_read: Numbers, share: float) -> float:
     """Return the mean cost of a pair in `iterate_scores`, relative to its fastest method."""
     own = boxes.values.dtype
     short = max(MAX_NATIVE_TERM, share / float(np.finfo(own).eps) / 32)
     apart = np.sqrt(np.sum((query[:, :, None] - boxes.centre[:, None]) ** 2, axis=0))
-    term = (apart * boxes.radius)[keep]
+    term = (apart * boxes.radius)[is_read]
     slow = 2.0 if own == np.float32 else 6.0
     return 1 + (slow - 1) * float(np.mean(term > short))
 
 
 def iterate_weights(
-    query: Numbers, boxes: Boxes, keep: Numbers, shift: Numbers, share: float
+    query: Numbers, boxes: Boxes, is_read: Numbers, shift: Numbers, share: float
 ) -> Iterator[tuple[int, Numbers, Numbers]]:
     """Yield each box, the rows that read it, and exp(−‖q − k‖²/2 − shift).
 
@@ -291,10 +291,10 @@ def iterate_weights(
     """
     power, by = fast_exponential()
     dtype = boxes.values.dtype
-    floor = MIN_EXPONENT[str(dtype)] * by
-    for box, rows, s, least in iterate_scores(query, boxes, keep, shift, share, dtype, by):
-        if least < floor:
-            np.maximum(s, floor, out=s)
+    lowest = MIN_EXPONENT[str(dtype)] * by
+    for box, rows, s, least in iterate_scores(query, boxes, is_read, shift, share, dtype, by):
+        if least < lowest:
+            np.maximum(s, lowest, out=s)
         yield box, rows, power(s, out=s)
 
 
@@ -322,11 +322,13 @@ def pool_queries(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, N
     The third result is a factor: α = exp(score − log-sum-exp) · factor. Far from all keys the
     log-sum-exp is so large that its rounding error matters for α; the factor corrects it.
     """
-    found = select_boxes(query, boxes, share)
+    selection = select_boxes(query, boxes, share)
     sums = np.zeros((query.shape[1], boxes.values.shape[-1]))
-    for box, rows, weight in iterate_weights(query, boxes, found.keep, found.shift, share):
+    for box, rows, weight in iterate_weights(
+        query, boxes, selection.is_read, selection.shift, share
+    ):
         sums[rows] += weight @ boxes.values[box]
-    total, shift = sums[:, -1:], found.shift[:, None]
+    total, shift = sums[:, -1:], selection.shift[:, None]
     lse = np.log(total) + shift
     return sums[:, :-1] / total, lse, np.exp(lse - shift) / total
 
@@ -349,21 +351,23 @@ def query_gradients(
     query: Numbers,
     boxes: Boxes,
     share: float,
-    kept: BackwardInputs,
+    inputs: BackwardInputs,
     totals: tuple[Numbers, Numbers],
 ) -> Numbers:
     """Return the gradient (r, d) of queries (d, r), over the pairs that `pool_queries` read.
 
     Adds the gradients of keys (boxes, c, d) and values (boxes, c, d_v) to `totals`.
     """
-    found = select_boxes(query, boxes, share)
+    selection = select_boxes(query, boxes, share)
     dtype = boxes.values.dtype
-    along = (kept.output_gradient * kept.weight_factor).astype(dtype)
-    level = np.sum(kept.out * kept.output_gradient, axis=1) - kept.lse_gradient[:, 0]
-    level = (level * kept.weight_factor[:, 0]).astype(dtype)
+    along = (inputs.output_gradient * inputs.weight_factor).astype(dtype)
+    level = np.sum(inputs.out * inputs.output_gradient, axis=1) - inputs.lse_gradient[:, 0]
+    level = (level * inputs.weight_factor[:, 0]).astype(dtype)
     gained = np.zeros((query.shape[1], len(query)))
     d_key, d_value = totals
-    for box, rows, alpha in iterate_weights(query, boxes, found.keep, kept.lse[:, 0], share):
+    for box, rows, alpha in iterate_weights(
+        query, boxes, selection.is_read, inputs.lse[:, 0], share
+    ):
         d_value[box] += alpha.T @ along[rows]
         slope = along[rows] @ boxes.values[box, :, :-1].T
         slope -= level[rows, None]
@@ -371,7 +375,7 @@ def query_gradients(
         if boxes.counts[box] < len(boxes.values[box]):
             slope *= boxes.values[box, :, -1]
         key = boxes.columns[box, : len(query)].T
-        near = (query[:, rows] - boxes.centre[:, box, None]).T.astype(dtype)
-        gained[rows] += slope @ key - slope.sum(axis=1)[:, None] * near
-        d_key[box] += slope.T @ near - slope.sum(axis=0)[:, None] * key
+        offset = (query[:, rows] - boxes.centre[:, box, None]).T.astype(dtype)
+        gained[rows] += slope @ key - slope.sum(axis=1)[:, None] * offset
+        d_key[box] += slope.T @ offset - slope.sum(axis=0)[:, None] * key
     return gained

@@ -148,8 +148,8 @@ def estimate_work(call: Call) -> tuple[float, float]:
     boxes = build_boxes(key, value, max(KEYS_PER_BOX // key_step, 1))
     selection = select_boxes(query, boxes, share)
     return (
-        float(selection.keep.mean()),
-        estimate_pair_cost(query, boxes, selection.keep, share),
+        float(selection.is_read.mean()),
+        estimate_pair_cost(query, boxes, selection.is_read, share),
     )
 
 

@@ -28,10 +28,10 @@ UNMEASURED = object()
 
 
 def run_sdpa(
-    parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
+    inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """Return SDPA of arrays (batch, heads, rows, width), by the backend measured as the fastest."""
-    query, key, value = parts
+    query, key, value = inputs
     is_grouped = False
     if key.shape[1] != query.shape[1]:  # torch.compile needs a branch here, not a boolean
         is_grouped = True
@@ -51,7 +51,7 @@ def run_sdpa(
     if backend is UNMEASURED:
         if torch.cuda.is_current_stream_capturing():
             return call_sdpa()
-        backend = _measure_fastest(call_sdpa, parts)
+        backend = _measure_fastest(call_sdpa, inputs)
         insert_bounded(_FASTEST_BACKENDS, signature, backend, MAX_CACHED_BACKENDS)
     if backend is None:
         return call_sdpa()
@@ -59,9 +59,9 @@ def run_sdpa(
         return call_sdpa()
 
 
-def describe_backend(parts: Sequence[Array], plain: bool) -> str:
+def describe_backend(inputs: Sequence[Array], plain: bool) -> str:
     """Return the measured backend for calls like this one, as text for `explain`."""
-    query, key, value = parts
+    query, key, value = inputs
     backend = _FASTEST_BACKENDS.get(_backend_signature(query, key, value, plain))
     return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
 
@@ -72,9 +72,9 @@ def _backend_signature(query: Array, key: Array, value: Array, plain: bool) -> t
     return (*shapes, query.dtype, query.device, plain, needs_gradient)
 
 
-def _measure_fastest(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
+def _measure_fastest(attend: Callable[[], Array], inputs: Sequence[Array]) -> Any:
     """Return the backend that is clearly faster than PyTorch's default, or None."""
-    differentiable = [x for x in parts if x.requires_grad and torch.is_grad_enabled()]
+    differentiable = [x for x in inputs if x.requires_grad and torch.is_grad_enabled()]
 
     def best_time_ms() -> float:
         times: list[float] = []

@@ -37,27 +37,27 @@ def spans_pay_off(call: Call, tiling: Any) -> bool:
 
 def can_trim_keys(call: Call) -> bool:
     """Return whether the call can be cut to the keys that any query sees."""
-    parts = (call.query, call.key, call.value)
+    inputs = (call.query, call.key, call.value)
     if not (call.query.is_cpu and call.rule.is_shared_by_queries):  # type: ignore[union-attr]
         return False
-    return not (call.fw.is_traced(call.query) or call.fw.needs_gradient(parts))
+    return not (call.fw.is_traced(call.query) or call.fw.needs_gradient(inputs))
 
 
 def trim_keys(call: Call) -> tuple[list[Any], Array | None]:
     """Return query, key, value and mask, cut to the range of keys that any query sees."""
     mask = kernel_mask(call, calls.make_block(call))
-    parts: list[Any] = [call.query, call.key, call.value]
+    inputs: list[Any] = [call.query, call.key, call.value]
     if mask is None or mask.shape[-1] != call.m:
-        return parts, mask
+        return inputs, mask
     allowed = (mask if mask.dtype == torch.bool else mask != -math.inf).numpy()
     at = allowed.reshape(-1, call.m).any(0).nonzero()[0]
     if at.size == 0:
-        return parts, mask
+        return inputs, mask
     start = max(min(at[0], call.m - MIN_KEYS_SHOWING_NAN), 0)
     visible = slice(start, max(at[-1] + 1, start + MIN_KEYS_SHOWING_NAN))
     if visible.stop - start >= MAX_VISIBLE_SHARE * call.m:
-        return parts, mask
-    return [call.query, *(x[..., visible, :] for x in parts[1:])], mask[..., visible]
+        return inputs, mask
+    return [call.query, *(x[..., visible, :] for x in inputs[1:])], mask[..., visible]
 
 
 def build_tiling(call: Call) -> Any:
@@ -110,18 +110,18 @@ def _run_rows(
         first, last = runs[-1], group[-1][1][-1]
         key_count = last.start + last.size - first.start
         runs = [*runs[:-1], Span(first.start, key_count, is_unmasked=first.is_unmasked)]
-        parts = [
+        inputs = [
             call.fw.slice_span(call.query, rows, -2),
             _gather_rows(call.key, runs),
             _gather_rows(value, runs),
         ]
         if totals is None:
-            outs.append(_run_group(call, group, parts))
+            outs.append(_run_group(call, group, inputs))
             continue
-        parts = [x.detach().requires_grad_() for x in parts]
+        inputs = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out = _run_group(call, group, parts)
-        gradients = torch.autograd.grad(out, parts, call.fw.slice_span(gradient, rows, -2))
+            out = _run_group(call, group, inputs)
+        gradients = torch.autograd.grad(out, inputs, call.fw.slice_span(gradient, rows, -2))
         call.fw.add_to_span(totals[0], gradients[0], rows, None)
         for total, new in zip(totals[1:], gradients[1:], strict=True):
             at = 0
@@ -154,7 +154,7 @@ def _group_equal_spans(call: Call, tiling: Any) -> list[SpanGroup]:
     return groups
 
 
-def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
+def _run_group(call: Call, group: SpanGroup, inputs: list[Array]) -> Array:
     """Run the kernel on a group of spans, with the spans as one more batch axis."""
     rows, runs = group[0]
     mask = None
@@ -163,17 +163,17 @@ def _run_group(call: Call, group: SpanGroup, parts: list[Array]) -> Array:
             [kernel_mask(call, calls.make_block(call, rows, run)) for run in runs], runs
         )
     if len(group) == 1:
-        return run_kernel(call, parts, mask, False)
+        return run_kernel(call, inputs, mask, False)
     count, size, key_count = len(group), rows.size, runs[0].size
-    query, key, value = parts
+    query, key, value = inputs
     lead = (*call.lead, count)
     query = query.reshape(*lead, size, query.shape[-1])
     key, value = (
         calls.repeat_shared_heads(call, x).unfold(-2, key_count, size).transpose(-1, -2)
         for x in (key, value)
     )
-    parts = [query, key, value]
-    return run_kernel(replace(call, query=query), parts, mask, False).flatten(-3, -2)
+    inputs = [query, key, value]
+    return run_kernel(replace(call, query=query), inputs, mask, False).flatten(-3, -2)
 
 
 def _concat_masks(blocks: list[Array | None], runs: list[Span]) -> Array:
@@ -204,5 +204,5 @@ def _join_spans(keys: list[Span]) -> list[Span]:
 
 
 def _gather_rows(x: Array, runs: list[Span]) -> Array:
-    parts = [x[..., run.start : run.start + run.size, :] for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+    pieces = [x[..., run.start : run.start + run.size, :] for run in runs]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)

@@ -59,7 +59,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def slower_reason(call: Call) -> str | None:
-    parts = (call.query, call.key, call.value)
+    inputs = (call.query, call.key, call.value)
     if not is_on_device(call):
         return None
     known = call.fw.is_known_true
@@ -73,7 +73,7 @@ def slower_reason(call: Call) -> str | None:
     if not (is_short and is_plain_causal(call.rule) and call.query.dtype in HALF_DTYPES):
         return None
     if (
-        call.fw.needs_gradient(parts)
+        call.fw.needs_gradient(inputs)
         or not _repairs_nan(call)
         or import_triton_engine().unsupported_reason(call)
     ):
@@ -110,8 +110,8 @@ def describe(call: Call) -> str:
         return f"{name}, {query_spans.QUERIES_PER_SPAN} queries at a time" if by_rows else name
     if call.query.device.type != "cuda":
         return name
-    parts = [as_four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
-    return name + backends.describe_backend(parts, call.rule is not None)
+    inputs = [as_four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
+    return name + backends.describe_backend(inputs, call.rule is not None)
 
 
 def is_on_device(call: Call) -> bool:
@@ -125,7 +125,7 @@ def run(call: Call, lse_out: list[Array] | None = None) -> Array:
     is_causal = is_plain_causal(call.rule)
     if is_causal and call.query.device.type == "cuda" and _repairs_nan(call):
         return _run_with_repair(call)
-    parts, mask = (call.query, call.key, call.value), None
+    inputs, mask = (call.query, call.key, call.value), None
     if call.rule is not None and not is_causal:
         if query_spans.can_trim_keys(call):
             return run_kernel(call, *query_spans.trim_keys(call), is_causal, lse_out)
@@ -138,7 +138,7 @@ def run(call: Call, lse_out: list[Array] | None = None) -> Array:
         if by_rows and query_spans.spans_pay_off(call, tiling):
             return query_spans.run_spans(call, tiling)
         mask = kernel_mask(call, calls.make_block(call))
-    return run_kernel(call, parts, mask, is_causal, lse_out)
+    return run_kernel(call, inputs, mask, is_causal, lse_out)
 
 
 # Checks of values
@@ -291,12 +291,12 @@ def _run_split_keys(call: Call) -> Array:
     query = call.query
     key, value = (calls.repeat_shared_heads(call, x) for x in (call.key, call.value))
     width = max(query.shape[-1], value.shape[-1])
-    parts = [
+    padded = [
         torch.nn.functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
         for x in (query, key, value)
     ]
     query, key, value = (x.expand(*call.lead, *x.shape[-2:]).flatten(0, -3)[:, None]
-                         if call.lead else x[None, None] for x in parts)  # fmt: skip
+                         if call.lead else x[None, None] for x in padded)  # fmt: skip
     batch, count = query.shape[0], 4 * threads.CORE_COUNT
     size = call.m // count
 
@@ -347,9 +347,9 @@ def _repairs_nan(call: Call) -> bool:
 
 def _run_with_repair(call: Call) -> Array:
     fw = call.fw
-    parts = (call.query, call.key, call.value)
-    if not fw.needs_gradient(parts):
-        return _repair_output(call, run_kernel(call, parts, None, True))[0]
+    inputs = (call.query, call.key, call.value)
+    if not fw.needs_gradient(inputs):
+        return _repair_output(call, run_kernel(call, inputs, None, True))[0]
     graph: list[Any] = []
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:

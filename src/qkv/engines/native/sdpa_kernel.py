@@ -37,7 +37,7 @@ _saved_tensor_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_defau
 
 def run_kernel(
     call: Call,
-    parts: Sequence[Array],
+    inputs: Sequence[Array],
     mask: Array | None,
     plain: bool,
     lse_out: list[Array] | None = None,
@@ -46,20 +46,20 @@ def run_kernel(
 
     The log-sum-exp is appended to `lse_out` if the kernel returns one.
     """
-    parts, width = pad_to_one_width(parts)
-    query, key, value = parts
+    inputs, width = pad_to_one_width(inputs)
+    query, key, value = inputs
     if key.shape[-3:-2] != value.shape[-3:-2]:
         key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
-    parts = [as_four_axes(x, call.lead) for x in (query, key, value)]
+    inputs = [as_four_axes(x, call.lead) for x in (query, key, value)]
     if mask is not None and not mask.is_cpu:
         mask = expand_mask_rows(mask, key.shape[-2])
     if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = as_four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
     scale, out = effective_scale(call), None
     if lse_out is not None and mask is not None and not call.dropout:
-        out = _run_cpu_flash(parts, mask, scale, lse_out)
+        out = _run_cpu_flash(inputs, mask, scale, lse_out)
     if out is None:
-        out = run_fused(parts, mask, plain, scale, call.dropout)
+        out = run_fused(inputs, mask, plain, scale, call.dropout)
     if mask is not None and not mask.is_cpu:
         out = out.where(rows_with_keys(mask), 0.0)
     if width != out.shape[-1]:
@@ -68,24 +68,24 @@ def run_kernel(
 
 
 def run_fused(
-    parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
+    inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """Return SDPA with first and second derivatives."""
-    if load_framework("torch").is_traced(parts[0]):
-        return run_sdpa(parts, mask, plain, scale, dropout)
-    if parts[0].is_cpu and MIN_DROPOUT_FOR_16_BITS <= dropout <= 1 - MIN_DROPOUT_FOR_16_BITS:
-        return _run_with_dropout(parts, mask, plain, scale, dropout)
+    if load_framework("torch").is_traced(inputs[0]):
+        return run_sdpa(inputs, mask, plain, scale, dropout)
+    if inputs[0].is_cpu and MIN_DROPOUT_FOR_16_BITS <= dropout <= 1 - MIN_DROPOUT_FOR_16_BITS:
+        return _run_with_dropout(inputs, mask, plain, scale, dropout)
     return allow_second_derivative(
-        run_sdpa(parts, mask, plain, scale, dropout), parts, mask, plain, scale
+        run_sdpa(inputs, mask, plain, scale, dropout), inputs, mask, plain, scale
     )
 
 
 def _run_with_dropout(
-    parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float
+    inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float
 ) -> Array:
     """Return SDPA with dropout step by step, as PyTorch on a CPU, with fewer random numbers."""
-    half = parts[0].dtype in (torch.float16, torch.bfloat16)
-    query, key, value = (x.float() if half else x for x in parts)
+    half = inputs[0].dtype in (torch.float16, torch.bfloat16)
+    query, key, value = (x.float() if half else x for x in inputs)
     if key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     s = query * scale @ key.mT
@@ -97,14 +97,14 @@ def _run_with_dropout(
     if alpha is None:  # a row is empty, or not finite
         alpha = torch._safe_softmax(s, -1)
     survivors, keep_probability = draw_survivors(alpha, dropout)
-    return (torch.where(survivors, alpha, 0.0) @ (value / keep_probability)).to(parts[0].dtype)
+    return (torch.where(survivors, alpha, 0.0) @ (value / keep_probability)).to(inputs[0].dtype)
 
 
 def _run_cpu_flash(
-    parts: Sequence[Array], mask: Array, scale: float, lse_out: list[Array]
+    inputs: Sequence[Array], mask: Array, scale: float, lse_out: list[Array]
 ) -> Array | None:
     """Return output and log-sum-exp of the CPU flash kernel; None if SDPA would not select it."""
-    query, key, _ = parts
+    query, key, _ = inputs
     is_supported = query.dtype in (torch.float32, torch.float64) and mask.shape[-1] == key.shape[-2]
     if not (is_supported and query.is_cpu and query.shape[1] == key.shape[1]):
         return None
@@ -114,13 +114,13 @@ def _run_cpu_flash(
     if mask.dtype == torch.bool:
         float_mask = torch.where(mask, query.new_zeros(()), -math.inf)
     flash = torch._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*parts, attn_mask=float_mask, scale=scale)
+    out, lse = flash(*inputs, attn_mask=float_mask, scale=scale)
     lse_out.append(lse.detach())
-    return allow_second_derivative(out, parts, mask, False, scale)
+    return allow_second_derivative(out, inputs, mask, False, scale)
 
 
 def allow_second_derivative(
-    out: Array, parts: Sequence[Array], mask: Array | None, plain: bool, scale: float
+    out: Array, inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float
 ) -> Array:
     """Return the kernel's output with a gradient that can be differentiated again.
 
@@ -136,7 +136,7 @@ def allow_second_derivative(
         return out  # computed by operations that have all derivatives
     # PyTorch saves the three arrays for backward. A hook that held them too would keep arrays that
     # an activation checkpoint has freed, and a checkpoint returns each of them only once.
-    references = [weakref.ref(x) for x in parts]
+    references = [weakref.ref(x) for x in inputs]
 
     def recompute_in_hook(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
         arrays: list[Any] = [x() for x in references]
@@ -230,9 +230,9 @@ class _FirstDerivativeOnly(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def pad_to_one_width(parts: Sequence[Array]) -> tuple[Sequence[Array], int]:
+def pad_to_one_width(inputs: Sequence[Array]) -> tuple[Sequence[Array], int]:
     """Return the three arrays, zero-padded to the largest width, and the width of the value."""
-    query, key, value = parts
+    query, key, value = inputs
     width, query_width = value.shape[-1], query.shape[-1]
     if width < query_width:
         value = pad(value, (0, query_width - width))

@@ -86,17 +86,17 @@ def run(call: Call) -> tuple[Array, Array] | None:
         return None
     if call.query.device.type == "cuda":
         return run_on_device(call) if fits_flash_kernel(call) else None
-    parts: list[Any] = [call.query, call.key, call.value]
-    if not _has_equal_shapes(parts):
+    inputs: list[Any] = [call.query, call.key, call.value]
+    if not _has_equal_shapes(inputs):
         return None
     query, scale, average = call.query, effective_scale(call), call.wants_weights == "mean"
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return None
-    if not call.fw.needs_gradient(parts):
+    if not call.fw.needs_gradient(inputs):
         lse_out: list[Array] = []
-        out = _run_cpu_kernel(lse_out, scale, *parts)
+        out = _run_cpu_kernel(lse_out, scale, *inputs)
         return out, _compute_weights(query, call.key, lse_out[0], scale, average)
-    return _run_with_gradient(call, parts, scale, average)
+    return _run_with_gradient(call, inputs, scale, average)
 
 
 def run_on_device(call: Call) -> tuple[Array, Array]:
@@ -110,7 +110,7 @@ def run_on_device(call: Call) -> tuple[Array, Array]:
 
 
 def _run_with_gradient(
-    call: Call, parts: Sequence[Array], scale: float, average: bool
+    call: Call, inputs: Sequence[Array], scale: float, average: bool
 ) -> tuple[Array, Array]:
     fw = call.fw
     graph: list[Any] = []
@@ -137,20 +137,20 @@ def _run_with_gradient(
         out, _, alpha = dense.run(Call(query, key, value, call.score, call.weighting))
         return out, alpha.mean(-3) if average else alpha
 
-    out, alpha = fw.custom_gradient(forward, backward, reference, parts)
+    out, alpha = fw.custom_gradient(forward, backward, reference, inputs)
     return out, alpha
 
 
-def _run_cpu_kernel(lse_out: list[Array], scale: float, *parts: Array) -> Array:
+def _run_cpu_kernel(lse_out: list[Array], scale: float, *inputs: Array) -> Array:
     flash = torch._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*parts, 0.0, False, scale=scale)
+    out, lse = flash(*inputs, 0.0, False, scale=scale)
     lse_out.append(lse.detach())
     return out
 
 
-def _has_equal_shapes(parts: Sequence[Array]) -> bool:
+def _has_equal_shapes(inputs: Sequence[Array]) -> bool:
     """Return whether the three arrays have four axes and differ only in their lengths."""
-    shapes = [tuple(x.shape) for x in parts]
+    shapes = [tuple(x.shape) for x in inputs]
     return len({(*x[:-2], x[-1]) for x in shapes}) == 1 and len(shapes[0]) == 4
 
 

@@ -67,7 +67,7 @@ def weigh_rows(
 def _weigh_quantized(
     scores: QuantizedScores, tolerance: float, confidence: float | None
 ) -> WeighedRows | str:
-    weighed = _proven(scores, tolerance, confidence)
+    weighed = _weigh_with_bound(scores, tolerance, confidence)
     if isinstance(weighed, str) or scores.keys_are_lost:
         return weighed
     unproven = np.asarray(weighed.weight_error) > tolerance
@@ -80,7 +80,7 @@ def _weigh_quantized(
     return weighed._replace(bound=None, refusal=refusal)
 
 
-def _proven(
+def _weigh_with_bound(
     scores: QuantizedScores, tolerance: float, confidence: float | None
 ) -> WeighedRows | str:
     """Return the weights with the smallest error bound that can be proven."""

@@ -59,8 +59,8 @@ def find_nearest(rows: StoredRows, query: Array, score: Score, k: int) -> tuple[
     best = TopK(k)
     call = Call(get_framework(query).detach(query), rows.key, None, score, best).upcast()
 
-    def find_best_in_span(some: Span, keys: Any) -> State:
-        return BlockPasses(call, some, keys).fold(
+    def find_best_in_span(rows_span: Span, keys: Any) -> State:
+        return BlockPasses(call, rows_span, keys).fold(
             best.partial_best, best.merge_best, best.init_best
         )
 
@@ -236,12 +236,12 @@ def compute_entropy(alpha: np.ndarray) -> np.ndarray:
     step = max(MAX_CACHED_SCORES // max(len(alpha), 1), 1)
     spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
 
-    def sum_span(span: Span) -> np.ndarray:
+    def sum_weights_in_span(span: Span) -> np.ndarray:
         return np.asarray(weight_sums(alpha[:, span.start : span.start + span.size]))
 
     with fw.compute_context():
         return entropy_from_sums(
-            *fw.reduce_spans(sum_span, np.add, np.zeros((2, len(alpha))), spans)
+            *fw.reduce_spans(sum_weights_in_span, np.add, np.zeros((2, len(alpha))), spans)
         )
 
 
@@ -288,26 +288,31 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
     def pool_cut(cut: RowSpan) -> PooledSums:
         if few is not None:
             begin, end = np.searchsorted(few.positions, (cut.start, cut.start + cut.size))
-            value, some = cut.read_values(few.positions[begin:end] - cut.start), alpha[:, begin:end]
+            value, weights = (
+                cut.read_values(few.positions[begin:end] - cut.start),
+                alpha[:, begin:end],
+            )
         else:
-            some = alpha[:, cut.start : cut.start + cut.size]
+            weights = alpha[:, cut.start : cut.start + cut.size]
             used = None
-            if np.count_nonzero(some) * 8 < some.size:
-                used = np.flatnonzero(some.any(axis=0))
+            if np.count_nonzero(weights) * 8 < weights.size:
+                used = np.flatnonzero(weights.any(axis=0))
             if used is not None and len(used) * 4 < cut.size:
-                value, some = cut.read_values(used), some[:, used]
+                value, weights = cut.read_values(used), weights[:, used]
             else:
                 value = cut.read_values()
-        some = some.astype(np.result_type(some, value), copy=False)
-        total = pool_by_weights(some, value, None, None, sparse=True)  # where 0 · ∞ is 0
-        return (total, np.add.reduce(some, 1), _common_value(value, some)) if mean else (total,)
+        weights = weights.astype(np.result_type(weights, value), copy=False)
+        total = pool_by_weights(weights, value, None, None, sparse=True)  # where 0 · ∞ is 0
+        return (
+            (total, np.add.reduce(weights, 1), _common_value(value, weights)) if mean else (total,)
+        )
 
     size = max(min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ), 512)
     cuts = rows.iter_spans(size, prefetch_fields=("value",) if few is None else ())
-    found: PooledSums = RowReader(get_framework(alpha)).reduce_spans(
+    sums: PooledSums = RowReader(get_framework(alpha)).reduce_spans(
         pool_cut, merge_sums, none, cuts
     )
-    return found
+    return sums
 
 
 def merge_sums(one: PooledSums, two: PooledSums) -> PooledSums:

@@ -194,7 +194,7 @@ def squared_norms(x: Tensor, factor: float) -> Tensor:
         x = x.flatten(0, -4) if x.ndim > 4 else x
     missing = 4 - x.ndim
     strides, (_, heads, length) = (0,) * missing + x.stride()[:-1], (1,) * missing + x.shape[:-1]
-    room = out.stride(-3) if out.ndim > 2 else length
-    sizes = (*strides, heads, length, room)
+    out_length = out.stride(-3) if out.ndim > 2 else length
+    sizes = (*strides, heads, length, out_length)
     _launch_rows(_square_kernel, x, (x, out), (factor,), *sizes, each=2 * NUMBERS_PER_PROGRAM)
     return out

@@ -40,9 +40,9 @@ and `when`: 0 on the device means that there is nothing to do."""
 
 
 @triton.jit
-def _fill_exponentials(job, x, ex, peak, rows, room, F):
-    """Write e²ˣ (PAIRED, room) of a tile of x (rows, W), and its largest |x|."""
-    tiles = room // F.BLOCK
+def _fill_exponentials(job, x, ex, peak, rows, padded, F):
+    """Write e²ˣ (PAIRED, padded) of a tile of x (rows, W), and its largest |x|."""
+    tiles = padded // F.BLOCK
     lead = (job // tiles).to(tl.int64)
     row = job % tiles * F.BLOCK + tl.arange(0, F.BLOCK)
     top = tl.zeros((F.BLOCK,), tl.float32)
@@ -53,20 +53,34 @@ def _fill_exponentials(job, x, ex, peak, rows, room, F):
         one = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         seen = tl.where(tl.abs(one) < INFINITY, tl.abs(one), INFINITY)
         top = tl.maximum(top, tl.max(seen, 0))
-        to = ex + (lead * F.PAIRED + col[:, None]) * room + row[None, :]
+        to = ex + (lead * F.PAIRED + col[:, None]) * padded + row[None, :]
         tl.store(to, tl.exp(2 * one), mask=(col < F.PAIRED)[:, None])
     tl.store(peak + job, tl.max(top, 0))
 
 
 @jit_kernel
 def prepare_kernel(
-    a, b, ea, eb, peak_a, peak_b, when, lse, of_query, jobs_a, n, m, room_a, room_b, F: tl.constexpr
+    a,
+    b,
+    ea,
+    eb,
+    peak_a,
+    peak_b,
+    when,
+    lse,
+    of_query,
+    jobs_a,
+    n,
+    m,
+    padded_a,
+    padded_b,
+    F: tl.constexpr,
 ):
     """Write the inputs of `tanh`; if `when` holds 0, add each row's offset to its lse instead."""
     job = tl.program_id(0)
     if when is not None and tl.load(when) == 0:
         if of_query is not None:
-            tiles = room_a // F.BLOCK
+            tiles = padded_a // F.BLOCK
             row = job % tiles * F.BLOCK + tl.arange(0, F.BLOCK)
             at = (job // tiles).to(tl.int64) * n + row
             here = row < tl.where(job < jobs_a, n, 0)
@@ -74,21 +88,21 @@ def prepare_kernel(
             tl.store(lse + at, added, mask=here)
         return
     if job < jobs_a:
-        _fill_exponentials(job, a, ea, peak_a, n, room_a, F)
+        _fill_exponentials(job, a, ea, peak_a, n, padded_a, F)
     else:
-        _fill_exponentials(job - jobs_a, b, eb, peak_b, m, room_b, F)
+        _fill_exponentials(job - jobs_a, b, eb, peak_b, m, padded_b, F)
 
 
 @triton.jit
-def _finish_gradients(job, slopes, along, v, dx, parts, rows, room, F):
+def _finish_gradients(job, slopes, along, v, dx, parts, rows, padded, F):
     """Write dx = 4v Σ ds·r(1 − r) as (rows, W); for queries also parts of dv = Σ ds·tanh."""
-    tiles = room // F.BLOCK
+    tiles = padded // F.BLOCK
     lead = (job // tiles).to(tl.int64)
     row = job % tiles * F.BLOCK + tl.arange(0, F.BLOCK)
     for start in range(0, F.W, F.BLOCK_H):
         col = start + tl.arange(0, F.BLOCK_H)
         inside = (col < F.W)[:, None] & (row < rows)[None, :]
-        at = (lead * F.W + col[:, None]) * room + row[None, :]
+        at = (lead * F.W + col[:, None]) * padded + row[None, :]
         slope = tl.load(slopes + at, mask=inside, other=0.0)
         if along is not None:
             part = tl.sum(tl.load(along + at, mask=inside, other=0.0), 1)
@@ -100,15 +114,28 @@ def _finish_gradients(job, slopes, along, v, dx, parts, rows, room, F):
 
 @jit_kernel
 def finish_kernel(
-    slopes_a, along, slopes_b, v, when, da, db, parts, jobs_a, n, m, room_a, room_b, F: tl.constexpr
+    slopes_a,
+    along,
+    slopes_b,
+    v,
+    when,
+    da,
+    db,
+    parts,
+    jobs_a,
+    n,
+    m,
+    padded_a,
+    padded_b,
+    F: tl.constexpr,
 ):
     if when is not None and tl.load(when) == 0:
         return
     job = tl.program_id(0)
     if job < jobs_a:
-        _finish_gradients(job, slopes_a, along, v, da, parts, n, room_a, F)
+        _finish_gradients(job, slopes_a, along, v, da, parts, n, padded_a, F)
     else:
-        _finish_gradients(job - jobs_a, slopes_b, None, v, db, parts, m, room_b, F)
+        _finish_gradients(job - jobs_a, slopes_b, None, v, db, parts, m, padded_b, F)
 
 
 @triton.jit

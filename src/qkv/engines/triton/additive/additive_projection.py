@@ -170,7 +170,9 @@ def _compute_gradients(
     )
     more = rest.split([h * d, h * d, *[h] * (bias is not None)])
     found = (dquery, dkey, more[0].view(h, d), more[1].view(h, d), *more[2:], None)
-    return tuple(x if wish else None for x, wish in zip(found, ctx.needs_input_grad, strict=False))
+    return tuple(
+        x if is_needed else None for x, is_needed in zip(found, ctx.needs_input_grad, strict=False)
+    )
 
 
 def _fake_projection_backward(

@@ -142,15 +142,15 @@ def _allocate_gradients(
 ) -> Gradients:  # fmt: skip
     """Return empty arrays for the gradients; of size 0 for those that are not needed."""
     keys = for_keys, for_keys and dvalue is None, for_keys
-    wishes = (for_queries, *keys, for_queries, for_keys, for_pairs, for_queries)
+    needed = (for_queries, *keys, for_queries, for_keys, for_pairs, for_queries)
     arrays = Arrays(*given[:ARRAY_COUNT])
     learned = (*arrays[:6], arrays.pairs, arrays.caps)
     made = Gradients(
         *(
             arrays.query.new_empty((0,))
-            if x is None or not wish
+            if x is None or not is_needed
             else workspace.allocate_buffer(x, x.shape, x.dtype)
-            for x, wish in zip(learned, wishes, strict=True)
+            for x, is_needed in zip(learned, needed, strict=True)
         )
     )
     return made if dvalue is None else made._replace(value=dvalue)
@@ -303,35 +303,37 @@ def _launch_wide_products(way: BackwardState, for_queries: bool, for_keys: bool)
     dtype, device = grads.query.dtype, call.query.device
     # Aligned rows of one head are written 16 bytes at a time, whatever their length.
     line = -(-call.n // 16) * 16 if call.group == 1 else call.n
-    room = MAX_SCRATCH_BYTES // (dtype.itemsize * call.group * line)
-    keys_n = call.m if call.m <= room else max(room // 256, 1) * 256
-    count = max(min(room // min(keys_n, call.m), pairs), 1)
+    max_elements = MAX_SCRATCH_BYTES // (dtype.itemsize * call.group * line)
+    keys_n = call.m if call.m <= max_elements else max(max_elements // 256, 1) * 256
+    count = max(min(max_elements // min(keys_n, call.m), pairs), 1)
     phi = call.query.reshape(pairs, wide_n, call.w).to(dtype)
     psi = call.key.reshape(pairs, call.m, call.w).to(dtype)
-    whole = keys_n >= call.m
-    ours = call.width is not None and whole and call.group * line % 8 == 0
+    fits_all_keys = keys_n >= call.m
+    ours = call.width is not None and fits_all_keys and call.group * line % 8 == 0
     ours = ours and launch.has_tma(device)
     if not for_keys:
         way = way._replace(grads=_allocate_gradients(call.inputs, False, True, False))
     total: Tensor | None = None
-    held = workspace.allocate_buffer(phi, (count * min(keys_n, call.m) * call.group * line,), dtype)
+    scratch = workspace.allocate_buffer(
+        phi, (count * min(keys_n, call.m) * call.group * line,), dtype
+    )
     for pair in range(0, pairs, count):
-        some = slice(pair, min(pair + count, pairs))
-        size = some.stop - some.start
-        if for_queries and not whole:
+        pair_slice = slice(pair, min(pair + count, pairs))
+        size = pair_slice.stop - pair_slice.start
+        if for_queries and not fits_all_keys:
             total = torch.zeros((size, wide_n, call.w), dtype=torch.float32, device=device)
         for first in range(0, call.m, keys_n):
             span = slice(first, min(first + keys_n, call.m))
             width = span.stop - first
             shape = (size, width, call.group, line)
-            ds = held[: math.prod(shape)].view(shape)
+            ds = scratch[: math.prod(shape)].view(shape)
             ds = wide_gradients.fill_zeros(ds) if call.is_masked else ds
             _launch_keys(way, (pair, size), (first, width), ds=ds)
             if ours:
-                dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])
+                dphi, dpsi = (x.view(pairs, -1, call.w)[pair_slice] for x in grads[:2])
                 band = call.band if call.group == 1 else (None, None)
                 wide_gradients.fill_gradients(
-                    ds.flatten(2), phi[some], psi[some], dphi, dpsi, call.width, band
+                    ds.flatten(2), phi[pair_slice], psi[pair_slice], dphi, dpsi, call.width, band
                 )
             if (
                 ours or precompile.DRY_RUN_JOBS.get() is not None
@@ -339,21 +341,21 @@ def _launch_wide_products(way: BackwardState, for_queries: bool, for_keys: bool)
                 continue
             ds = ds[..., : call.n].flatten(2)
             if for_keys:
-                place = grads.key.view(pairs, call.m, call.w)[some, span]
-                if whole and place.dtype == dtype:
-                    torch.matmul(ds, _zero_nonfinite(call, phi[some]), out=place)
+                place = grads.key.view(pairs, call.m, call.w)[pair_slice, span]
+                if fits_all_keys and place.dtype == dtype:
+                    torch.matmul(ds, _zero_nonfinite(call, phi[pair_slice]), out=place)
                 else:
-                    place.copy_(torch.matmul(ds, _zero_nonfinite(call, phi[some])))
+                    place.copy_(torch.matmul(ds, _zero_nonfinite(call, phi[pair_slice])))
             if for_queries:
-                back, there = ds.transpose(1, 2), _zero_nonfinite(call, psi[some, span])
-                place = grads.query.view(pairs, wide_n, call.w)[some]
+                back, there = ds.transpose(1, 2), _zero_nonfinite(call, psi[pair_slice, span])
+                place = grads.query.view(pairs, wide_n, call.w)[pair_slice]
                 if total is None:
                     torch.matmul(back, there, out=place)
                 else:
                     total += torch.matmul(back, there)
                 del back
         if total is not None:
-            grads.query.view(pairs, wide_n, call.w)[some] = total.to(dtype)
+            grads.query.view(pairs, wide_n, call.w)[pair_slice] = total.to(dtype)
 
 
 def _zero_nonfinite(call: KernelCall, x: Tensor) -> Tensor:

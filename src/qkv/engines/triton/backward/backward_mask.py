@@ -208,8 +208,8 @@ def fill_mask_gradient(
         own = [count if size > 1 else 1 for count, size in zip(tiles, (rows, keys), strict=True)]
         programs = batches * heads * own[0] * own[1]
         steps = call.b * call.h * tiles[0] * tiles[1] // programs
-        room = launch.count_processors(dpairs.device) * tile.waves
-        span = max(-(-steps * programs // room), min(steps, 4))
+        max_programs = launch.count_processors(dpairs.device) * tile.waves
+        span = max(-(-steps * programs // max_programs), min(steps, 4))
         splits = -(-steps // span)
         out = dpairs
         if splits > 1 or not out.is_contiguous():

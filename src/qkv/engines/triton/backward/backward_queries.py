@@ -33,7 +33,7 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
     `back` holds ∂L/∂out (ROWS, d), top, share and centre (ROWS, 1); with TANH also pointers to the
     sums per unit, to which gradients are added.
     """
-    dq, one, two, lent = state
+    dq, one, two, lean_keys = state
     do, top, share, middle, slopes, along = back
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
@@ -71,7 +71,7 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
             if RULED:
                 k = tl.where(tiles.is_finite(k), k, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
-            lent = tl.dot(lean.to(k.dtype), k, lent, input_precision=F.PRECISION)
+            lean_keys = tl.dot(lean.to(k.dtype), k, lean_keys, input_precision=F.PRECISION)
         else:
             ds = score_gradients(p, lean, dp, middle, share, F)
             logit, own, ds = product_gradients(ds, live, gated, steep, bend, scales.scale, F, RULED)
@@ -85,7 +85,7 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
                 if RULED:
                     k = tl.where(tiles.is_finite(k), k, 0.0)
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
-    return dq, one, two, lent
+    return dq, one, two, lean_keys
 
 
 @jit_kernel
@@ -126,12 +126,12 @@ def backward_queries_kernel(
     PARTS: tl.constexpr = (
         PARTIAL_SUM_COLUMNS if F.CENTRE > 0 else 1
     )  # of sums: those of a gate spill in parts
-    LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
+    LEAN_COLUMNS: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
     state = (
         tl.zeros((F.ROWS, HELD), dtype=tl.float32),
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
-        tl.zeros((F.ROWS, LENT), dtype=tl.float32),
+        tl.zeros((F.ROWS, LEAN_COLUMNS), dtype=tl.float32),
     )
     if F.LOWER and not F.LAYOUT and not F.EDGES:
         state = accumulate_query_gradients(
@@ -142,16 +142,16 @@ def backward_queries_kernel(
             state, rows, keys, back, scales, z, inner_lo, inner_hi, F, False
         )
     if F.QUICK:
-        dq, one, two, lent = state
+        dq, one, two, lean_keys = state
         good = is_all_finite(dq) & is_all_finite(one) & is_all_finite(two)
         dq = tl.where(good, dq, 0.0)
-        state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lent)
+        state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lean_keys)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
     if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, inner_hi, hi, F, True
         )
-    dq, one, two, lent = state
+    dq, one, two, lean_keys = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
     line = spot.line
     there = spot.batch * steps.o_b + spot.head * steps.o_h
@@ -168,7 +168,7 @@ def backward_queries_kernel(
     else:
         if F.CENTRE == 2:
             rest = (one / tl.where(two == 0, 1.0, two))[:, None]
-            dq = dq - rest * lent
+            dq = dq - rest * lean_keys
             tl.store(one_out + line[:, None], middle + rest, mask=spot.inside[:, None])
         if F.GATE:
             if F.WEIGHTING == "softmax":

@@ -260,9 +260,9 @@ class KernelKey(NamedTuple):
     integer_classes: tuple[int, ...]
 
     def __str__(self) -> str:
-        told = " ".join(str(x) for x in self.constexprs.values if type(x) is not bool)
+        options = " ".join(str(x) for x in self.constexprs.values if type(x) is not bool)
         dtype = str(self.dtypes[0]).removeprefix("torch.")
-        return f"{self.name.strip('_')} of {dtype}: {told}"
+        return f"{self.name.strip('_')} of {dtype}: {options}"
 
 
 COMPILED_KERNELS: dict[KernelKey, Any] = create_table("triton.compiled_kernels")

@@ -80,7 +80,7 @@ def write_list_kernel(marks, at, length, at_columns, words, lines, lower, upper,
     line = tl.cast(tl.program_id(0), tl.int64)
     marks += line * words
     at += line * at_columns
-    room = at_columns - LIST_TILE
+    max_count = at_columns - LIST_TILE
     if F.BY_KEY:
         first = (tl.program_id(0) % lines) * LIST_TILE
         begin = 0
@@ -89,13 +89,13 @@ def write_list_kernel(marks, at, length, at_columns, words, lines, lower, upper,
             begin = tl.maximum(first - upper, 0)
         if F.LOWER:
             end = tl.minimum(first + LIST_TILE - lower, length)
-        room = tl.minimum(room, (end - begin) // LIST_SHARE_DIVISOR)
+        max_count = tl.minimum(max_count, (end - begin) // LIST_SHARE_DIVISOR)
     elif tl.load(at) < 0:
         return
     near = tl.arange(0, F.BLOCK * BITS_PER_WORD)
     count = tl.program_id(0) * 0
     start = 0
-    while (start < words) & (count <= room):
+    while (start < words) & (count <= max_count):
         word = start + tl.arange(0, F.BLOCK)
         some = tl.load(marks + word, mask=word < words, other=0)
         on = tl.reshape(
@@ -109,7 +109,7 @@ def write_list_kernel(marks, at, length, at_columns, words, lines, lower, upper,
     slot = count + LIST_TILE + tl.arange(0, LIST_TILE)
     rest = (slot < at_columns) & (slot < (count + 2 * LIST_TILE - 1) // LIST_TILE * LIST_TILE)
     tl.store(at + slot, tl.full((LIST_TILE,), 0, at.dtype.element_ty) + length, mask=rest)
-    tl.store(at, tl.where(count <= room, count, -1).to(at.dtype.element_ty))
+    tl.store(at, tl.where(count <= max_count, count, -1).to(at.dtype.element_ty))
 
 
 def fill_lists(marks: Tensor, at: Tensor, length: int, band: tuple[Any, ...] = ()) -> Tensor:

@@ -324,18 +324,18 @@ def _narrow_bracket(bracket, cut, above, top_k):
 
 
 @triton.jit
-def _count_fitting_columns(equal, room):
-    """Return how many leading columns of a tile hold at most `room` ones, (ROWS,).
+def _count_fitting_columns(equal, max_ties):
+    """Return how many leading columns of a tile hold at most `max_ties` ones, (ROWS,).
 
     By bisection: a running sum needs more code, and as much shared memory as the keys.
     """
     COLS: tl.constexpr = equal.shape[1]
     column = tl.arange(0, COLS)[None, :]
-    fit = room * 0
+    fit = max_ties * 0
     step = COLS
     while step > 0:
         ones = tl.sum(tl.where(column < (fit + step)[:, None], equal, 0), 1)
-        fit = tl.where(ones <= room, fit + step, fit)
+        fit = tl.where(ones <= max_ties, fit + step, fit)
         step = step // 2
     return tl.minimum(fit, COLS)
 
@@ -401,7 +401,7 @@ def topk_kernel(
 
     foot = _ordered_int_to_float(low)
     ties = tl.max(((count != top_k) & (idle == 0)).to(tl.int32), 0)
-    room = top_k - count_high
+    max_ties = top_k - count_high
     count = tl.zeros((F.ROWS,), tl.int32)
     seen = tl.zeros((F.ROWS,), tl.int32)
     last = tl.full((F.ROWS,), -1, tl.int32)
@@ -424,8 +424,8 @@ def topk_kernel(
         below = tl.maximum(below, tl.max(tl.where(above, NEG_INFINITY, s), 1))
         if ties > 0:
             equal = (s == foot[:, None]).to(tl.int32)
-            fit = _count_fitting_columns(equal, room - seen)
-            last = tl.where(seen <= room, tile * F.COLS + fit - 1, last)
+            fit = _count_fitting_columns(equal, max_ties - seen)
+            last = tl.where(seen <= max_ties, tile * F.COLS + fit - 1, last)
             seen += tl.sum(equal, 1)
     # Half way to the next score, so that rounding in another tile shape cannot exclude the k-th.
     half = 0.5 * least + 0.5 * tl.where(below == NEG_INFINITY, least, below)

@@ -18,12 +18,12 @@ MAX_DENOMINATOR = tl.constexpr(2.0**40)
 """The limit of 1 + e²ᵃ·e²ᵇ, so that the product of two is finite: r < 1e-12 counts as 0."""
 
 
-UnitSide = namedtuple("UnitSide", "e peak v room")
+UnitSide = namedtuple("UnitSide", "e peak v padded")
 """Queries or keys of a head: e²ˣ (h + h % 2, padded rows), the largest |x| per BLOCK, v, and the
-padded rows (`room`)."""
+number of padded rows (`padded`)."""
 
 
-UnitTile = namedtuple("UnitTile", "e row room x near peak v total")
+UnitTile = namedtuple("UnitTile", "e row padded x near peak v total")
 """A tile of a `UnitSide`: e²ˣ of all rows, the tile's rows in it, the stride from unit to unit, x
 and the tile's rows in it (near), the largest |x|, v, and Σ v."""
 
@@ -35,9 +35,11 @@ def padded_rows(rows, F):
 
 @triton.jit
 def locate_side(e, peak, v, lane, rows, F):
-    room = padded_rows(rows, F)
+    padded = padded_rows(rows, F)
     lane = tl.cast(lane, tl.int64)
-    return UnitSide(e + lane * (F.W + F.W % 2) * room, peak + lane * (room // F.BLOCK), v, room)
+    return UnitSide(
+        e + lane * (F.W + F.W % 2) * padded, peak + lane * (padded // F.BLOCK), v, padded
+    )
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def load_units(side, x, start, near, F):
     peak = tl.load(side.peak + start // F.BLOCK)
     # Rows that include the start differ by compile-time constants.
     row = start + tl.arange(0, near.shape[0])
-    return UnitTile(side.e, row, side.room, x, near, peak, side.v, tl.sum(v, 0))
+    return UnitTile(side.e, row, side.padded, x, near, peak, side.v, tl.sum(v, 0))
 
 
 @triton.jit
@@ -73,8 +75,8 @@ def _fast_reciprocal(x, F):
 @triton.jit
 def _exponential_product(one, two, c):
     """Return e²ᵃ·e²ᵇ of unit c."""
-    x = tl.load(one.e + c * one.room + one.row)[:, None]
-    return x * tl.load(two.e + c * two.room + two.row)[None, :]
+    x = tl.load(one.e + c * one.padded + one.row)[:, None]
+    return x * tl.load(two.e + c * two.padded + two.row)[None, :]
 
 
 @triton.jit
@@ -105,10 +107,10 @@ def tanh_scores(one, two, F):
 @triton.jit
 def clear_unit_sums(sums, lane, start, rows, F):
     """Set the sums (lanes, W, padded rows) of a tile of rows to 0; return their pointers."""
-    room = padded_rows(rows, F)
-    here = sums + tl.cast(lane, tl.int64) * F.W * room + start + tl.arange(0, F.ROWS)
+    padded = padded_rows(rows, F)
+    here = sums + tl.cast(lane, tl.int64) * F.W * padded + start + tl.arange(0, F.ROWS)
     for c in range(F.W):
-        tl.store(here + c * room, tl.zeros((F.ROWS,), tl.float32))
+        tl.store(here + c * padded, tl.zeros((F.ROWS,), tl.float32))
     return here
 
 
@@ -125,9 +127,9 @@ def _add_each_unit(slopes, along, ds, one, two, F, NEAR: tl.constexpr, QUERY: tl
         else:
             # A masked key or query may be NaN, and 0 · NaN is NaN.
             r = tl.where(ds != 0, _logistic_from_sum(one, two, c, F), 0.0)
-        _add_to_memory(slopes + c * one.room, tl.sum(ds * (r - r * r), 1))
+        _add_to_memory(slopes + c * one.padded, tl.sum(ds * (r - r * r), 1))
         if QUERY:
-            _add_to_memory(along + c * one.room, tl.sum(ds * (1.0 - 2.0 * r), 1))
+            _add_to_memory(along + c * one.padded, tl.sum(ds * (1.0 - 2.0 * r), 1))
 
 
 @triton.jit
