@@ -10,6 +10,7 @@ from qkv import masks, scores, weightings
 from qkv.errors import FrameworkError
 from qkv.frameworks import to_numpy
 from qkv.frameworks.int8 import Int8Queries
+from qkv.frameworks.torch import is_finite
 
 torch = pytest.importorskip("torch")
 
@@ -251,3 +252,19 @@ def test_a_batch_whose_size_the_data_decide_is_exported():
     made = torch.export.export(model, (x, torch.tensor([1, 0, 1, 1]))).module()
     for live in ([1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 1, 1]):
         torch.testing.assert_close(made(x, torch.tensor(live)), model(x, torch.tensor(live)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (7, 65), (2, 3, 129, 64)], ids=str)
+def test_is_finite(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (torch.randn(shape) * 100).to(dtype)
+    assert is_finite(x, torch.empty(0, 3, dtype=dtype))
+    for number in (float("nan"), float("inf"), -float("inf")):
+        for at in (0, x.numel() // 2, -1):
+            changed = x.clone()
+            changed.view(-1)[at] = number
+            assert not is_finite(x, changed)
+
+
+def test_sums_of_float16_do_not_overflow() -> None:
+    assert is_finite(torch.full((4096, 64), 300, dtype=torch.float16))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
-from qkv.engines import dense, lowered, native, streaming, triton, weights
+from qkv.engines import dense, lowered, native, single_row, streaming, triton, weights
 from qkv.engines.call import Call
 from qkv.engines.gaussian_pruning import engine as near
 from qkv.errors import EngineError, unknown_name_error
@@ -17,6 +17,7 @@ from qkv.util.logging import debug_logger
 from qkv.util.types import Array
 
 ENGINES: tuple[ModuleType, ...] = (
+    single_row,
     weights,
     native,
     near,
@@ -25,8 +26,12 @@ ENGINES: tuple[ModuleType, ...] = (
     streaming,
     dense,
 )
+WEIGHTS_ENGINES = (single_row, weights)
+"""The engines that return weights themselves."""
 ENGINES_BY_NAME = {engine.NAME: engine for engine in ENGINES}
-EngineName = Literal["weights", "native", "near", "triton", "lowered", "streaming", "dense"]
+EngineName = Literal[
+    "single_row", "weights", "native", "near", "triton", "lowered", "streaming", "dense"
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class EngineChoice:
 
     def build_direct_runner(self, call: Call) -> Any:
         """Return the engine as a function of `attend`'s arguments; None if it has no such form."""
-        returns_all = not call.wants_weights or self.engine is weights
+        returns_all = not call.wants_weights or self.engine in WEIGHTS_ENGINES
         return (
             self.engine.build_direct_runner(call)
             if returns_all and hasattr(self.engine, "build_direct_runner")
@@ -68,7 +73,7 @@ class EngineChoice:
         self, call: Call, results: tuple[Array | None, Array | None, Array | None]
     ) -> tuple[Array | None, Array | None, Array | None]:
         """Return the results with weights, for an engine that does not compute them."""
-        if not call.wants_weights or self.engine is weights:
+        if not call.wants_weights or self.engine in WEIGHTS_ENGINES:
             return results
         weights_only = replace(call, value=None, wants_lse=False)
         return *results[:2], weights.run(weights_only)[2]

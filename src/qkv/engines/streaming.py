@@ -52,6 +52,9 @@ MAX_SEARCHED_NUMBERS_PER_BLOCK = 2**20
 MIN_WIDE_QUERY_WIDTH = 512
 """Width of a query from which the matrix product dominates the time."""
 
+MAX_NUMBERS_PER_DISTANCE = 4
+"""Numbers per pair of a distance that needs no array of differences."""
+
 MAX_DENSE_NUMBERS = 2**18
 """Numbers up to which the whole matrix fits one block, so that `dense` is as good."""
 
@@ -107,7 +110,10 @@ def numbers_per_pair(call: Call) -> int:
         measured = call.fw.measure_pair_numbers(call.score.function, call.query, call.key)
         if measured is not None:
             return measured
-    return call.score.numbers_per_pair(call.fw.static_shape(call.key)[-1])
+    width = call.fw.static_shape(call.key)[-1]
+    if call.score.uses_sum_differences and call.fw.has_sum_differences(call.query):
+        return min(width, MAX_NUMBERS_PER_DISTANCE)
+    return call.score.numbers_per_pair(width)
 
 
 def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array | None, None]:

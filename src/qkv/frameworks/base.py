@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.errors import DtypeError, FrameworkError
+from qkv.frameworks.squares import NeedsExact
 from qkv.util.types import (
     Array,
     ArrayFunction,
@@ -265,6 +266,18 @@ class Framework:
 
     def fused_softmax_and_lse(self, x: Array, live: Array | None) -> tuple[Array, Array] | None:
         """Return softmax(x) and the log-sum-exp (…, 1); None as for `fused_softmax`."""
+        return None
+
+    def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
+        """Return Σ |q − k|ᵖ (…, n, m) without an array (…, n, m, d); None if that is not faster."""
+        return None
+
+    def has_sum_differences(self, query: Array) -> bool:
+        """Return whether `sum_differences` supports arrays such as this one."""
+        return False
+
+    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+        """Return ‖q − k‖² from a matrix product, see `squares.expand_squares`; None: do not."""
         return None
 
     def tanh(self, x: Array, spend: bool = False) -> Array:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy
 
-from qkv.frameworks import threads
+from qkv.frameworks import squares, threads
 from qkv.frameworks.base import Framework, Tiling
+from qkv.frameworks.squares import NeedsExact
 from qkv.util.caches import create_table, memoize
 from qkv.util.types import Array, Arrays, LiveMask, MergeFunction, PartialStateFunction, Span
 
@@ -30,6 +31,12 @@ def _array_namespace() -> Any:
 
 MIN_ROW_FOR_NUMPY_REDUCTION = 64
 """Fewest elements of a row for which NumPy's own reduction along rows is as fast."""
+
+MAX_SUMMED_COLUMNS = 256
+"""Columns up to which differences are added one column at a time: more would lose precision."""
+
+MIN_SUMMED_PAIRS, MAX_SUMMED_NUMBERS = 2**12, 2**15
+"""Pairs from which that is faster than the array of differences; pairs that fit the cache."""
 
 MAX_CACHED_POSITIONS = 1024
 """The longest range of positions that is cached."""
@@ -277,6 +284,43 @@ class NumPy(Framework):
             into.fill(0)
         into.reshape(-1)[found] = picked.reshape(filled.shape)[filled]
         return into
+
+    def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
+        shapes, (d, width) = (query.shape[:-2], key.shape[:-2]), (query.shape[-1], key.shape[-1])
+        if not 2 <= d == width <= MAX_SUMMED_COLUMNS or query.dtype != key.dtype:
+            return None
+        lead, n, m = numpy.broadcast_shapes(*shapes), query.shape[-2], key.shape[-2]
+        pairs = math.prod((*lead, n, m))
+        if pairs < MIN_SUMMED_PAIRS or query.dtype.kind != "f":
+            return None
+        columns = numpy.ascontiguousarray(numpy.moveaxis(key, -1, 0))[..., None, :]
+        total = numpy.empty((*lead, n, m), query.dtype)
+        rows = max(MAX_SUMMED_NUMBERS * n // pairs, 1)
+        raise_to_power = numpy.abs if power == 1 else numpy.square
+        for start in range(0, n, rows):
+            part = total[..., start : start + rows, :]
+            numpy.subtract(query[..., start : start + rows, :1], columns[0], out=part)
+            raise_to_power(part, out=part)
+            difference = numpy.empty_like(part, subok=False)
+            for at in range(1, d):
+                numbers = query[..., start : start + rows, at : at + 1]
+                numpy.subtract(numbers, columns[at], out=difference)
+                part += raise_to_power(difference, out=difference)
+        return total
+
+    def has_sum_differences(self, query: Array) -> bool:
+        return 2 <= query.shape[-1] <= MAX_SUMMED_COLUMNS
+
+    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+        is_float = query.dtype == key.dtype and query.dtype in (numpy.float32, numpy.float64)
+        if not is_float or key.shape[-1] != query.shape[-1] or 0 in (*query.shape, *key.shape):
+            return None
+        if not all(isinstance(x, numpy.ndarray) for x in (query, key)):
+            return None
+        with numpy.errstate(all="ignore"):
+            return squares.expand_squares(
+                query, key, needs_exact, numpy.nonzero, numpy.broadcast_to
+            )
 
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)

@@ -27,6 +27,7 @@ from qkv.frameworks.base import (
     Framework,
     ReferenceFunction,
 )
+from qkv.frameworks.squares import NeedsExact, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import (
@@ -108,12 +109,75 @@ def is_finite(*arrays: Array) -> bool:
     _set_grad_enabled(False)  # a check needs no graph
     try:
         for x in arrays:
-            total = x.sum(dtype=torch.float32) if x.dtype in HALF_DTYPES else x.sum()
-            if not math.isfinite(total.item()):  # faster than float(total)
+            if x.dtype is torch.float16 and x.numel():  # its sums overflow too easily
+                if not all(math.isfinite(y.item()) for y in x.aminmax()):
+                    return False
+            # PyTorch adds 16-bit numbers in float32; asking for that dtype takes a slower kernel.
+            elif not math.isfinite(x.sum().item()):  # faster than float(total)
                 return False
         return True
     finally:
         _set_grad_enabled(records)
+
+
+class DifferenceSums(torch.autograd.Function):
+    """Σ |q − k|ᵖ of all pairs (…, n, m), without an array of differences (…, n, m, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Array, key: Array, power: int, needs_exact: NeedsExact | None
+    ) -> Array:
+        ctx.power = power
+        if needs_exact is not None:
+            square = expand_squares(query, key, needs_exact, _find_true, torch.Tensor.expand)
+            if square is not None:
+                ctx.save_for_backward(query, key)
+                return square
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        parts = [x.expand(*lead, *x.shape[-2:]).contiguous() for x in (query, key)]
+        distance = torch.cdist(*parts, p=float(power), compute_mode=EXACT_DISTANCES)
+        ctx.save_for_backward(query, key, *(() if power == 2 else (distance,)))
+        return distance if power == 1 else distance.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Array) -> tuple[Array | None, ...]:
+        query, key, *distance = ctx.saved_tensors
+        if ctx.power == 2:
+            # Σ 2 (q − k) g, around the mean key, where the differences lose fewest digits.
+            centre = key.detach().reshape(-1, key.shape[-1]).mean(0)
+            q, k = query - centre, key - centre
+            query_gradient = 2.0 * (q * gradient.sum(-1)[..., None] - gradient @ k)
+            key_gradient = 2.0 * (k * gradient.sum(-2)[..., None] - gradient.mT @ q)
+        elif torch.is_grad_enabled():  # for a second derivative
+            sign = (query[..., :, None, :] - key[..., None, :, :]).sign()
+            query_gradient = (sign * gradient[..., None]).sum(-2)
+            key_gradient = -(sign * gradient[..., None]).sum(-3)
+        else:
+            lead = gradient.shape[:-2]
+            q, k = (x.expand(*lead, *x.shape[-2:]).contiguous() for x in (query, key))
+            query_gradient = _l1_gradient(q, k, gradient, *distance)
+            key_gradient = _l1_gradient(k, q, gradient.mT, distance[0].mT)
+        return (
+            query_gradient.sum_to_size(query.shape),
+            key_gradient.sum_to_size(key.shape),
+            None,
+            None,
+        )
+
+
+def _l1_gradient(x: Array, y: Array, gradient: Array, distance: Array) -> Array:
+    parts = gradient.contiguous(), x, y, 1.0, distance.contiguous()
+    out: Array = torch.ops.aten._cdist_backward(*parts)
+    return out
+
+
+def _find_true(x: Array) -> tuple[Array, ...]:
+    at: tuple[Array, ...] = x.nonzero(as_tuple=True)
+    return at
+
+
+EXACT_DISTANCES = "donot_use_mm_for_euclid_dist"
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class _SizeRecorder(TorchDispatchMode):
@@ -635,6 +699,32 @@ class Torch(Framework):
         alone = 0.0 if isinstance(number, torch.Tensor) else float(number)
         found: Array = torch.ops.qkv.rows(x, live, array, name, alone)
         return found
+
+    def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
+        if not self._has_plain_rows(query, key):
+            return None
+        total: Array = DifferenceSums.apply(query, key, power, None)
+        return total
+
+    def has_sum_differences(self, query: Array) -> bool:
+        return self._has_plain_rows(query, query)
+
+    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+        if not (query.is_cpu and self._has_plain_rows(query, key)):  # a GPU would wait
+            return None
+        total: Array = DifferenceSums.apply(query, key, 2, needs_exact)
+        return total
+
+    def _has_plain_rows(self, query: Array, key: Array) -> bool:
+        """Return whether both are float32 or float64 tensors with data, outside transforms."""
+        is_plain = type(query) in PLAIN_TYPES and type(key) in PLAIN_TYPES
+        if not is_plain or query.dtype not in (torch.float32, torch.float64):
+            return False
+        if query.dtype != key.dtype or query.device != key.device:
+            return False
+        if query.shape[-1] != key.shape[-1] or 0 in (*query.shape, *key.shape):
+            return False
+        return not (self.is_traced(query) or self.in_functional_transform())
 
     def hoist_captures(
         self, function: ArrayFunction, *example: Array

@@ -99,6 +99,9 @@ class Score(Record):
     compares_elementwise: ClassVar[bool] = False
     """Whether it computes the (…, n, m, d) array of a comparison of each pair's components."""
 
+    uses_sum_differences: ClassVar[bool] = False
+    """Whether `Framework.sum_differences` can spare it that array."""
+
     def __init_subclass__(cls, *, new_formula: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__call__" not in vars(cls):

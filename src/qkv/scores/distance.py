@@ -12,16 +12,32 @@ from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
 
+def sum_differences(query: Array, key: Array, power: int) -> Array:
+    """Return Σ |q − k|ᵖ over the columns (…, n, m), for the power 1 or 2.
+
+    Frameworks that can avoid the array of differences (…, n, m, d) do so.
+
+    >>> import numpy as np
+    >>> sum_differences(np.array([[1.0, 2.0]]), np.array([[1.0, 4.0]]), 2)
+    array([[4.]])
+    """
+    fw, _ = get_framework(query), get_framework(key)  # raises our error for a list
+    fast = fw.sum_differences(query, key, power)
+    if fast is not None:
+        return fast
+    q, k = broadcast_pairs(query, key)
+    difference = q - k
+    powers = fw.xp.abs(difference) if power == 1 else difference * difference
+    return fw.xp.sum(powers, axis=-1)
+
+
 def squared_distance(query: Array, key: Array, width: float | Array) -> Array:
     """Return ‖q − k‖² / width² (…, n, m), computed from differences.
 
     The expanded square would lose precision far from the origin. Dividing before squaring keeps a
     small width from underflowing.
     """
-    fw, _ = get_framework(query), get_framework(key)  # raises our error for a list
-    q, k = broadcast_pairs(divide_unless_one(query, width), divide_unless_one(key, width))
-    difference = q - k
-    return fw.xp.sum(difference * difference, axis=-1)
+    return sum_differences(divide_unless_one(query, width), divide_unless_one(key, width), 2)
 
 
 @suggest_keywords
@@ -39,6 +55,7 @@ class Gaussian(Score):
     bandwidth: float | Array = 1.0
     number_fields: ClassVar[dict[str, bool]] = {"bandwidth": True}
     compares_elementwise: ClassVar[bool] = True
+    uses_sum_differences: ClassVar[bool] = True
     needs_range: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
@@ -184,8 +201,7 @@ class Laplace(Score):
     bandwidth: float | Array = 1.0
     number_fields: ClassVar[dict[str, bool]] = {"bandwidth": False}
     compares_elementwise: ClassVar[bool] = True
+    uses_sum_differences: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        xp = get_framework(query).xp
-        q, k = broadcast_pairs(query, key)
-        return xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth * -1.0
+        return sum_differences(query, key, 1) / self.bandwidth * -1.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.frameworks import get_framework, is_array
+from qkv.frameworks import divide_unless_one, get_framework, is_array
 from qkv.scores.base import AffineForm, Score, broadcast_pairs
-from qkv.scores.distance import affine_squared_distance, squared_distance
+from qkv.scores.distance import affine_squared_distance, squared_distance, sum_differences
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
@@ -19,6 +19,7 @@ class Window(Score):
     width: float | Array = 1.0
     number_fields: ClassVar[dict[str, bool]] = {"width": True}
     compares_elementwise: ClassVar[bool] = True
+    uses_sum_differences: ClassVar[bool] = True
     is_nonnegative: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
@@ -26,7 +27,14 @@ class Window(Score):
 
     def squared_ratio(self, query: Array, key: Array) -> Array:
         """Return r² (…, n, m)."""
-        return squared_distance(query, key, self.width)
+        fw, _ = get_framework(query), get_framework(key)  # raises our error for a list
+        scaled = divide_unless_one(query, self.width), divide_unless_one(key, self.width)
+        square = fw.expand_squares(*scaled, self.needs_exact_square)
+        return sum_differences(*scaled, 2) if square is None else square
+
+    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+        """Return the pairs whose r² must not have this error; None: all may have it."""
+        return None
 
     @property
     def is_radial(self) -> bool:
@@ -52,7 +60,7 @@ class RankingWindow(Score):
     window: Window
 
     def __call__(self, query: Array, key: Array) -> Array:
-        fw, square = get_framework(query), self.window.squared_ratio(query, key)
+        fw, square = get_framework(query), squared_distance(query, key, self.window.width)
         s = self.window.profile(square)
         return fw.xp.where(s == 0, fw.detach(square) * -1.0, s)
 
@@ -72,6 +80,9 @@ class Boxcar(Window):
 
     aliases: ClassVar[tuple[str, ...]] = ("uniform", "rectangular", "box")
 
+    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+        return abs(square - 1.0) <= error
+
     def profile(self, square: Array) -> Array:
         fw = get_framework(square)
         square = fw.detach(square)
@@ -90,6 +101,10 @@ class Triangular(Window):
     >>> Triangular()(np.array([[0.0]]), np.array([[0.25], [2.0]]))
     array([[0.75, 0.  ]])
     """
+
+    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+        # √ turns an error e of r² into e / 2r. With r ≥ 1/8 it is at most 4 e.
+        return square < 1.0 / 64
 
     def profile(self, square: Array) -> Array:
         fw = get_framework(square)

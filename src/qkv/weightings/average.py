@@ -24,6 +24,7 @@ class Average(Weighting):
     aliases: ClassVar[tuple[str, ...]] = ("mean", "uniform")
 
     is_convex: ClassVar[bool] = True
+    ignores_scores: ClassVar[bool] = True
     is_differentiable = False
 
     def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:

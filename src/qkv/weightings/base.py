@@ -57,6 +57,8 @@ class Weighting(tree.Record):
     """Whether weights may be exactly 0; such a row's value, even NaN, does not reach the output."""
     has_lse: ClassVar[bool] = False
     """Whether the weighting has a log-sum-exp."""
+    ignores_scores: ClassVar[bool] = False
+    """Whether the weights depend only on which keys the mask allows."""
     needs_centre: bool = False
     """Whether a weight depends on the other scores of its row, so that `score_gradient` needs the
     centre."""

@@ -1,0 +1,57 @@
+"""Squared distances from one matrix product, with exact ones where rounding would matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from qkv.util.types import Array
+
+MAX_EXPANDED_SQUARE = 32.0
+"""Largest ‖q‖² + ‖k‖² around the mean key at which the expanded square is precise enough."""
+
+MAX_EXACT_SHARE = 1 / 16
+"""Share of the pairs up to which computing them once more takes less than computing all exactly."""
+
+UNIT_BY_BYTES = {4: 2.0**-24, 8: 2.0**-53}
+"""Half the distance from 1 to the next number, by the bytes of a float."""
+
+NeedsExact = Callable[[Array, Array], Array | None]
+"""needs_exact(square, error): which pairs must not have that error; None: all may."""
+
+
+def expand_squares(
+    query: Array,
+    key: Array,
+    needs_exact: NeedsExact,
+    find_true: Callable[[Array], tuple[Array, ...]],
+    broadcast: Callable[[Array, tuple[int, ...]], Array],
+) -> Array | None:
+    """Return ‖q − k‖² (…, n, m) of NumPy arrays or CPU tensors, or None if that is not precise.
+
+    The expanded square ‖q‖² + ‖k‖² − 2 q·k loses digits. `needs_exact` selects pairs whose square
+    is computed from the differences.
+    """
+    d = query.shape[-1]
+    centre = key.reshape(-1, d).mean(0)
+    q, k = query - centre, key - centre
+    squares = (q * q).sum(-1)[..., :, None], (k * k).sum(-1)[..., None, :]
+    # A comparison with NaN is false.
+    if not sum(float(x.max()) for x in squares) <= MAX_EXPANDED_SQUARE:
+        return None
+    norms = squares[0] + squares[1]
+    total: Array = (norms - 2.0 * (q @ k.mT)).clip(min=0.0)
+    exact = needs_exact(total, norms * ((d + 8) * UNIT_BY_BYTES[query.dtype.itemsize]))
+    if exact is None:
+        return total
+    at = find_true(exact)
+    if len(at[0]) > MAX_EXACT_SHARE * math.prod(total.shape):
+        return None
+    if len(at[0]):
+        *lead, rows, cols = at
+        shape = total.shape[:-2]
+        query, key = (broadcast(x, (*shape, *x.shape[-2:])) for x in (query, key))
+        difference: Any = query[(*lead, rows)] - key[(*lead, cols)]
+        total[at] = (difference * difference).sum(-1)
+    return total
