@@ -79,12 +79,18 @@ EQUIVALENT = {
         "x + fw.detach(x)",  # only in frameworks with gradients, which test_edges runs
     },
     "distance": {
-        "xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0",  # · −1 is / −1
+        "sum_differences(query, key, 1) / self.bandwidth / -1.0",  # · −1 is / −1
         "x + self.centre[*[None] * (len(x.shape) - 1), ...]",  # both sides are shifted alike
         "norm_sum * norm_sum * scale < MAX_SQUARED_NORM_SUM",
         "1e+150",  # and 1
     },
     "window": {
+        # Which squares are computed exactly: tests/scores/test_distance.py.
+        "abs(square - 1.0) < error",
+        "square + 1.0",
+        "2.0",
+        "square >= 1.0 / 64",
+        "1.0 * 64",
         "fw.detach(square) / -1.0",
         "s < 0",  # max(0, 0)
         "ones - fw.xp.sum(cols, axis=-1)[..., None, :]",  # zeros, there for their shape

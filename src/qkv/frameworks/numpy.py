@@ -309,7 +309,7 @@ class NumPy(Framework):
         return total
 
     def has_sum_differences(self, query: Array) -> bool:
-        return 2 <= query.shape[-1] <= MAX_SUMMED_COLUMNS
+        return bool(2 <= query.shape[-1] <= MAX_SUMMED_COLUMNS)
 
     def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
         is_float = query.dtype == key.dtype and query.dtype in (numpy.float32, numpy.float64)
