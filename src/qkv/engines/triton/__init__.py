@@ -115,9 +115,10 @@ def _score_mod_reason(call: Call) -> str | None:
     inner, score_mods = split_score(call)
     if call.fw.is_traced(call.query):
         return "a traced graph holds no functions, so score_mod is not compiled into the kernels"
-    if is_array(getattr(call.weighting, "temperature", 1.0)):
-        return "the kernels do not support score_mod with a learned temperature"
-    reason = unsupported_reason(inner)
+    weighting = call.weighting
+    if is_array(getattr(weighting, "temperature", 1.0)):
+        weighting = Softmax()
+    reason = unsupported_reason(replace(inner, weighting=weighting))
     if reason is None and isinstance(lowering := kernel_lowering(inner), str):
         reason = lowering
     if reason:
@@ -186,7 +187,14 @@ def describe(call: Call) -> str:
             f"tanh by up to {TANH_FUNCTION_PAIRS} pairs of functions, error at most "
             f"{TANH_ERROR:.1g}; exact tanh beyond their range"
         )
-    return "dot products tile by tile, no n × m matrix"
+    parts = ["dot products tile by tile, no n × m matrix"]
+    if isinstance(call.score, Modified):
+        parts.append("score_mod compiled into the kernels")
+    for rule in split_mask(call).rules:
+        reason = None if isinstance(rule, ArrayMask) else rule_translation_error(call, rule)
+        if reason is not None:
+            parts.append(f"{rule!r} read as an array: {reason}")
+    return "; ".join(parts)
 
 
 def run(call: Call) -> tuple[Array, Array | None, None]:

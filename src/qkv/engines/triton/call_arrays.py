@@ -135,18 +135,21 @@ def translate_functions(
 ) -> TranslatedCall:
     """Translate rules and score_mods; a rule without a translation becomes an array.
 
+    A learned temperature (…, n or 1, 1) divides the scores after the score_mods.
     Raise TranslationError if a score_mod has no translation.
     """
     from qkv.engines.triton.pair_functions.functions import TranslationError, translate_call
 
     if not score_mods and (call.fw.is_traced(call.query) or not bounds.rules):
         return TranslatedCall(array_rules=bounds.rules)
+    temperature: Any = getattr(call.weighting, "temperature", None)
+    temperature = temperature if score_mods and is_array(temperature) else None
     fixed = tuple(x for x in bounds.rules if isinstance(x, ArrayMask))
     rules = tuple(x for x in bounds.rules if not isinstance(x, ArrayMask))
     if not (rules or score_mods):
         return TranslatedCall(array_rules=fixed)
     try:
-        return TranslatedCall(*translate_call(call, rules, score_mods), fixed)
+        return TranslatedCall(*translate_call(call, rules, score_mods, temperature), fixed)
     except TranslationError:
         able = tuple(x for x in rules if rule_translation_error(call, x) is None)
         if len(able) == len(rules):  # a score_mod has none
@@ -154,7 +157,7 @@ def translate_functions(
     fixed += tuple(x for x in rules if x not in able)
     if not (able or score_mods):
         return TranslatedCall(array_rules=fixed)
-    return TranslatedCall(*translate_call(call, able, score_mods), fixed)
+    return TranslatedCall(*translate_call(call, able, score_mods, temperature), fixed)
 
 
 def rule_translation_error(call: Call, rule: Mask) -> str | None:
@@ -447,6 +450,9 @@ def build_kernel_arrays(
     if not mask_as_array:
         translated = translate_functions(call, bounds, score_mods)
     bounds = bounds._replace(rules=translated.array_rules)
+    learned = getattr(call.weighting, "temperature", None)
+    if score_mods and is_array(learned):  # the translated functions divide by it
+        call = replace(call, weighting=Softmax())
     score = cast(Any, call.score)
     expanded = expanded and not score_mods
     expanded = expanded and not is_array(score.bandwidth) and not needs_merged_squares(call)
@@ -489,8 +495,8 @@ def build_kernel_arrays(
     functions, captured, _ = translated
     pairs: Any = build_mask_array(call, bounds)
     added = pairs is not None and pairs.is_floating_point()
-    if added and is_array(temperature):
-        pairs = scale_mask_array(call, pairs, temperature)
+    if added and is_array(learned):
+        pairs = scale_mask_array(call, pairs, learned)
     if is_shift_sensitive(call):
         pairs = add_row_offsets(call, pairs, form.offset)
     elif added and pairs.shape[-1] == 1 and not call.wants_lse:

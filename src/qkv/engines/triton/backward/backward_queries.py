@@ -45,7 +45,7 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
         gated, steep, bend = compute_tile_scores(
             x, rows, keys, start, here, scales.scale, F.BASE, F
         )
-        s = modify_scores(gated, rows.b, rows.h, rows.i, j, rows.given, scales.times, z, F)
+        s = modify_scores(gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
         peak = top
         if QUICK:
             peak = top - extra
@@ -77,7 +77,7 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
         else:
             ds = score_gradients(p, lean, dp, middle, share, F)
             ds = modified_gradients(
-                ds, gated, rows.b, rows.h, rows.i, j, rows.given, scales.times, z, F
+                ds, gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F
             )
             logit, own, ds = product_gradients(ds, live, gated, steep, bend, scales.scale, F, RULED)
             if F.GATE:

@@ -76,7 +76,7 @@ def pool_tiles(
                 p = tl.exp2(s * factor - base[:, None])
             else:
                 s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, F.BASE, F)
-                s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.given, scales.times, z, F)
+                s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
                 if F.PAIRS == 2:
                     s = s + extra
                 if F.EXPONENTIAL:

@@ -95,8 +95,9 @@ MAX_CACHED_TRANSLATIONS = 256
 
 
 def translate_call(
-    call: Call, rules: Sequence[Mask], score_mods: Sequence[Callable[..., Any]]
-) -> tuple[PairFunctions, CapturedArrays]:
+    call: Call, rules: Sequence[Mask], score_mods: Sequence[Callable[..., Any]],
+    temperature: Tensor | None = None,
+) -> tuple[PairFunctions, CapturedArrays]:  # fmt: skip
     """Return the functions of these rules and score_mods, and the tensors that they capture.
 
     Raise TranslationError if one of them has no translation. Translations are cached by the
@@ -105,14 +106,14 @@ def translate_call(
     builder = SignatureBuilder(lambda x: call.fw.cached_constant(x, call.query, "bool"))
     try:
         signature: Any = (
-            builder.describe((tuple(rules), tuple(score_mods))), len(call.lead), call.lead[1:-1],
-            call.query.device, torch.is_grad_enabled(),
+            builder.describe((tuple(rules), tuple(score_mods), temperature)),
+            len(call.lead), call.lead[1:-1], call.query.device, torch.is_grad_enabled(),
         )  # fmt: skip
     except NoSignatureError:
         signature = None
     known = None if signature is None else _TRANSLATIONS.get(signature)
     if known is None:
-        known, tensors = _translate(call, rules, score_mods)
+        known, tensors = _translate(call, rules, score_mods, temperature)
         places = {id(x): i for i, x in enumerate(builder.tensors)}
         if signature is not None and all(id(x) in places for x in tensors):
             cached = known._replace(tensors=tuple(places[id(x)] for x in tensors))
@@ -125,20 +126,22 @@ def translate_call(
 
 
 def _translate(
-    call: Call, rules: Sequence[Mask], score_mods: Sequence[Callable[..., Any]]
-) -> tuple[Translation, list[Tensor]]:
+    call: Call, rules: Sequence[Mask], score_mods: Sequence[Callable[..., Any]],
+    temperature: Tensor | None,
+) -> tuple[Translation, list[Tensor]]:  # fmt: skip
     """Return the translation, and the tensors that it captures."""
     made = Expressions()
     try:
-        functions = _translate_functions(call, rules, score_mods, made)
+        functions = _translate_functions(call, rules, score_mods, temperature, made)
     except TranslationError as error:
         return Translation(None, error=str(error)), []
     return Translation(functions, (), tuple(made.numbers)), [x.tensor for x in made.tensors]
 
 
 def _translate_functions(
-    call: Call, rules: Sequence[Mask], score_mods: Sequence[Callable[..., Any]], made: Expressions
-) -> PairFunctions:
+    call: Call, rules: Sequence[Mask], score_mods: Sequence[Callable[..., Any]],
+    temperature: Tensor | None, made: Expressions,
+) -> PairFunctions:  # fmt: skip
     translator = RuleTranslator(call, made)
     allowed: Value | None = None
     for rule in rules:
@@ -148,6 +151,8 @@ def _translate_functions(
     for score_mod in score_mods:
         inputs = [score, *translator.positions.values()]
         score = made.cast(trace_function(score_mod, made, inputs, call.query.device), "float")
+    if temperature is not None:
+        score = made.divide(score, translator.load_per_row_of_head(temperature))
     del made.loads[:rule_loads]
     return _build_functions(made, allowed, score if score_mods else None)
 

@@ -141,6 +141,16 @@ class RuleTranslator:
         low, high = map(self.expressions.constant, (-MAX_POSITION, MAX_POSITION))
         return self.expressions.cast(self.expressions.clamp(found, low, high, "long"), "int")
 
+    def load_per_row_of_head(self, values: Tensor) -> Value:
+        """Return one number of an array (…, n or 1, 1) that broadcasts to the scores."""
+        if values.ndim > 4:
+            raise TranslationError("a learned temperature has more than four axes")
+        names = ["b", "h", "q", "k"] if len(self.call.lead) > 1 else ["h", "q", "k"]
+        if values.ndim > len(names):
+            raise TranslationError("a learned temperature has more axes than the scores")
+        names = names[len(names) - values.ndim :]
+        return self.expressions.load(values, [self.positions[x] for x in names])
+
     def _as_tensor(self, values: Any) -> Tensor:
         device = self.call.query.device
         if is_array(values) and get_framework(values) is self.call.fw:

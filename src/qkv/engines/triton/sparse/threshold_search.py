@@ -67,10 +67,10 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = compute_product(rows, keys, start, here, F)
     s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, scales.share, F)
-    s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.given, scales.times, z, F)
+    s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
     if F.PAIRS:
         live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
-        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.given, z, F)
+        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
         read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=live, other=0)
         extra, live = apply_mask_array(read, live, scales.times, F, True)
@@ -79,7 +79,7 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
         s = tl.where(live, s, NEG_INFINITY)
     elif (t < edges[1]) | (t >= edges[2]):
         live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
-        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.given, z, F)
+        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         s = tl.where(live, s, NEG_INFINITY)
     return s
 

@@ -10,7 +10,13 @@ import triton.language as tl
 
 from qkv.engines.triton.sparse.support_lists import LIST_TILE, has_list
 from qkv.engines.triton.tile_functions import tiles
-from qkv.engines.triton.tile_functions.records import KeyRange, QueryTile, Strides, TilePosition
+from qkv.engines.triton.tile_functions.records import (
+    CapturedPointers,
+    KeyRange,
+    QueryTile,
+    Strides,
+    TilePosition,
+)
 from qkv.engines.triton.tile_functions.score_tile import apply_score_form, prepare_gate_half
 from qkv.engines.triton.tile_functions.tanh import is_disabled, load_units, locate_side, tanh_scores
 
@@ -143,6 +149,12 @@ def load_query_tile(given, steps, tile, lane, z, F):
             each = (lane * z.group + r // z.n)[:, None]
         b = each // z.hashed
         h = each % z.hashed
+    floats = given.query  # a Triton function cannot return None
+    integers = given.query
+    if given.captured_floats is not None:
+        floats = given.captured_floats
+    if given.captured_integers is not None:
+        integers = given.captured_integers
     row_a, row_b, a, cap = load_row_inputs(given, line, F)
     q = i
     if F.TANH:
@@ -155,7 +167,8 @@ def load_query_tile(given, steps, tile, lane, z, F):
     query = tiles.make_descriptor(query, z.n - first, step, F.W, F.ROWS, F.BLOCK_W, FLAT)
     rows = QueryTile(
         query, offset, q, i, a[:, None], cap[:, None], row_a[:, None], row_b[:, None], pairs, at,
-        drawn, tiles.load_width(given.width, F), b, h, given,
+        drawn, tiles.load_width(given.width, F), b, h,
+        CapturedPointers(floats, integers),
     )  # fmt: skip
     return rows, TilePosition(batch, own, shared, line, pos, inside, first, last)
 
@@ -277,7 +290,7 @@ def load_mask_tile(t, rows, keys, times, z, F, MASKED: tl.constexpr):
         here = tl.minimum(near, z.m - 1 - start)
     if MASKED:
         live = tiles.live_pairs(rows.i, j, keys.end, keys.layout, z, F)
-        live = tiles.apply_rule(live, rows.b, rows.h, rows.i, j, rows.given, z, F)
+        live = tiles.apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
     extra = j
     if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):
         if F.LAID:

@@ -119,7 +119,7 @@ SPECIALIZED_SIZES = {
 """Indices of the sizes that kernels are compiled for: heads and group; also n and rows_n."""
 
 QueryTile = namedtuple(
-    "QueryTile", "base offset held i a cap row_a row_b pairs at drawn width b h given"
+    "QueryTile", "base offset held i a cap row_a row_b pairs at drawn width b h captured"
 )
 """A tile of queries.
 
@@ -127,8 +127,11 @@ QueryTile = namedtuple(
 - held: φ(q) (ROWS, w), or a `tanh.UnitTile`. width: columns of φ.
 - (ROWS, 1) each: i position, a gate half, cap, row_a and row_b thresholds, at offset in `pairs`,
   drawn dropout hash.
-- b, h, given: batch, head and the kernel's arrays, for pair functions.
+- b, h, captured: batch, head and `CapturedPointers`, for pair functions.
 """
+
+CapturedPointers = namedtuple("CapturedPointers", "captured_floats captured_integers")
+"""The arrays that pair functions read."""
 
 TilePosition = namedtuple("TilePosition", "batch head shared line row inside first last")
 """The position of a tile: its batch, the head of each row, the head of the keys (shared), the index
