@@ -75,6 +75,22 @@ def _gaussian(w: int, wide: Any = 1.0) -> scores.Gaussian:
     return scores.Gaussian(wide * max(w / 64, 1.0) ** 0.5)
 
 
+def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs() / 8
+
+
+def _relative_bias(table: Tensor) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, k: s + table[h, q - k]
+
+
+def _bend(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where((q + k) % 3 == 0, 2 * torch.tanh(s / 2), s - 0.25 * h)
+
+
+def _sparse_pattern(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return ((q + 2 * k + h) % 3 != b % 2) | (k < 2)
+
+
 SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
     "scaled_dot": ("", lambda w: "scaled_dot"),
     "dot": ("", lambda w: "dot"),
@@ -91,8 +107,19 @@ SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
     "gated cap": ("gg", lambda w, a, b: scores.Gated(a, b, None, scores.ScaledDot(softcap=3.0))),
     "gated gaussian": ("gg", lambda w, a, b: scores.Gated(a, b, None, _gaussian(w))),
     "additive": ("hhv", lambda w, *own: scores.Additive(*own)),
-}
+    "alibi": ("s", lambda w, slopes: scores.Modified("scaled_dot", _alibi(slopes))),
+    "relative bias": ("t", lambda w, table: scores.Modified("scaled_dot", _relative_bias(table))),
+    "alibi of a bias": (
+        "st", lambda w, slopes, table: scores.Modified(
+            scores.Modified("cosine", _relative_bias(table)), _alibi(slopes)
+        ),
+    ),
+    "bent gaussian": ("", lambda w: scores.Modified(_gaussian(w), _bend)),
+    "bent gate": ("gg", lambda w, a, b: scores.Modified(scores.Gated(a, b), _bend)),
+}  # fmt: skip
 """Scores by name: the kinds of their arrays, and what makes one for rows of w numbers of these."""
+PER_HEAD = "st"
+"""Kinds of arrays that a score_mod indexes by its head."""
 WEIGHTINGS = (
     "softmax", "entmax15", "entmax", "sparsemax", "topk", "all of them", "hard", "straight",
     "average", "sigmoid", "raw", "warm",
@@ -144,16 +171,19 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     score = random.choice(tuple(SCORES))
     few_numbers = random.choice(((), (h, 1, 1))) if h > 1 else ()
     shapes = {"w": (w, w), "g": (w,), "h": (8, w), "v": (8,), "+": few_numbers}
+    shapes |= {"s": (h,), "t": (h, n + m)}
     for i, kind in enumerate(SCORES[score][0]):
         x = normal(*shapes[kind])
-        arrays[f"of the score {i}"] = x.abs() + 1 if kind == "+" else x / w**0.5
+        scaled = x if kind in PER_HEAD else x / w**0.5
+        arrays[f"of the score {i}"] = x.abs() + 1 if kind == "+" else scaled
     weighting = random.choice(WEIGHTINGS)
     if weighting == "warm":
         each = random.choice(((), (h, 1, 1) if h > 1 else (), (n, 1)))
         arrays["temperature"] = normal(*each).abs() + 0.5
     rule = random.choice(
-        ("none", "none", "causal", "window", "lengths", "bool", "float", "blocks", "all")
-    )
+        ("none", "none", "causal", "window", "lengths", "bool", "float", "blocks", "all",
+         "documents", "custom", "pattern")
+    )  # fmt: skip
     fixed: dict[str, Any] = {}
     own = random.choice(((n, m), (b, 1, 1, m), (h, n, m), (b, h, n, m), (n, 1)))
     if rule in ("float", "all"):
@@ -164,6 +194,19 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         fixed["mask"] = masks.blocks((torch.rand(-(-n // 16), -(-m // 16)) > 0.3).numpy(), 16)
     if rule in ("lengths", "all"):
         fixed["mask"] = masks.lengths(torch.randint(m + 1, (b,), generator=make, device=device))
+    elif rule == "documents":
+        axes = random.choice(((), (b,)))
+        ids, key_ids = (
+            torch.randint(4, (*axes, length), generator=make, device=device).sort(-1).values
+            for length in (n, m)
+        )
+        fixed["mask"] = masks.documents(ids, key_ids) & random.choice(
+            (masks.causal, ~masks.strided(2))
+        )
+    elif rule == "custom":
+        fixed["mask"] = masks.custom(_sparse_pattern) & masks.window(200)
+    elif rule == "pattern":
+        fixed["mask"] = masks.dilated(9, 3) | masks.global_tokens(2) | masks.strided(5)
     elif rule in ("causal", "window"):
         fixed["mask"] = masks.causal("bottom_right") if rule == "causal" else masks.window(5)
     if random.random() < 0.4:
@@ -186,7 +229,8 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         weighs = kinds.get(weighting, weighting)
         return {"score": SCORES[score][1](w, *own), "weighting": weighs} | fixed | taken
 
-    whole = few == h == 1 and rule in ("none", "causal", "window", "blocks")
+    whole = few == h == 1 and rule in ("none", "causal", "window", "blocks", "pattern")
+    whole = whole and not set(PER_HEAD) & set(SCORES[score][0])
     lead = random.choice(("", "no heads", "no axes")) if whole else ""
     if lead:  # the arrays without their axes of 1
         cut = (slice(None), 0) if lead == "no heads" else (0, 0)

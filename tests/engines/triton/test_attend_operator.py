@@ -19,6 +19,7 @@ from qkv.engines.triton.backward import backward
 from qkv.engines.triton.call_arrays import KERNEL_WEIGHTINGS
 from qkv.engines.triton.launching import launch
 from qkv.engines.triton.launching.kernel_call import LOG2E, Numbers
+from qkv.engines.triton.pair_functions import tile_lists
 from qkv.engines.triton.tile_functions.records import Arrays
 
 # NumPy, which plays the device, warns of what is not finite.
@@ -683,6 +684,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                 seen[kernel.__name__, width].add(facts[width] % facts[block] == 0)
 
     monkeypatch.setattr(launch, "launch_kernel", record)
+    monkeypatch.setattr(tile_lists, "MIN_LISTED_LENGTH", 32)
     for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
         monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
@@ -745,7 +747,11 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "ALONG": {0},  # test_weights
         "CAP": {0},  # test_engine
         "TANH": {0},  # test_exact, where all tiles are edges
-        "EDGES": {False},
+        "HAS_RULE": {False},  # test_pair_functions has them
+        "HAS_MOD": {False},
+        "RULE": {None},
+        "MOD": {None},
+        "MOD_GRADIENT": {None},
         "ENDED": {False},  # of wide rows, which have a test of their own
     }
     narrower = {
@@ -753,12 +759,15 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         ("backward_queries_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
         ("backward_mask_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
         ("backward_mask_kernel", "PAIRS"): {2},
+        **{("backward_mask_kernel", name): {False} for name in ("TILED", "EDGES", "SKIPS_PAIRS")},
     }
     fixed = {
         "backward_queries_kernel": {"PACKED"},
         "backward_mask_kernel": {"PACKED", "TMA", "LAID"},
     }
     for (kernel, name), values in seen.items():
+        if kernel in ("classify_tiles_kernel", "write_tile_lists_kernel"):  # test_tile_lists
+            continue
         want = narrower.get((kernel, name), every.get(name, both))
         if (kernel, name) in {("centre_kernel", "D"), ("merge_kernel", "D")}:
             continue
@@ -773,6 +782,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "backward_queries_kernel",
         "backward_mask_kernel",
         "clear_kernel",
+        "classify_tiles_kernel",
+        "write_tile_lists_kernel",
         "repair_kernel",
         "repair_queries_kernel",
     }

@@ -448,7 +448,9 @@ def test_arrays_of_other_strides_have_launches_of_their_own(counted):
 def test_a_gradient_with_a_destination_uses_no_workspace():
     query, key, value = arrays_of(0)
     with workspace.record_launches() as notes:
-        grads = backward._allocate_gradients(Arrays(query, key, value), True, True, False, value)
+        grads = backward._allocate_gradients(
+            Arrays(query, key, value), True, True, False, dvalue=value
+        )
     assert [x.shape for x in notes.buffers] == [query.shape, key.shape] and grads.value is value
 
 

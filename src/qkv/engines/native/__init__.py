@@ -19,7 +19,20 @@ NAME = "native"
 ProjectedAttention = Callable[..., tuple[Array, Array | None] | None]
 
 
+def shape_based_reason(call: Call) -> str | None:
+    """Return why another engine is faster, if no array value decides: reading one waits."""
+    if call.fw.name != "torch" or _unsupported_kind_reason(call):
+        return None
+    reason: str | None = _select_backend(call).tiled_reason(call)
+    return reason
+
+
 def unsupported_reason(call: Call) -> str | None:
+    return _unsupported_kind_reason(call) or _select_backend(call).unsupported_reason(call)
+
+
+def _unsupported_kind_reason(call: Call) -> str | None:
+    """Return why the fused kernels do not support this kind of call; no array value decides."""
     if call.fw.name not in ("torch", "jax"):
         return f"{call.fw.name} has no fused attention kernel"
     reason = not_softmax_dot_reason(call)
@@ -31,7 +44,7 @@ def unsupported_reason(call: Call) -> str | None:
         return "fused kernels draw their own random numbers and ignore a seed"
     if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "an array is empty"
-    return _select_backend(call).unsupported_reason(call)  # type: ignore[no-any-return]
+    return None
 
 
 def slower_reason(call: Call) -> str | None:

@@ -24,8 +24,8 @@ from qkv.engines.native.softmax_dot import MIN_MANY_KEYS, effective_scale
 from qkv.engines.triton_import import has_triton
 from qkv.frameworks import threads, tree
 from qkv.frameworks.torch import HALF_DTYPES, is_dtensor, is_finite
-from qkv.masks import is_plain_causal
-from qkv.masks.band import Band
+from qkv.masks import Mask, is_plain_causal
+from qkv.masks.base import ArrayMask, CompoundMask
 from qkv.util.types import Array, Arrays, Gradients
 
 QUERIES_PER_CORE = 32
@@ -68,8 +68,8 @@ def slower_reason(call: Call) -> str | None:
     has_row_bias = call.bias is not None and known(call.bias.shape[-1] == 1) and known(call.m > 1)
     if has_row_bias and call.fw.needs_gradient((call.bias,)):
         return "a bias per row does not change the weights; its gradient would be rounding error"
-    if _is_faster_tiled(call) and import_triton_engine().unsupported_reason(call) is None:
-        return "triton skips masked tiles of a large mask and is faster"
+    if reason := tiled_reason(call):
+        return reason
     if not (is_short and is_plain_causal(call.rule) and call.query.dtype in HALF_DTYPES):
         return None
     if (
@@ -83,19 +83,34 @@ def slower_reason(call: Call) -> str | None:
     )
 
 
+def tiled_reason(call: Call) -> str | None:
+    """Return the reason if our CUDA kernels are faster, given the mask and the size."""
+    if not (is_on_device(call) and _is_faster_tiled(call)):
+        return None
+    if import_triton_engine().unsupported_reason(call) is not None:
+        return None
+    return "triton skips masked tiles of a large mask and is faster"
+
+
 def _is_faster_tiled(call: Call) -> bool:
     """Return whether our CUDA kernels are faster, given the mask and the size.
 
-    PyTorch is faster for few queries, and for wide float32 with a gradient unless the mask is a
-    band.
+    PyTorch is faster for few queries, and for wide float32 with a gradient under an array.
     """
     if (call.bias is None and (call.rule is None or is_plain_causal(call.rule))) or call.n < 16:
         return False
     if not call.fw.needs_gradient((call.query, call.key, call.value)):
         return call.n * call.m >= MIN_TILED_SCORES
-    is_dense_mask = call.bias is not None or not isinstance(call.rule, Band)
+    is_dense_mask = call.bias is not None or _holds_array(call.rule)
     is_slow = is_dense_mask and call.query.dtype not in HALF_DTYPES and call.query.shape[-1] > 64
     return call.n * call.m >= MIN_TILED_GRADIENT_SCORES and not is_slow
+
+
+def _holds_array(rule: Mask | None) -> bool:
+    """Return whether an array of pairs is part of the rule."""
+    if isinstance(rule, CompoundMask):
+        return any(map(_holds_array, rule.operand_masks))
+    return isinstance(rule, ArrayMask)
 
 
 def describe(call: Call) -> str:

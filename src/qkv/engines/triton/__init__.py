@@ -28,14 +28,17 @@ from qkv.engines.triton.call_arrays import (
     is_16bit_gaussian,
     is_shift_sensitive,
     kernel_lowering,
+    rule_translation_error,
     split_mask,
+    split_score,
+    translate_functions,
 )
 from qkv.engines.triton_import import triton_missing_reason
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
 from qkv.masks.band import Band
 from qkv.masks.base import ArrayMask
-from qkv.scores import Additive, Cosine, Dot, Gaussian, Multiplicative, ScaledDot
+from qkv.scores import Additive, Cosine, Dot, Gaussian, Modified, Multiplicative, ScaledDot
 from qkv.scores.distance import ExpandedGaussian
 from qkv.util.caches import create_table
 from qkv.util.types import Array
@@ -85,6 +88,8 @@ def unsupported_reason(call: Call) -> str | None:
     reason = _mask_too_large_reason(call, split_mask(call))
     if reason:
         return reason
+    if isinstance(call.score, Modified):
+        return _score_mod_reason(call)
     if _is_plain_additive(call):
         return None
     found = kernel_lowering(call)
@@ -103,6 +108,28 @@ def unsupported_reason(call: Call) -> str | None:
     return None
 
 
+def _score_mod_reason(call: Call) -> str | None:
+    """Return why the kernels do not support the score_mods of a call, or the score inside."""
+    from qkv.engines.triton.pair_functions.functions import TranslationError
+
+    inner, score_mods = split_score(call)
+    if call.fw.is_traced(call.query):
+        return "a traced graph holds no functions, so score_mod is not compiled into the kernels"
+    weighting = call.weighting
+    if is_array(getattr(weighting, "temperature", 1.0)):
+        weighting = Softmax()
+    reason = unsupported_reason(replace(inner, weighting=weighting))
+    if reason is None and isinstance(lowering := kernel_lowering(inner), str):
+        reason = lowering
+    if reason:
+        return reason
+    try:
+        translate_functions(inner, split_mask(call), score_mods)
+    except TranslationError as error:
+        return f"score_mod has no translation to Triton: {error}"
+    return None
+
+
 def _is_plain_additive(call: Call) -> bool:
     """Return whether the additive kernels support the call: softmax, with bands and lengths only.
 
@@ -115,12 +142,18 @@ def _is_plain_additive(call: Call) -> bool:
     return bool(cool and not bounds.rules and bounds.layout is None)
 
 
-def _mask_too_large_reason(call: Call, bounds: MaskBounds) -> str | None:
-    """Return why the mask is too large to be expanded to an array; None: it is not."""
+def _mask_too_large_reason(
+    call: Call, bounds: MaskBounds, mask_as_array: bool = False
+) -> str | None:
+    """Return why the mask is too large to be expanded to an array; None: it is not.
+
+    With `mask_as_array`, this includes the rules that kernels evaluate otherwise.
+    """
     whole = isinstance(call.score, Gaussian) and is_shift_sensitive(call)  # each query adds to it
     leads = [
         x.values.shape[:-2] if isinstance(x, ArrayMask) and not whole else call.lead
         for x in bounds.rules
+        if mask_as_array or rule_translation_error(call, x) is not None
     ]
     pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
     if pairs > MAX_MASK_PAIRS:
@@ -154,7 +187,14 @@ def describe(call: Call) -> str:
             f"tanh by up to {TANH_FUNCTION_PAIRS} pairs of functions, error at most "
             f"{TANH_ERROR:.1g}; exact tanh beyond their range"
         )
-    return "dot products tile by tile, no n × m matrix"
+    parts = ["dot products tile by tile, no n × m matrix"]
+    if isinstance(call.score, Modified):
+        parts.append("score_mod compiled into the kernels")
+    for rule in split_mask(call).rules:
+        reason = None if isinstance(rule, ArrayMask) else rule_translation_error(call, rule)
+        if reason is not None:
+            parts.append(f"{rule!r} read as an array: {reason}")
+    return "; ".join(parts)
 
 
 def run(call: Call) -> tuple[Array, Array | None, None]:
@@ -372,6 +412,7 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         or bounds != supported_bounds
         or call.dropout
         or unsupported_reason(call)
+        or _mask_too_large_reason(call, bounds, mask_as_array=True)
     ):
         return None
     learned = call.bias is not None and call.fw.needs_gradient([call.bias])
@@ -380,7 +421,7 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         return None
     from qkv.engines.triton import attend_operator, weights
 
-    arrays, numbers, _ = build_kernel_arrays(call, False)
+    arrays, numbers, _ = build_kernel_arrays(call, False, mask_as_array=True)
     out, lse, _ = attend_operator.attend(*arrays, *numbers)
     how = (numbers.scale, numbers.upper, mean, arrays.pairs, numbers.times)
     alpha = weights.compute_weights(arrays.query, arrays.key, lse.detach(), *how)

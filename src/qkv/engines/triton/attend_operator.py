@@ -24,6 +24,11 @@ Query head h uses key head h // (H // Hₖ). key_bias (B, Hₖ, m), gate_query (
 e = 1/(alpha − 1). `topk` reads the smallest chosen score from row_a and its position from row_b
 (int32): equal scores count up to that position. Their gradients are part of those of the scores.
 
+*Functions.* `functions` (`pair_functions.functions.PairFunctions`) excludes pairs by their
+positions, and changes the scores before `pairs` is added. They read `captured_floats` and
+`captured_integers`, whose lengths are `captured_numbers`. A score_mod gets the scores in base e,
+before `times`.
+
 *Row sums.* With `whole`, the score gradients of each row add up to 0 exactly. A gradient that
 multiplies whole rows (a learned temperature) needs that.
 
@@ -46,15 +51,17 @@ from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.torch_operator import refuse_second_derivative, register_operator
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
 
-PAIRS_INDEX, CAPS_INDEX = map(Arrays._fields.index, ("pairs", "caps"))
+PAIRS_INDEX, CAPS_INDEX, CAPTURED_INDEX = map(
+    Arrays._fields.index, ("pairs", "caps", "captured_floats")
+)
 
 
 _attend_backward = register_operator(
     backward.fake_gradients,
     refuse_second_derivative,
     schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {SCHEMA_ARGUMENTS}, "
-    "bool for_queries, bool for_keys, bool for_pairs) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool for_queries, bool for_keys, bool for_pairs, bool for_captured) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(replay_launches(backward.attend_backward))
 
 
@@ -80,10 +87,10 @@ def _compute_gradients(
         any(needs[i] for i in (0, 4, CAPS_INDEX)),
         any(needs[i] for i in (1, 2, 3, 5)),
     )
-    wishes = (for_queries, for_keys, needs[PAIRS_INDEX])
+    wishes = (for_queries, for_keys, needs[PAIRS_INDEX], needs[CAPTURED_INDEX])
     found = _attend_backward(along, along_lse, out, kept, *inputs, *ctx.numbers, *wishes)
     grads: list[Tensor | None] = [None] * len(needs)
-    for at, x in zip((*range(6), PAIRS_INDEX, CAPS_INDEX), found, strict=True):
+    for at, x in zip((*range(6), PAIRS_INDEX, CAPS_INDEX, CAPTURED_INDEX), found, strict=True):
         grads[at] = x if needs[at] else None
     return tuple(grads)
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from qkv.frameworks import is_array, tree
 from qkv.masks.band import Band
 from qkv.masks.base import AndMask, ArrayMask, Mask
 from qkv.masks.sequences import Blocks, Lengths
-from qkv.scores import Additive, Cosine, Gated, Gaussian, ScaledDot, Score
+from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, ScaledDot, Score
 from qkv.scores.additive import SeparableAdditive
 from qkv.scores.base import DotProductForm
 from qkv.scores.distance import ExpandedGaussian
@@ -65,14 +66,10 @@ def as_aligned_rows(call: Call, x: Any, heads: int) -> Any:
     return align_rows(as_four_axes(call, x.float(), heads))
 
 
-SEARCHED_WEIGHTINGS = (Entmax, Sparsemax, TopK, Hard)
-"""Weightings with a search over the whole row first; that search does not support layouts."""
-
-
 class MaskBounds(NamedTuple):
     """The parts of a mask: lower ≤ j − i ≤ upper, j < lengths, a layout of blocks, other rules.
 
-    The other rules are read as one array.
+    Arrays among the other rules are read as one array. The rest is translated to Triton.
     """
 
     lower: int | None = None
@@ -107,14 +104,75 @@ def _split_rule(call: Call, rule: Mask) -> MaskBounds:
         valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
         batch, _ = batch_and_heads(call)
         return MaskBounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
-    searched = type(call.weighting) in SEARCHED_WEIGHTINGS
-    if isinstance(rule, Blocks) and rule.layout.ndim == 2 and not searched:
+    if isinstance(rule, Blocks) and rule.layout.ndim == 2:
         size = rule.size[0]
         if size == rule.size[1]:
             layout: Any = call.fw.cached_constant(rule.layout, call.query, "bool")
             layout = layout[: -(-call.n // size), : -(-call.m // size)].contiguous()
             return MaskBounds(layout=layout, layout_size=size)
     return MaskBounds(rules=(rule,))
+
+
+def split_score(call: Call) -> tuple[Call, tuple[Callable[..., Any], ...]]:
+    """Return the call with the score inside of `Modified`, and the score_mods, the first first."""
+    score_mods: list[Callable[..., Any]] = []
+    while isinstance(call.score, Modified):
+        score_mods.insert(0, call.score.score_mod)
+        call = replace(call, score=call.score.score)
+    return call, tuple(score_mods)
+
+
+class TranslatedCall(NamedTuple):
+    """The functions of a call in Triton and what they capture, and the rules left for an array."""
+
+    functions: Any = None
+    captured: Any = None
+    array_rules: tuple[Mask, ...] = ()
+
+
+def translate_functions(
+    call: Call, bounds: MaskBounds, score_mods: Sequence[Callable[..., Any]] = ()
+) -> TranslatedCall:
+    """Translate rules and score_mods; a rule without a translation becomes an array.
+
+    A learned temperature (…, n or 1, 1) divides the scores after the score_mods.
+    Raise TranslationError if a score_mod has no translation.
+    """
+    from qkv.engines.triton.pair_functions.functions import TranslationError, translate_call
+
+    if not score_mods and (call.fw.is_traced(call.query) or not bounds.rules):
+        return TranslatedCall(array_rules=bounds.rules)
+    temperature: Any = getattr(call.weighting, "temperature", None)
+    temperature = temperature if score_mods and is_array(temperature) else None
+    fixed = tuple(x for x in bounds.rules if isinstance(x, ArrayMask))
+    rules = tuple(x for x in bounds.rules if not isinstance(x, ArrayMask))
+    if not (rules or score_mods):
+        return TranslatedCall(array_rules=fixed)
+    try:
+        return TranslatedCall(*translate_call(call, rules, score_mods, temperature), fixed)
+    except TranslationError:
+        able = tuple(x for x in rules if rule_translation_error(call, x) is None)
+        if len(able) == len(rules):  # a score_mod has none
+            raise
+    fixed += tuple(x for x in rules if x not in able)
+    if not (able or score_mods):
+        return TranslatedCall(array_rules=fixed)
+    return TranslatedCall(*translate_call(call, able, score_mods, temperature), fixed)
+
+
+def rule_translation_error(call: Call, rule: Mask) -> str | None:
+    """Return why a rule is not evaluated in the kernels but read as an array; None: it is."""
+    from qkv.engines.triton.pair_functions.functions import TranslationError, translate_call
+
+    if isinstance(rule, ArrayMask):
+        return "an array is read as it is"
+    if call.fw.is_traced(call.query):
+        return "a traced graph holds no functions"
+    try:
+        translate_call(call, (rule,), ())
+    except TranslationError as error:
+        return str(error)
+    return None
 
 
 def build_mask_array(call: Call, bounds: MaskBounds) -> Array | None:
@@ -284,12 +342,17 @@ def needs_merged_squares(call: Call) -> bool:
     return gated or (isinstance(call.score, Gaussian) and shape[-2:-1] not in ((), (1,)))
 
 
-def call_with_form(call: Call) -> tuple[Call, DotProductForm]:
-    """Return the call and its score's form, in float32 if squares are columns of φ and ψ."""
+def call_with_form(call: Call, is_modified: bool = False) -> tuple[Call, DotProductForm]:
+    """Return the call and its score's form, in float32 if squares are columns of φ and ψ.
+
+    If the score `is_modified` by a score_mod, the form has no offset, which would come too late.
+    """
     if not needs_merged_squares(call):
         found = kernel_lowering(call)
         assert not isinstance(found, str)
-        return call, build_dot_product_form(call, found[0])
+        form = build_dot_product_form(call, found[0])
+        if not is_modified or form.offset is None:
+            return call, form
     wide = call.upcast()
     found = call.lowering
     if wide is not call:  # 16 bits: without reading values
@@ -365,27 +428,43 @@ def is_16bit(call: Call) -> bool:
 
 def is_16bit_gaussian(call: Call) -> bool:
     """Return whether the call is a Gaussian of 16-bit rows: its form does not depend on values."""
-    return is_16bit(call) and isinstance(kernel_lowering(call)[0], ExpandedGaussian)
+    call, score_mods = split_score(call)
+    if not is_16bit(call) or score_mods:
+        return False
+    return isinstance(kernel_lowering(call)[0], ExpandedGaussian)
 
 
-def build_kernel_arrays(call: Call, expanded: bool) -> tuple[Any, Any, Array | None]:
+def build_kernel_arrays(
+    call: Call, expanded: bool, mask_as_array: bool = False
+) -> tuple[Any, Any, Array | None]:
     """Return the `Arrays` and `Numbers` for `attend_operator.attend`, and the row offsets.
 
-    The offsets (B, H, n, 1) are what the form leaves out of each row's log-sum-exp.
+    The offsets (B, H, n, 1) are what the form leaves out of each row's log-sum-exp. With
+    `mask_as_array`, no rule of the mask is evaluated in the kernels.
     """
     from qkv.engines.triton.launching.kernel_call import Numbers
     from qkv.engines.triton.tile_functions.records import Arrays
 
-    bounds, score = split_mask(call), cast(Any, call.score)
+    bounds, (call, score_mods) = split_mask(call), split_score(call)
+    translated = TranslatedCall(array_rules=bounds.rules)
+    if not mask_as_array:
+        translated = translate_functions(call, bounds, score_mods)
+    bounds = bounds._replace(rules=translated.array_rules)
+    learned = getattr(call.weighting, "temperature", None)
+    if score_mods and is_array(learned):  # the translated functions divide by it
+        call = replace(call, weighting=Softmax())
+    score = cast(Any, call.score)
+    expanded = expanded and not score_mods
     expanded = expanded and not is_array(score.bandwidth) and not needs_merged_squares(call)
     if not expanded:
-        call, form = call_with_form(call)
+        call, form = call_with_form(call, bool(score_mods))
     weighting: Any = call.weighting
     temperature: Any = getattr(weighting, "temperature", 1.0)
     share, cap = 1.0 if is_array(temperature) else 1 / temperature, compiled_cap(call)
+    before = 1.0 if score_mods else share  # a score_mod gets the scores without temperature
     if expanded:
         form = expanded_form(call, score.bandwidth, share)
-    scale = form.scale * share
+    scale = form.scale * before
     caps: Any = None
     if cap < 0:
         form, caps = capped_form(call, form)
@@ -403,7 +482,7 @@ def build_kernel_arrays(call: Call, expanded: bool) -> tuple[Any, Any, Array | N
             few, bias = heads, calls.repeat_shared_heads(call, bias)
         bias = (
             bias
-            if expanded and not is_array(temperature)
+            if score_mods or (expanded and not is_array(temperature))
             else divide_by_temperature(bias, temperature)
         )
     query, key = as_four_axes(call, form.query, heads), as_four_axes(call, form.key, few)
@@ -413,10 +492,11 @@ def build_kernel_arrays(call: Call, expanded: bool) -> tuple[Any, Any, Array | N
         as_aligned_rows(call, form.gate_key, few),
     )
     lower, upper, lengths, layout, size, _ = bounds
+    functions, captured, _ = translated
     pairs: Any = build_mask_array(call, bounds)
     added = pairs is not None and pairs.is_floating_point()
-    if added and is_array(temperature):
-        pairs = scale_mask_array(call, pairs, temperature)
+    if added and is_array(learned):
+        pairs = scale_mask_array(call, pairs, learned)
     if is_shift_sensitive(call):
         pairs = add_row_offsets(call, pairs, form.offset)
     elif added and pairs.shape[-1] == 1 and not call.wants_lse:
@@ -427,9 +507,16 @@ def build_kernel_arrays(call: Call, expanded: bool) -> tuple[Any, Any, Array | N
         scale, KERNEL_WEIGHTINGS[type(weighting)], float(chosen), lower, upper, size,
         is_array(temperature) or cap < 0,
         share, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
-        cap * share if cap > 0 else cap,
+        cap * before if cap > 0 else cap,
+        functions,
+        None if captured is None else captured.numbers,
     )  # fmt: skip
     arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
+    if captured is not None:
+        floats = captured.floats
+        if floats is not None and isinstance(weighting, Hard):
+            floats = floats.detach()
+        arrays = arrays._replace(captured_floats=floats, captured_integers=captured.integers)
     offset = form.offset if call.wants_lse else None
     offset = as_aligned_rows(
         call, None if offset is None else divide_by_temperature(offset, temperature), heads

@@ -123,7 +123,7 @@ def _additive_backward(
             moved = cut(grad_lse, ours)
             dphi, dpsi, _, dbias, *_ = backward.attend_backward(
                 cut(grad, ours), moved, cut(out, ours), cut(kept, (slice(None), *ours)),
-                *arrays, *numbers, True, True, False, known=cut(centre, ours),
+                *arrays, *numbers, True, True, False, False, known=cut(centre, ours),
                 dvalue=cut(dvalue, theirs),
             )  # fmt: skip
             into = cut(da, ours), cut(db, theirs), cut(others, slice(*ends[i : i + 2]))

@@ -13,6 +13,7 @@ from qkv.engines.triton.backward import (
     backward_keys,
     backward_mask,
     backward_queries,
+    captured_gradients,
     wide_gradients,
 )
 from qkv.engines.triton.launching import launch, precompile, workspace
@@ -34,6 +35,7 @@ class Gradients(NamedTuple):
     gate_key: Tensor
     pairs: Tensor
     caps: Tensor
+    captured_floats: Tensor
 
 
 class BackwardState(NamedTuple):
@@ -51,16 +53,19 @@ def attend_backward(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any,
     known: Tensor | None = None, dvalue: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of query, key, value, key_bias, gate_query, gate_key, pairs, caps.
+    """Return the gradients: the fields of `Gradients`.
 
     `along` is ∂L/∂out; `along_lse`, for softmax and top-k, is ∂L/∂lse. `rest` holds the arguments
-    of `attend_forward`, then three booleans: gradients for queries, for keys, for pairs. A gradient
-    that is not needed is an empty array. `known` is `compute_centre(along, along_lse, out)`, if the
-    caller has it. If `dvalue` is given, the gradient of the values is written into it.
+    of `attend_forward`, then four booleans: gradients for queries, for keys, for pairs, for
+    `captured_floats`. A gradient that is not needed is an empty array. `known` is
+    `compute_centre(along, along_lse, out)`, if the caller has it. If `dvalue` is given, the
+    gradient of the values is written into it.
     """
-    *given, for_queries, for_keys, for_pairs = rest
+    *given, for_queries, for_keys, for_pairs, for_captured = rest
     call = KernelCall(*round_query(given))
-    grads = _allocate_gradients(given, for_queries, for_keys, for_pairs, dvalue)
+    grads = _allocate_gradients(
+        given, for_queries, for_keys, for_pairs, for_captured, dvalue=dvalue
+    )
     if out.numel() == 0 or call.m == 0:
         for x in grads:
             x.zero_()
@@ -69,13 +74,15 @@ def attend_backward(
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     broad = call.w > launch.MAX_BACKWARD_TILE_WIDTH or call.d > launch.MAX_BACKWARD_TILE_WIDTH
     call.constexprs = call.constexprs | {"CENTRED": centred}
-    bent = call.gate_query is not None or call.constexprs["CAP"]
+    bent = call.gate_query is not None or call.constexprs["CAP"] or call.constexprs["HAS_MOD"]
     fused = call.weighting == "entmax" and for_queries and not broad and not bent
     fused = fused and _split_query_loop(call, call.choose_tile("to_queries", call.n))[0] == 1
     # Softmax's centre comes from the rounded output. That is precise enough unless the sum of a
     # row's gradients matters: for a temperature, a gate of few rows, or a single row.
     few = call.n <= (launch.MAX_PACKED_ROWS if call.gate_query is not None else 1)
     whole = call.weighting == "entmax" or few or call.needs_exact_row_sums
+    if for_captured and call.functions is not None:  # sums over keys of a row
+        whole = whole or any("k" not in x.positions for x in call.functions.captured)
     near = fused or not whole
     way = BackwardState(call, along, None, kept, grads, broad and call.weighting != "average")
     way = way._replace(centre=_row_centre(way, along_lse, out, near, known))
@@ -83,6 +90,10 @@ def attend_backward(
         way = way._replace(centre=_launch_queries(way, fused))
     if for_pairs and call.weighting != "average":
         backward_mask.fill_mask_gradient(call, along, way.centre, kept, grads.pairs)
+    if for_captured and call.weighting != "average":
+        captured_gradients.fill_captured_gradient(
+            call, along, way.centre, kept, grads.captured_floats
+        )
     if call.weighting == "average":
         for x in (*grads[:2], *grads[3:]):
             x.zero_()
@@ -120,7 +131,7 @@ def units_backward(
     """
     call.constexprs = call.constexprs | {"CENTRED": True}
     none = dvalue  # placeholder for gradients that do not exist; it is not written
-    way = BackwardState(call, along, centre, kept, Gradients(*sums, dvalue, *[none] * 5), True)
+    way = BackwardState(call, along, centre, kept, Gradients(*sums, dvalue, *[none] * 6), True)
     _launch_keys(way)
     return _launch_queries(way)
 
@@ -138,13 +149,15 @@ def _launch_both_sides(way: BackwardState, for_queries: bool, for_keys: bool) ->
 
 def _allocate_gradients(
     given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool,
-    dvalue: Tensor | None = None,
+    for_captured: bool = False, *, dvalue: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Return empty arrays for the gradients; of size 0 for those that are not needed."""
     keys = for_keys, for_keys and dvalue is None, for_keys
-    needed = (for_queries, *keys, for_queries, for_keys, for_pairs, for_queries)
+    needed = (
+        for_queries, *keys, for_queries, for_keys, for_pairs, for_queries, for_captured,
+    )  # fmt: skip
     arrays = Arrays(*given[:ARRAY_COUNT])
-    learned = (*arrays[:6], arrays.pairs, arrays.caps)
+    learned = (*arrays[:6], arrays.pairs, arrays.caps, arrays.captured_floats)
     made = Gradients(
         *(
             arrays.query.new_empty((0,))
@@ -159,7 +172,7 @@ def _allocate_gradients(
 def fake_gradients(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
 ) -> Gradients:
-    return _allocate_gradients(rest, *rest[-3:])
+    return _allocate_gradients(rest, *rest[-4:])
 
 
 def _row_centre(

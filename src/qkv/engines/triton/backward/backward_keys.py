@@ -51,7 +51,9 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
     dk, dv, dbias, dgate = state
     given, back, ds_out, scales, steps = call
     QUICK: tl.constexpr = F.QUICK and not MASKED
-    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
+    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not (F.QUICK or F.SKIPS_PAIRS))
+    b = head.lane // z.hashed
+    h = head.lane % z.hashed
     for t in tl.range(lo, hi):
         start, near = tile_positions(t, head.at, F.ROWS, F)
         i = (start + near)[None, :]
@@ -60,8 +62,9 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
         if MASKED:
             here = tl.minimum(near, z.n - 1 - start)
             live = tiles.live_pairs(i, own.j, own.end, given.layout, z, F)
+            live = tiles.apply_rule(live, b, h, i, own.j, given, z, F)
         extra = i
-        if F.PAIRS:
+        if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):
             if F.LAID:
                 read = tl.trans(head.pairs.load([start, own.first]))  # (COLS, ROWS)
             else:
@@ -98,7 +101,7 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
             gated, steep, bend = score_tile.apply_score_form(
                 x, scales.scale, own.bias, a[None, :], own.b, cap[None, :], F.BASE, F
             )
-            s = gated
+            s = score_tile.modify_scores(gated, b, h, i, own.j, given, scales.times, z, F)
             peak = top[None, :]
             if QUICK:
                 peak = peak - extra
@@ -121,6 +124,7 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
             if F.DROP:
                 dp = dp * keep
             ds = score_tile.score_gradients(p, lean, dp, middle[None, :], share[None, :], F)
+            ds = score_tile.modified_gradients(ds, gated, b, h, i, own.j, given, scales.times, z, F)
             logit, _, ds = score_tile.product_gradients(
                 ds, live, gated, steep, bend, scales.scale, F, RULED
             )
@@ -246,9 +250,8 @@ def backward_keys_kernel(
     if F.GATE:
         there = given.gate_key + batch * steps.gate_b + head * steps.gate_h
         b = score_tile.prepare_gate_half(tl.load(there + first + here), F.FAST)[:, None]
-    if F.LAYOUT:
-        at += tl.cast(tile, tl.int64) * z.at_columns
-        lo, inner_lo, inner_hi, hi = tiles.listed_tiles(counts, tile, given.lengths)
+    if F.TILED:  # each head of the group has its own list
+        lo, inner_lo, inner_hi, hi = 0, 0, 0, 0
     else:
         last = tl.minimum(first + F.COLS, end) - 1
         lo, inner_lo, inner_hi, hi = tiles.visible_tiles(
@@ -262,7 +265,7 @@ def backward_keys_kernel(
                 inner_hi = inner_lo
     if F.EDGES:
         inner_hi = lo
-    if F.SPLIT:
+    if F.SPLIT and not F.TILED:
         lo, inner_lo, inner_hi, hi = tiles.clip_to_part((lo, inner_lo, inner_hi, hi), part, z.span)
     state = zero_key_gradients(F)
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
@@ -282,14 +285,22 @@ def backward_keys_kernel(
             listing += (lane * ((z.m + LIST_TILE - 1) // LIST_TILE) + tile) * z.at_columns
             inner_hi = 0
             hi = (tl.load(listing).to(tl.int32) + F.ROWS - 1) // F.ROWS
+        if F.TILED:
+            line = (batch * z.list_b + (head * z.group + g) * z.list_h).to(tl.int32)
+            line = line * ((z.m + F.COLS - 1) // F.COLS) + tile
+            listing += tl.cast(line, tl.int64) * z.at_columns
+            edges = tiles.listed_tiles(counts, line)
+            if F.SPLIT:
+                edges = tiles.clip_to_part(edges, part, z.span)
+            lo, inner_lo, inner_hi, hi = edges
         queries = locate_queries(given, back, listing, pair, g, first, steps, z, F)
-        if F.UPPER and not F.LAYOUT and not F.EDGES:
+        if F.UPPER and not F.TILED and not F.EDGES:
             state = accumulate_key_gradients(state, own, queries, call, z, lo, inner_lo, F, True)
         if not F.EDGES:
             state = accumulate_key_gradients(
                 state, own, queries, call, z, inner_lo, inner_hi, F, False
             )
-        if F.LOWER or F.UNEVEN or F.LAYOUT or F.EDGES or (F.CUT and not F.UPPER):
+        if F.LOWER or F.UNEVEN or F.TILED or F.EDGES or (F.CUT and not F.UPPER):
             state = accumulate_key_gradients(state, own, queries, call, z, inner_hi, hi, F, True)
     dk, dv, db, dg = state
     if F.QUICK:
@@ -321,6 +332,6 @@ def backward_keys_kernel(
         if F.BIAS:
             tl.store(dbias + line, db, mask=stored)
         if F.GATE:
-            if F.WEIGHTING == "softmax":
+            if F.WEIGHTING == "softmax" and not F.HAS_MOD:
                 dg = dg * LN2
             tl.store(dgate + line, dg, mask=stored)

@@ -20,6 +20,7 @@ from qkv.engines.triton.tile_functions.score_tile import (
     SavedRows,
     is_all_finite,
     load_row_statistics,
+    modify_scores,
     score_gradients,
     tile_weights,
 )
@@ -153,6 +154,7 @@ def backward_mask_kernel(
             there = rows.pairs + at_j * tl.cast(steps.p_m, tl.int64)
             read = tl.load(there + offset, mask=live, other=0)
             extra, live = tiles.apply_mask_array(read, live, scales.times, F, True)
+        live = tiles.apply_rule(live, rows.b, rows.h, rows.i, j, given, z, F)
         top, share, middle = load_row_statistics(back, spot.line, F)
         x, _ = compute_product(rows, keys, at_j, here_j, F)
         at, value, at_value = spot.line * F.D, keys.value + at_j * keys.v_m, here_j * keys.v_m
@@ -166,6 +168,7 @@ def backward_mask_kernel(
             v = tiles.load_rows(value, at_value, F.D, F.BLOCK_D)  # (COLS, d)
             dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
         s, _, _ = compute_tile_scores(x, rows, keys, at_j, here_j, scales.scale, F.BASE, F)
+        s = modify_scores(s, rows.b, rows.h, rows.i, j, given, scales.times, z, F)
         p, lean = tile_weights(
             s + extra, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b,
             scales.alpha, F, True,

@@ -17,6 +17,8 @@ from qkv.engines.triton.tile_functions.score_tile import (
     SavedRows,
     is_all_finite,
     load_row_statistics,
+    modified_gradients,
+    modify_scores,
     product_gradients,
     remaining_scale,
     score_gradients,
@@ -36,14 +38,14 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
     dq, one, two, lean_keys = state
     do, top, share, middle, slopes, along = back
     QUICK: tl.constexpr = F.QUICK and not MASKED
-    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
+    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not (F.QUICK or F.SKIPS_PAIRS))
     for t in tl.range(lo, hi):
         start, j, here, live, extra = load_mask_tile(t, rows, keys, scales.times, z, F, MASKED)
         x, k = compute_product(rows, keys, start, here, F)
         gated, steep, bend = compute_tile_scores(
             x, rows, keys, start, here, scales.scale, F.BASE, F
         )
-        s = gated
+        s = modify_scores(gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
         peak = top
         if QUICK:
             peak = top - extra
@@ -74,6 +76,9 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
             lean_keys = tl.dot(lean.to(k.dtype), k, lean_keys, input_precision=F.PRECISION)
         else:
             ds = score_gradients(p, lean, dp, middle, share, F)
+            ds = modified_gradients(
+                ds, gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F
+            )
             logit, own, ds = product_gradients(ds, live, gated, steep, bend, scales.scale, F, RULED)
             if F.GATE:
                 one += tl.sum(logit, 1)[:, None]
@@ -133,7 +138,7 @@ def backward_queries_kernel(
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, LEAN_COLUMNS), dtype=tl.float32),
     )
-    if F.LOWER and not F.LAYOUT and not F.EDGES:
+    if F.LOWER and not F.TILED and not F.EDGES:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, lo, inner_lo, F, True
         )
@@ -147,7 +152,7 @@ def backward_queries_kernel(
         dq = tl.where(good, dq, 0.0)
         state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lean_keys)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
-    if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
+    if F.UPPER or F.CUT or F.TILED or F.EDGES or F.QUICK:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, inner_hi, hi, F, True
         )
@@ -171,7 +176,7 @@ def backward_queries_kernel(
             dq = dq - rest * lean_keys
             tl.store(one_out + line[:, None], middle + rest, mask=spot.inside[:, None])
         if F.GATE:
-            if F.WEIGHTING == "softmax":
+            if F.WEIGHTING == "softmax" and not F.HAS_MOD:
                 one = one * LN2
             tl.store(one_out + line, one, mask=spot.inside)
         if F.CAP < 0:

@@ -27,8 +27,13 @@ from qkv.engines.triton.tile_functions.program import (
     load_mask_tile,
     rows_per_lane,
 )
-from qkv.engines.triton.tile_functions.records import NarrowSizes
-from qkv.engines.triton.tile_functions.score_tile import is_all_finite, is_in_top_k, tile_weights
+from qkv.engines.triton.tile_functions.records import NARROW_SIZES
+from qkv.engines.triton.tile_functions.score_tile import (
+    is_all_finite,
+    is_in_top_k,
+    modify_scores,
+    tile_weights,
+)
 from qkv.engines.triton.tile_functions.tiles import INFINITY, LN2, LOG2E, NEG_INFINITY, jit_kernel
 from qkv.util.caches import memoize
 
@@ -42,7 +47,7 @@ def pool_tiles(
     CAREFUL ignores NaN in excluded values, and pools only `some` columns: (pointer, count).
     """
     acc, top, total = state
-    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
+    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not (F.QUICK or F.SKIPS_PAIRS))
     ADDED: tl.constexpr = F.FOLD and F.PAIRS == 2
     scale = scales.scale
     times = scales.times
@@ -71,6 +76,7 @@ def pool_tiles(
                 p = tl.exp2(s * factor - base[:, None])
             else:
                 s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, F.BASE, F)
+                s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
                 if F.PAIRS == 2:
                     s = s + extra
                 if F.EXPONENTIAL:
@@ -135,7 +141,7 @@ def pool_kernel(
     rows, keys, spot, edges, part = begin_row_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     state = empty_state(F, F.BLOCK_D)
-    if F.LOWER and not F.LAYOUT and not F.EDGES:
+    if F.LOWER and not F.TILED and not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
     if not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
@@ -145,7 +151,7 @@ def pool_kernel(
         acc = tl.where(good, acc, 0.0)
         state = (acc, tl.where(good, top, NEG_INFINITY), tl.where(good, total, 0.0))
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
-    if F.UPPER or (F.CUT and not F.ENDED) or F.LAYOUT or F.EDGES or F.QUICK:
+    if F.UPPER or (F.CUT and not F.ENDED) or F.TILED or F.EDGES or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
@@ -163,7 +169,7 @@ def pool_kernel(
         lines = tl.cast(lanes, tl.int64) * rows_n
         share = finish_rows(top, total, line, spot.inside, lse, kept, lines, F)
     odd = False
-    if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE:
+    if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE or F.HAS_RULE:
         odd = is_all_finite(acc) == 0
     if odd:
         # An excluded value, multiplied by 0, may have made the sum NaN: repeat with CAREFUL, few
@@ -287,9 +293,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
     if hopper is not None and hopper.is_supported(call):
         hopper.launch_pool(call, out, lse, kept)
         return
-    packed = (
-        call.n * call.group <= launch.MAX_PACKED_ROWS and call.group > 1 and call.layout is None
-    )
+    packed = call.n * call.group <= launch.MAX_PACKED_ROWS and call.group > 1
     packed = packed and not call.constexprs["TANH"]
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
@@ -322,7 +326,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
             facts["LAID"] = facts["LAID"] and facts["QUICK"] and not packed
             if wide and packed:
                 facts["TMA"] = False  # stacked rows are not contiguous
-            others = (call.gate_key, call.pairs, call.layout, *call.band)
+            others = (call.gate_key, call.pairs, call.layout, call.functions, *call.band)
             added = call.constexprs["BIAS"] and call.weighting == "softmax"
             if wide and facts["CUT"] and added and all(x is None for x in others):
                 # A bias of −∞ beyond the last key, where TMA loads 0, needs only one loop.
@@ -332,7 +336,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
                 heads=lanes // call.b, rows_n=rows, at_columns=at_columns, splits=splits, span=span
             )
             if call.d != facts["BLOCK_D"]:  # values that do not fill their tile
-                sizes = NarrowSizes(*sizes)
+                sizes = NARROW_SIZES[type(sizes)](*sizes)
             grid = lanes * -(-rows // own.rows) * splits
             call.launch_kernel(pool_kernel, grid, (at, counts, *targets), out, (sizes,), facts, own)
         if splits > 1:

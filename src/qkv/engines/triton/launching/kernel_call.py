@@ -11,9 +11,19 @@ from torch import Tensor
 
 from qkv.engines.triton.launching import launch, workspace
 from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.pair_functions.expressions import MAX_NUMBERS
+from qkv.engines.triton.pair_functions.functions import PairFunctions
+from qkv.engines.triton.pair_functions.tile_lists import TileLists
 from qkv.engines.triton.sparse import support_lists
 from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
-from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays, Scales, Sizes, Strides
+from qkv.engines.triton.tile_functions.records import (
+    ARRAY_COUNT,
+    Arrays,
+    PairSizes,
+    Scales,
+    Sizes,
+    Strides,
+)
 from qkv.util.caches import memoize
 
 LOG2E = 1.4426950408889634
@@ -23,7 +33,7 @@ class Numbers(NamedTuple):
     """The arguments after `Arrays`; see `attend_operator`.
 
     `alpha` is also the k of top-k. `hashed` is the number of heads per batch in the hash of
-    dropout. A call with a `cap` has no bias.
+    dropout. A call with a `cap` has no bias. Under a transform, there are no `functions`.
     """
 
     scale: float
@@ -37,18 +47,26 @@ class Numbers(NamedTuple):
     dropout: float = 0.0
     hashed: int = 1
     cap: float = 0.0
+    functions: PairFunctions | None = None
+    captured_numbers: tuple[int, ...] | None = None
+
+    @property
+    def has_score_mod(self) -> bool:
+        return self.functions is not None and self.functions.modify is not None
 
     @property
     def as_scales(self) -> Scales:
         """Return the scales as kernels take them: scores of softmax are in base 2."""
         base = LOG2E if self.weighting == "softmax" else 1.0
+        inner = 1.0 if self.has_score_mod else base  # a score_mod gets the scores in base e
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return Scales(float(self.scale) * base, float(self.alpha), self.times * base, share)
+        return Scales(float(self.scale) * inner, float(self.alpha), self.times * base, share)
 
 
 _TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool",
-    int: "SymInt", int | None: "SymInt?",
+    int: "SymInt", int | None: "SymInt?", PairFunctions | None: "str?",
+    tuple[int, ...] | None: "SymInt[]?",
 }  # fmt: skip
 SCHEMA_ARGUMENTS = ", ".join(
     f"{_TYPES[kind]} {name}"
@@ -101,8 +119,11 @@ class KernelCall:
         self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
-            caps=self.caps,
+            caps=self.caps, captured_floats=arrays.captured_floats,
+            captured_integers=arrays.captured_integers,
         )  # fmt: skip
+        self.functions = numbers.functions
+        has_rule = self.functions is not None and self.functions.rule is not None
         self.b, self.h, self.n, self.w = self.query.shape
         _, self.hk, self.m, self.d = self.value.shape
         self.group, reach = self.h // self.hk, self.n + self.m
@@ -113,8 +134,14 @@ class KernelCall:
             layout_size, 0 if layout is None else layout.shape[1],
             min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed,
         )  # fmt: skip
+        self.tile_lists = TileLists(self, numbers.hashed)
+        if self.functions is not None or self.tile_lists.is_possible:
+            known_numbers = numbers.captured_numbers or (0,) * MAX_NUMBERS
+            self.base_sizes = PairSizes(*self.base_sizes, *self.tile_lists.strides, *known_numbers)
         kind = 0 if self.pairs is None else 1 + self.pairs.is_floating_point()  # `F.PAIRS`
-        self.is_masked = any(x is not None for x in (lower, upper, lengths, layout, self.pairs))
+        self.is_masked = has_rule or any(
+            x is not None for x in (lower, upper, lengths, layout, self.pairs)
+        )
         there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
         self.strides = (
             *self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3],
@@ -125,14 +152,21 @@ class KernelCall:
         self.gradient_strides: tuple[int, ...] = (0, 0, 0)
         even, unit = self._row_alignment(), 16 // self.query.element_size()
         self.can_use_descriptors = launch.has_tma(self.query.device) and even > 0
-        self.float_mask_bytes = 0 if numbers.cap else self._measure_float_mask(numbers.times)
+        plain = not (numbers.cap or self.functions or self.tile_lists.is_possible)
+        self.float_mask_bytes = self._measure_float_mask(numbers.times) if plain else 0
         known = [x is not None for x in there]
         facts = _base_constexprs(
             self.w, self.d, self.query.dtype, self.weighting, alpha, kind, *known
         )
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
         self.constexprs = facts | own | {"CAP": numbers.cap}
+        if self.functions is not None:
+            self.constexprs |= _function_constexprs(self.functions)
+        has_mod = numbers.has_score_mod
+        if has_mod:
+            self.constexprs["BASE"] = 1.0
         self.is_plain_product = self.key_bias is None and self.gate_key is None and not numbers.cap
+        self.is_plain_product = self.is_plain_product and not has_mod
         plain = self.is_plain_product and (kind < 2 or self.float_mask_bytes > 0)
         self.folds_scale = self.weighting == "softmax" and plain and scale > 0
 
@@ -182,7 +216,7 @@ class KernelCall:
         )
         return launch.TILE_OVERRIDES.get(name) or launch.choose_tile(
             name, self.w, self.d, size, rows, self.is_plain_product, banded, self.pairs is not None,
-            self.gate_key is not None, self.float_mask_bytes,
+            self.gate_key is not None or self.constexprs["HAS_MOD"], self.float_mask_bytes,
         )  # fmt: skip
 
     def run_with_fitting_tile(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
@@ -235,13 +269,13 @@ class KernelCall:
     def tile_loops(self, tile: Tile, splits: int, by_key: bool = False) -> list[TileLoop]:
         """Return the loops of a pass: one, or one over all keys and one over `support_lists`."""
         size = tile.cols if by_key else tile.rows
-        plain = splits == 1 and self.layout is None and size in (ROWS_PER_LIST, 2 * ROWS_PER_LIST)
+        plain = splits == 1 and size in (ROWS_PER_LIST, 2 * ROWS_PER_LIST)
         if (
             self.support_lists is None
             or not plain
             or max(self.w, self.d) > launch.MAX_BACKWARD_TILE_WIDTH
         ):
-            return [TileLoop(tile, *self.layout_lists(tile, by_key), {"MANY": 0})]
+            return [self.listed_loop(tile, by_key)]
         at, few = self.support_lists, Tile(ROWS_PER_LIST, ROWS_PER_LIST // 2, ROWS_PER_LIST, 4, 3)
         if by_key:
             few = few._replace(rows=few.cols, cols=few.rows)
@@ -255,17 +289,17 @@ class KernelCall:
             for kind, some in ((1, tile), (2, few))
         ]
 
-    def layout_lists(
-        self, tile: Tile, by_key: bool = False
-    ) -> tuple[Tensor | None, Tensor | None, int]:
-        """Return, per tile of queries (or keys), the tiles of the others: full, partial, empty."""
-        if self.layout is None:
-            return None, None, 0
-        kinds = _classify_tiles(self, tile)
-        kinds = kinds.T if by_key else kinds
-        at = torch.argsort(kinds, dim=1, descending=True, stable=True).to(torch.int32)
-        counts = torch.stack([(kinds == 2).sum(1), (kinds == 1).sum(1)], 1).to(torch.int32)
-        return at.contiguous(), counts.contiguous(), at.shape[1]
+    def listed_loop(self, tile: Tile, by_key: bool = False) -> TileLoop:
+        """Return the loop over the tiles that the mask does not exclude.
+
+        Without lists, all tiles are visited and compared, if the mask is more than a band.
+        """
+        lists = self.tile_lists
+        if not lists.is_possible:
+            return TileLoop(tile, None, None, 0, {"MANY": 0, "EDGES": lists.has_rules})
+        at, counts = lists.fill_lists(tile.rows, tile.cols, by_key)
+        own = {"MANY": 0, "TILED": True, "SKIPS_PAIRS": self.constexprs["PAIRS"] == 1}
+        return TileLoop(tile, at, counts, at.shape[-1], own)
 
 
 def is_tma_readable(pairs: Tensor | None) -> bool:
@@ -282,6 +316,17 @@ def shared_strides(x: Tensor | None) -> tuple[int, ...]:
     if x is None:
         return (0, 0, 0, 0)
     return tuple(0 if size == 1 else x.stride(axis) for axis, size in enumerate(x.shape))
+
+
+@memoize("triton.function_constexprs", 1024)
+def _function_constexprs(functions: PairFunctions) -> dict[str, Any]:
+    return {
+        "HAS_RULE": functions.rule is not None,
+        "HAS_MOD": functions.modify is not None,
+        "RULE": functions.function(functions.rule),
+        "MOD": functions.function(functions.modify),
+        "MOD_GRADIENT": functions.function(functions.gradient),
+    }
 
 
 @memoize("triton.base_constexprs")
@@ -310,6 +355,8 @@ def _base_constexprs(
         **dict.fromkeys(("TANH", "LISTED"), 0),
         **dict(zip(("LOWER", "UPPER", "BIAS", "GATE", "LAYOUT", "DROP"), known, strict=True)),
         **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID"), False),
+        **dict.fromkeys(("HAS_RULE", "HAS_MOD", "TILED", "SKIPS_PAIRS"), False),
+        **dict.fromkeys(("RULE", "MOD", "MOD_GRADIENT"), None),
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,
@@ -318,34 +365,3 @@ def _base_constexprs(
 
 def as_row_major(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-
-
-def _classify_tiles(call: KernelCall, tile: Tile) -> Tensor:
-    """Return (tiles of queries, tiles of keys): 2 if every pair counts, 1 if some, 0 if none.
-
-    A tile that exceeds the arrays, or that the band cuts, is at most partial (1).
-    """
-    layout, size = call.layout, call.base_sizes.size
-    assert layout is not None
-    lower, upper = call.band
-    sums = torch.nn.functional.pad(layout.to(torch.int32).cumsum(0).cumsum(1), (1, 0, 1, 0))
-    edges = []
-    for length, block in ((call.n, tile.rows), (call.m, tile.cols)):
-        first = torch.arange(0, length, block, device=layout.device)
-        last = torch.clamp(first + block, max=length) - 1
-        edges.append((first, last, first // size, last // size + 1))
-    (i0, i1, top, bottom), (j0, j1, left, right) = edges
-    strips = sums[bottom] - sums[top]
-    count = strips[:, right] - strips[:, left]
-    full = count == (bottom - top)[:, None] * (right - left)[None, :]
-    full &= (i0 + tile.rows <= call.n)[:, None] & (j0 + tile.cols <= call.m)[None, :]
-    some = count > 0
-    near = j0[None, :] - i1[:, None]  # the smallest and the largest j − i of the tile
-    far = j1[None, :] - i0[:, None]
-    if lower is not None:
-        some &= far >= lower
-        full &= near >= lower
-    if upper is not None:
-        some &= near <= upper
-        full &= far <= upper
-    return some.to(torch.int32) + (some & full).to(torch.int32)

@@ -224,8 +224,8 @@ def run_forward_and_backward(
     marked = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
     with without_saved_tensor_hooks():
         found = [x for x in run(marked) if isinstance(x, Tensor) and x.requires_grad]
-        if found:
+        wanted = [x for x in marked if x.requires_grad]
+        if found and wanted:
             with torch.autograd.set_multithreading_enabled(False):
-                wanted = [x for x in marked if x.requires_grad]
                 # A scalar loss: with given gradients torch would import sympy to check shapes.
                 torch.autograd.grad(sum(x.sum() for x in found), wanted, allow_unused=True)

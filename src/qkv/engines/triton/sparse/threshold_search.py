@@ -30,10 +30,12 @@ from qkv.engines.triton.tile_functions.program import (
     tile_positions,
 )
 from qkv.engines.triton.tile_functions.records import Scales
+from qkv.engines.triton.tile_functions.score_tile import modify_scores
 from qkv.engines.triton.tile_functions.tiles import (
     NEG_INFINITY,
     PARTIAL_SUM_COLUMNS,
     apply_mask_array,
+    apply_rule,
     fold_columns,
     jit_kernel,
     live_pairs,
@@ -65,8 +67,10 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = compute_product(rows, keys, start, here, F)
     s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, scales.share, F)
+    s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
     if F.PAIRS:
         live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
+        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
         read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=live, other=0)
         extra, live = apply_mask_array(read, live, scales.times, F, True)
@@ -74,7 +78,9 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
             s = s + extra
         s = tl.where(live, s, NEG_INFINITY)
     elif (t < edges[1]) | (t >= edges[2]):
-        s = tl.where(live_pairs(rows.i, j, keys.end, keys.layout, z, F), s, NEG_INFINITY)
+        live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
+        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
+        s = tl.where(live, s, NEG_INFINITY)
     return s
 
 
@@ -230,7 +236,8 @@ def entmax_kernel(
         return
     rows, keys, spot, edges, _ = begin_row_program(given, lists, None, steps, z, F)
     slim = scales.alpha - 1.0
-    scales = Scales(scales.scale * slim, scales.alpha, scales.times * slim, slim)
+    inner = 1.0 if F.HAS_MOD else slim  # a score_mod gets the scores themselves
+    scales = Scales(scales.scale * inner, scales.alpha, scales.times * slim, inner)
     if F.PHASE == 2:
         t = tl.load(out + spot.line)
         bad = t != t

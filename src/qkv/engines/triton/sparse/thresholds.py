@@ -48,7 +48,7 @@ def _launch_search(
     wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or call.query.dtype == torch.float32
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
-    call.constexprs |= {"SPLIT": False, "PACKED": False}
+    call.constexprs |= {"SPLIT": False, "PACKED": False, "EDGES": call.tile_lists.has_rules}
 
     def run_tile(tile: Tile) -> None:
         known = call.constexprs | {
@@ -133,9 +133,12 @@ def with_thresholds(arrays: Arrays, numbers: Numbers) -> Arrays:
     if numbers.weighting not in ("entmax", "topk"):
         return arrays
     entmax, banded = numbers.weighting == "entmax", (numbers.lower, numbers.upper) != (None, None)
-    listed = support_lists.lists_pay_off(arrays.query, arrays.key, banded or not entmax)
-    # Values, layouts and dropout do not matter here, so kernels are not compiled for them.
-    given = arrays._replace(value=arrays.key, layout=None, seed=None)
+    ruled = arrays.layout is not None or numbers.functions is not None
+    listed = not ruled and support_lists.lists_pay_off(
+        arrays.query, arrays.key, banded or not entmax
+    )
+    # Values and dropout do not matter here, so kernels are not compiled for them.
+    given = arrays._replace(value=arrays.key, seed=None)
     row_a, row_b, lists, marks = find_thresholds(
         *given, *numbers._replace(whole=False, dropout=0.0), listed
     )

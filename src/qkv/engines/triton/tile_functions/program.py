@@ -10,7 +10,13 @@ import triton.language as tl
 
 from qkv.engines.triton.sparse.support_lists import LIST_TILE, has_list
 from qkv.engines.triton.tile_functions import tiles
-from qkv.engines.triton.tile_functions.records import KeyRange, QueryTile, Strides, TilePosition
+from qkv.engines.triton.tile_functions.records import (
+    CapturedPointers,
+    KeyRange,
+    QueryTile,
+    Strides,
+    TilePosition,
+)
 from qkv.engines.triton.tile_functions.score_tile import apply_score_form, prepare_gate_half
 from qkv.engines.triton.tile_functions.tanh import is_disabled, load_units, locate_side, tanh_scores
 
@@ -135,6 +141,20 @@ def load_query_tile(given, steps, tile, lane, z, F):
             drawn = tiles.row_hash(given.seed, lane * z.group + r // z.n, pos, z.hashed)[:, None]
         else:
             drawn = tiles.row_hash(given.seed, lane, pos, z.hashed)[:, None]
+    b = i
+    h = i
+    if F.HAS_RULE or F.HAS_MOD:
+        each = lane
+        if F.PACKED:
+            each = (lane * z.group + r // z.n)[:, None]
+        b = each // z.hashed
+        h = each % z.hashed
+    floats = given.query  # a Triton function cannot return None
+    integers = given.query
+    if given.captured_floats is not None:
+        floats = given.captured_floats
+    if given.captured_integers is not None:
+        integers = given.captured_integers
     row_a, row_b, a, cap = load_row_inputs(given, line, F)
     q = i
     if F.TANH:
@@ -147,7 +167,8 @@ def load_query_tile(given, steps, tile, lane, z, F):
     query = tiles.make_descriptor(query, z.n - first, step, F.W, F.ROWS, F.BLOCK_W, FLAT)
     rows = QueryTile(
         query, offset, q, i, a[:, None], cap[:, None], row_a[:, None], row_b[:, None], pairs, at,
-        drawn, tiles.load_width(given.width, F),
+        drawn, tiles.load_width(given.width, F), b, h,
+        CapturedPointers(floats, integers),
     )  # fmt: skip
     return rows, TilePosition(batch, own, shared, line, pos, inside, first, last)
 
@@ -203,11 +224,13 @@ def begin_row_program(given, at, counts, steps, z, F):
     line = tile
     if F.LISTED:
         line = lane * count + tile
+    if F.TILED:
+        line += (spot.batch * z.list_b + spot.head * z.list_h).to(tl.int32) * count
     keys = locate_keys(given, at, line, steps, spot.batch, spot.shared, z, F)
     if F.LISTED == 2:
         edges = (0, 0, 0, (tl.load(keys.at).to(tl.int32) + F.COLS - 1) // F.COLS)
-    elif F.LAYOUT:
-        edges = tiles.listed_tiles(counts, tile, given.lengths)
+    elif F.TILED:
+        edges = tiles.listed_tiles(counts, line)
     else:
         first, last = spot.first, spot.last
         edges = tiles.visible_tiles(
@@ -245,7 +268,7 @@ def tile_positions(t, at, SIZE: tl.constexpr, F):
     if F.LISTED == 2:
         start = 0
         near = tl.load(at + LIST_TILE + t * SIZE + near).to(tl.int32)
-    elif F.LAYOUT:
+    elif F.TILED:
         start = tl.load(at + t) * SIZE
     else:
         start = t * SIZE
@@ -267,8 +290,9 @@ def load_mask_tile(t, rows, keys, times, z, F, MASKED: tl.constexpr):
         here = tl.minimum(near, z.m - 1 - start)
     if MASKED:
         live = tiles.live_pairs(rows.i, j, keys.end, keys.layout, z, F)
+        live = tiles.apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
     extra = j
-    if F.PAIRS:
+    if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):
         if F.LAID:
             read = rows.pairs.load([rows.at, start])
         else:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from qkv.engines.triton.pair_functions.expressions import MAX_NUMBERS
 from qkv.engines.triton.tile_functions.tiles import clamp
 from qkv.util.caches import create_table
 
@@ -64,6 +65,8 @@ class Arrays(NamedTuple):
     marks: Tensor | None = None
     width: Tensor | None = None
     caps: Tensor | None = None
+    captured_floats: Tensor | None = None
+    captured_integers: Tensor | None = None
 
 
 ARRAY_COUNT = len(Arrays._fields)
@@ -100,17 +103,35 @@ per batch in the hash of dropout. A loop has `splits` parts of `span` tiles."""
 NarrowSizes = _untyped_namedtuple("NarrowSizes", Sizes._fields)
 """The same, compiled for n and rows_n too: with 200 columns ptxas then takes 3 s instead of 26."""
 
-SPECIALIZED_SIZES = {Sizes: (2, 3), NarrowSizes: (0, 2, 3, 4)}
+_pair_fields = (*Sizes._fields, "list_b", "list_h", *(f"c{i}" for i in range(MAX_NUMBERS)))
+PairSizes = _untyped_namedtuple("PairSizes", _pair_fields)
+"""The sizes of a call with pair functions or tile lists. The lists of a lane start at batch ·
+list_b + head · list_h. c0 … are the numbers of `pair_functions.functions.CapturedArrays`."""
+
+NarrowPairSizes = _untyped_namedtuple("NarrowPairSizes", _pair_fields)
+"""The same, compiled for n and rows_n too."""
+
+NARROW_SIZES = {Sizes: NarrowSizes, PairSizes: NarrowPairSizes}
+
+SPECIALIZED_SIZES = {
+    Sizes: (2, 3), NarrowSizes: (0, 2, 3, 4), PairSizes: (2, 3), NarrowPairSizes: (0, 2, 3, 4),
+}  # fmt: skip
 """Indices of the sizes that kernels are compiled for: heads and group; also n and rows_n."""
 
-QueryTile = namedtuple("QueryTile", "base offset held i a cap row_a row_b pairs at drawn width")
+QueryTile = namedtuple(
+    "QueryTile", "base offset held i a cap row_a row_b pairs at drawn width b h captured"
+)
 """A tile of queries.
 
 - base, offset: pointer (or descriptor) of the rows and the offset of each.
 - held: φ(q) (ROWS, w), or a `tanh.UnitTile`. width: columns of φ.
 - (ROWS, 1) each: i position, a gate half, cap, row_a and row_b thresholds, at offset in `pairs`,
   drawn dropout hash.
+- b, h, captured: batch, head and `CapturedPointers`, for pair functions.
 """
+
+CapturedPointers = namedtuple("CapturedPointers", "captured_floats captured_integers")
+"""The arrays that pair functions read."""
 
 TilePosition = namedtuple("TilePosition", "batch head shared line row inside first last")
 """The position of a tile: its batch, the head of each row, the head of the keys (shared), the index

@@ -98,6 +98,25 @@ def apply_score_form(x, scale, bias, a, b, cap, times, F):
 
 
 @triton.jit
+def modify_scores(s, b, h, i, j, given, times, z, F):
+    """Return the scores of a tile after score_mod, which gets them in base e: `times` follows."""
+    if F.HAS_MOD:
+        s = F.MOD(s, b, h, i, j, given, z, F) * times
+    return s
+
+
+@triton.jit
+def modified_gradients(ds, s, b, h, i, j, given, times, z, F):
+    """Return the gradients of the scores before score_mod from those after it."""
+    if F.HAS_MOD:
+        factor = times
+        if F.WEIGHTING == "softmax":
+            factor = factor * LN2
+        ds = F.MOD_GRADIENT(ds * factor, s, b, h, i, j, given, z, F)
+    return ds
+
+
+@triton.jit
 def gate_gradients(ds, s, steep, scale, F):
     """Return the gradients of the gate's logit and of the gated value from that of the score."""
     if F.BIAS or F.CAP != 0:
@@ -113,7 +132,7 @@ def remaining_scale(scale, F):
     factor = scale
     if F.GATE and not F.BIAS and F.CAP == 0:
         factor = 1.0
-    if F.WEIGHTING == "softmax":
+    if F.WEIGHTING == "softmax" and not F.HAS_MOD:
         factor = factor * LN2
     return factor
 

@@ -27,7 +27,9 @@ UNSPECIALIZED_NAMES = (
     "n", "m", "rows", "rows_a", "rows_b", "length", "length_out", "lines", "lower", "upper",
     "at_columns", "splits", "parts", "parts_lines", "count", "first_pair", "first_key", "keys_n",
     "top_k", "tiles_a", "jobs_a", "others_count", "words", "rows_own", "keys_own", "lanes_own",
-    "batches_own", "heads_own",
+    "batches_own", "heads_own", "rows_tiles", "keys_tiles", "batches_shared", "first_lane",
+    "first_row", "rows_n",
+    "batches_shared", "first_lane", "first_row", "rows_n",
 )  # fmt: skip
 """Names of integer parameters that change between calls and are not part of `records.Sizes`."""
 
@@ -63,14 +65,10 @@ def visible_tiles(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UP
 
 
 @triton.jit
-def listed_tiles(counts, tile, lengths):
-    """Return `visible_tiles` of a layout's list: full tiles come first, unless lengths cut them."""
-    lo = 0
-    whole = tl.load(counts + tile * 2)
-    hi = whole + tl.load(counts + tile * 2 + 1)
-    if lengths is not None:
-        whole = 0
-    return lo, lo, whole, hi
+def listed_tiles(counts, line):
+    """Return `visible_tiles` of a tile list: full tiles come first."""
+    whole = tl.load(counts + line * 2)
+    return 0, 0, whole, whole + tl.load(counts + line * 2 + 1)
 
 
 @triton.jit
@@ -131,6 +129,14 @@ def live_pairs(i, j, end, layout, z, F):
     if F.LAYOUT:
         cell = layout + (i // z.size) * z.columns + j // z.size
         live = live & (tl.load(cell, mask=live, other=0) != 0)
+    return live
+
+
+@triton.jit
+def apply_rule(live, b, h, i, j, given, z, F):
+    """Return which of the live pairs of a tile the rule of the mask allows."""
+    if F.HAS_RULE:
+        live = live & F.RULE(b, h, i, j, given, z, F)
     return live
 
 
