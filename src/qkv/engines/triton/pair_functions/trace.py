@@ -234,7 +234,8 @@ def _log_sigmoid(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value
 
 
 def _where(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value:
-    return recorder.expressions.where(*map(recorder.value_of, args[:3]), kind=kind)
+    condition, x, other = map(recorder.value_of, args[:3])
+    return recorder.expressions.where(condition, x, other, kind=kind)
 
 
 def _masked_fill(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value:
@@ -260,7 +261,8 @@ def _clamp_max(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value:
 
 
 def _power(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value:
-    return recorder.expressions.power(*map(recorder.value_of, args[:2]), kind)
+    base, exponent = map(recorder.value_of, args[:2])
+    return recorder.expressions.power(base, exponent, kind)
 
 
 def _cast(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value:
