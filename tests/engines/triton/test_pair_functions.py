@@ -87,7 +87,7 @@ def both_ways(score_mod, options, dtype=torch.float32, n=N, m=M, heads=2, few=1,
         arrays = {x: y.to(dtype).to(kind).requires_grad_() for x, y in given.items()}
         captured = {x: arrays[x] for x in ("slopes", "table", "rows", "scale")}
         own = dict(options)
-        if callable(own.get("mask")):
+        if callable(own.get("mask")) and not isinstance(own["mask"], masks.Mask):
             own["mask"] = own["mask"](kind)
         if score_mod is not None:
             own["score"] = Modified(
