@@ -142,7 +142,7 @@ class StoredRows:
     - `allowed` (m,) excludes rows; None allows all.
     - `reads_chunks_separately`: each chunk is processed before the next one is read, because the
       rows do not fit in memory.
-    - `key_terms_cache` caches the key terms (m,) of scores, by the type of the score.
+    - `key_terms_cache` caches the key terms (m,) of scores, by the type of the score and the dtype.
     - `bounds_cache` caches bounds of row spans, by start and size, and sums over blocks of rows.
     - `prefetch_chunks(fields)` is like `read_chunks`, and may read the named fields in advance.
 
