@@ -221,7 +221,7 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
     for _ in range(2):
         got = engine.score_rows(rows, query, scores.Cosine(0.3))
         np.testing.assert_allclose(got, want, atol=4e-6 if dtype == "float32" else 1e-14)
-    ((_, kept),) = rows.key_terms_cache.items()
+    (kept,) = rows.key_terms_cache.arrays.values()
     assert (kept[:250] == key_terms.UNUSABLE).all() and np.isfinite(kept[350:]).all()
 
 
@@ -278,7 +278,7 @@ def test_the_terms_of_keys_have_the_precision_of_the_query():
         got = attention.attend_rows(rows, query, score="cosine", weighting="softmax")
         want = qkv.attend(QUERY, key.astype(float), VALUE, score="cosine", engine="dense")
         np.testing.assert_allclose(got, want, atol=1e-6 if dtype == "float32" else 1e-13)
-    assert len(rows.key_terms_cache) == 2
+    assert len(rows.key_terms_cache.arrays) == 2
 
 
 def test_what_means_nothing_is_refused():

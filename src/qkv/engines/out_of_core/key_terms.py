@@ -23,15 +23,15 @@ def load_key_terms(
     """
     if type(score).key_terms is Score.key_terms:
         return None
-    signature = type(score), np.dtype(dtype)
-    terms = rows.key_terms_cache.get(signature)
+    cache, signature = rows.key_terms_cache, (type(score), np.dtype(dtype))
+    terms = cache.arrays.get(signature)
     if terms is None:
-        terms = np.full(rows.shape[0], np.nan, dtype)
-        terms = rows.key_terms_cache.setdefault(signature, terms)
-    part: np.ndarray = terms[span.start : span.start + span.size]
+        terms = cache.arrays.setdefault(signature, np.full(cache.total, np.nan, dtype))
+    at = cache.rows_of(span)
+    part: np.ndarray = terms[at]
     total = np.add.reduce(part)
     if np.isnan(total):
         new = score.key_terms(key.astype(dtype, copy=False))
-        part[:] = UNUSABLE if new is None else new
+        terms[at] = UNUSABLE if new is None else new
         return new
     return part if np.isfinite(total) else None
