@@ -11,7 +11,7 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 import numpy as np
 
 from qkv import scores
-from qkv.engines import native, plan_cache, sharded, streaming
+from qkv.engines import linear, native, plan_cache, sharded, streaming
 from qkv.engines.call import Call, check_best_scores_finite, pack_results
 from qkv.engines.choice import EngineChoice, EngineName, Explanation, WarmupReport, choose_engine
 from qkv.engines.dropout import draw_seed
@@ -234,6 +234,7 @@ def explain(
     work:   about 80 FLOP forward, 192 B in and out
     not weights: the call does not return weights
     not native: numpy has no fused attention kernel
+    not linear: the weights of Softmax are not the scores, so the sum cannot be rearranged
     not near: it supports only the Gaussian score, not ScaledDot
     not triton: Triton's kernels take torch tensors, not numpy's arrays
     not lowered: the score is a dot product already
@@ -388,7 +389,8 @@ def attend_rows(
             check_best_scores_finite(
                 score, weighting, *map(to_numpy, (fw.detach(query), best[:, 0]))
             )
-        out = streaming.run(call)[0]
+        out = linear.run_stored(call)
+        out = streaming.run(call)[0] if out is None else out
         return fw.astype(out, fw.dtype_name(query))
 
 

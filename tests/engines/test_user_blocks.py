@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -70,3 +72,23 @@ def test_blocks_on_a_device_fill_it(monkeypatch):
     q, k, v = arrays()
     want = torch.softmax(products(q, k), -1) @ v
     torch.testing.assert_close(qkv.attend(q, k, v, score=products, engine="streaming"), want)
+
+
+def test_numpy_functions_are_measured_on_a_few_rows():
+    x = np.zeros((30, 6), "f4")
+    inner = lambda q, k: q @ k.mT  # noqa: E731
+    outer = lambda q, k: ((q[..., :, None, :] - k[..., None, :, :]) ** 2).sum(-1)  # noqa: E731
+    assert streaming.numbers_per_pair(build_call(x, x, x, score=inner)) == 1
+    assert 6 <= streaming.numbers_per_pair(build_call(x, x, x, score=outer)) <= 14
+    fails = lambda q, k: q @ k[:30].mT if len(k) == 30 else 1 / 0  # noqa: E731
+    assert streaming.numbers_per_pair(build_call(x, x, x, score=fails)) == 12
+
+
+def test_a_measurement_does_not_disturb_that_of_the_caller():
+    x = np.zeros((30, 6), "f4")
+    tracemalloc.start()
+    try:
+        call = build_call(x, x, x, score=lambda q, k: q @ k.mT + 1)
+        assert streaming.numbers_per_pair(call) == 12 and tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()

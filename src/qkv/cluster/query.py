@@ -18,6 +18,7 @@ from qkv.database.filter.expressions import PartialTableCondition
 from qkv.database.query.calibration import Calibration
 from qkv.database.query.executor import MAX_VOTING_ROWS, QueryExecutor
 from qkv.database.query.scan import MAX_SCORES_PER_BATCH, ScaledSquareSum, merge_square_sums
+from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import TableView
 from qkv.errors import CombinationError, format_plural
 from qkv.frameworks import is_array, load_framework, to_numpy
@@ -194,10 +195,14 @@ class ShardedQueryExecutor(QueryExecutor):
                 "tolerance: on shards with 8-bit vectors, only softmax has an error bound. Query "
                 "without a tolerance, or store the vectors as float32"
             )
-        self.allowed_rows = self.candidate_positions = None
+        self.selection = RowSelection(len(view))
         self.refused = ""
         self.row_count = self.missing_value_count = 0
         self._row_cache: dict[int, dict[str, Any]] = {}
+
+    @property
+    def candidate_positions(self) -> None:
+        """None: the shards return the weights of all rows."""
 
     def without_row(self, place: int) -> ShardedQueryExecutor:
         options = (self.top, self.tolerance, self.calibration, self.frame_library, None, place)
@@ -400,5 +405,5 @@ class ShardedQueryExecutor(QueryExecutor):
 
     def collect_source(self, query: Any, alpha: Any, most: int) -> SourceRows:
         view = self.view
-        self.allowed_rows, _ = view.mask_missing_values(view.filter_rows(self.where))
+        self.selection = view.select_mask(view.filter_rows(self.where))
         return super().collect_source(query, alpha, most)

@@ -172,12 +172,14 @@ class SliceEvaluator:
     @cached_property
     def executor(self) -> QueryExecutor:
         job, view = self.job, self.view
-        live = view.filter_rows(job.where)
+        selection = view.select_rows(job.where)
         at = -1 if job.excluded_position is None else job.excluded_position - self.slice.origin
         if 0 <= at < self.slice.row_count:
+            live = view.filter_rows(job.where)
             live = np.ones(self.slice.row_count, bool) if live is None else live.copy()
             live[at] = False
-        return QueryExecutor(view, job.score, job.weighting, live, 1, None)
+            selection = view.select_mask(live)
+        return QueryExecutor(view, job.score, job.weighting, selection, 1, None)
 
     @property
     def scored_part(self) -> partial_attention.ScorePasses:
@@ -187,7 +189,7 @@ class SliceEvaluator:
     def _part_and_best(self) -> tuple[partial_attention.ScorePasses, np.ndarray]:
         job = self.job
         return partial_attention.score_part(
-            self.view.open_vectors(self.executor.allowed_rows, asked=job.words),
+            self.view.open_vectors(self.executor.selection, asked=job.words),
             job.query,
             score=job.score,
             weighting=job.weighting,
@@ -198,8 +200,7 @@ class SliceEvaluator:
     @cached_property
     def _shard_call(self) -> partial_attention.ShardCall:
         job, view = self.job, self.view
-        allowed = view.mask_missing_values(view.filter_rows(job.where))[0]
-        rows = view.open_vectors(allowed, value=True, asked=job.words)
+        rows = view.open_vectors(view.select_rows(job.where), value=True, asked=job.words)
         at = (self.slice.origin, job.total)
         return partial_attention.ShardCall(rows, job.query, job.score, job.weighting, *at)
 
@@ -256,7 +257,7 @@ class SliceEvaluator:
     @property
     def _live_rows(self) -> StoredRows:
         job = self.job
-        return self.view.open_vectors(self.executor.allowed_rows, value=job.pools, asked=job.words)
+        return self.view.open_vectors(self.executor.selection, value=job.pools, asked=job.words)
 
     @property
     def _key_matches(self) -> np.ndarray | None:

@@ -457,7 +457,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
 
         checked = self._check_ask_options(view, score, weighting, *options)
         executor = QueryExecutor(
-            view, view.resolve_score(score), weighting, view.filter_rows(where), *checked
+            view, view.resolve_score(score), weighting, view.select_rows(where), *checked
         )
         executor.where = where
         # A mutable condition, or a function, may mean something else the next time.
@@ -570,10 +570,10 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         """Return the output (n, d_v) for encoded queries."""
         from qkv.attention import attend_rows
 
-        allowed = view.mask_missing_values(view.filter_rows(where))[0]
-        if where is not None and allowed is not None and not allowed.any():
+        selection = view.select_rows(where)
+        if where is not None and not selection.row_count:
             warn_no_rows(view.why_none_pass(where))
-        rows = view.open_vectors(allowed, value=True, asked=code.sparse_positions)
+        rows = view.open_vectors(selection, value=True, asked=code.sparse_positions)
         return attend_rows(rows, code.code, score=score, weighting=weighting, **bound_options)
 
     # Export

@@ -67,14 +67,14 @@ def find_memory_rows(
         )
     query = encode_memory_query(database, query)
     view.check_query(EncodedQuery(query))
-    allowed = view.mask_missing_values(None)[0]
-    rows = view.open_vectors(allowed)
+    selection = view.select_rows()
+    rows = view.open_vectors(selection)
     scores, places = find_nearest_rows(
         rows, query, min(k, rows.shape[0]), score=resolve_score_like(view, score, query)
     )
     fw = get_framework(query)
     live = fw.to_numpy(scores) > -np.inf
-    ids = view.ids if allowed is None or rows.allowed is not None else view.ids[allowed]
+    ids = view.ids if selection.positions is None else view.ids[selection.positions]
     ids, at = np.unique(ids[np.where(live, fw.to_numpy(places), 0)], return_inverse=True)
     value = view.snapshot.read_tensor("value", ids)
     return MemoryRows(ids, view.read_key_vectors(ids), value, at.reshape(live.shape), live)

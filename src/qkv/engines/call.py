@@ -209,9 +209,16 @@ def compute_live_pairs(call: Call, block: Block) -> Array | None:
     return out
 
 
-def compute_scores(call: Call, query: Array, key: Array, bias: Array | None, block: Block) -> Array:
+def compute_scores(
+    call: Call,
+    query: Array,
+    key: Array,
+    bias: Array | None,
+    block: Block,
+    key_terms: Array | None = None,
+) -> Array:
     """Return the scores of a block, with the mask's bias and after `scale_scores`."""
-    s = evaluate_block(call.score, query, repeat_shared_heads(call, key), block)
+    s = evaluate_block(call.score, query, repeat_shared_heads(call, key), block, key_terms)
     if bias is not None:
         s = s + call.fw.fill_unless(bias, bias != -float("inf"))
     return call.fw.prevent_fusion(call.weighting.scale_scores(s))

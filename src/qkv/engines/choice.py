@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
-from qkv.engines import dense, lowered, native, single_row, streaming, triton, weights
+from qkv.engines import dense, linear, lowered, native, single_row, streaming, triton, weights
 from qkv.engines.call import Call
 from qkv.engines.gaussian_pruning import engine as near
 from qkv.errors import EngineError, unknown_name_error
@@ -20,6 +20,7 @@ ENGINES: tuple[ModuleType, ...] = (
     single_row,
     weights,
     native,
+    linear,
     near,
     triton,
     lowered,
@@ -30,7 +31,15 @@ WEIGHTS_ENGINES = (single_row, weights)
 """The engines that return weights themselves."""
 ENGINES_BY_NAME = {engine.NAME: engine for engine in ENGINES}
 EngineName = Literal[
-    "single_row", "weights", "native", "near", "triton", "lowered", "streaming", "dense"
+    "single_row",
+    "weights",
+    "native",
+    "linear",
+    "near",
+    "triton",
+    "lowered",
+    "streaming",
+    "dense",
 ]
 
 

@@ -23,6 +23,7 @@ from qkv.engines.out_of_core.backward import (
     load_all_rows,
     query_gradient_function,
 )
+from qkv.engines.out_of_core.key_terms import load_key_terms
 from qkv.errors import format_count
 from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
@@ -107,7 +108,11 @@ def numbers_per_pair(call: Call) -> int:
     A user's function is measured once, if the framework can run it without data.
     """
     if isinstance(call.score, UserScore):
-        measured = call.fw.measure_pair_numbers(call.score.function, call.query, call.key)
+        key = call.key
+        if isinstance(key, UnreadArray):  # a placeholder that needs no memory
+            one = call.fw.full((1, key.shape[-1]), 0.0, call.query)
+            key = call.fw.xp.broadcast_to(one, key.shape)
+        measured = call.fw.measure_pair_numbers(call.score.function, call.query, key)
         if measured is not None:
             return measured
     width = call.fw.static_shape(call.key)[-1]
@@ -305,24 +310,34 @@ def _build_masked_tiling(
 
 
 class BlockOperands(NamedTuple):
-    """The arrays of one block."""
+    """The arrays of one block; `key_terms` are those of stored keys, if their score has any."""
 
     block: Any
     live: LiveMask
     query: Array
     key: Array
     bias: Array | None
+    key_terms: Array | None = None
+
+    def compute_scores(self, call: Call) -> Array:
+        """Return the scaled scores of the block."""
+        return calls.compute_scores(
+            call, self.query, self.key, self.bias, self.block, self.key_terms
+        )
 
 
 def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
     """Return the arrays of a block; masked keys and queries are 0, so that their NaN stays out."""
     fw = call.fw
     block = calls.make_block(call, rows, cols)
+    key_terms = None
     if isinstance(cols, RowSpan):
-        live, key = (
-            cols.allowed_mask(fw, call.query),
-            to_framework_array(fw, cols.read_keys(), call.query),
-        )
+        live, stored = cols.allowed_mask(fw, call.query), cols.read_keys()
+        key = to_framework_array(fw, stored, call.query)
+        dtype = fw.dtype_name(call.query)
+        key_terms = load_key_terms(call.key.rows, call.score, cols, stored, dtype)
+        if key_terms is not None:
+            key_terms = to_framework_array(fw, key_terms, call.query)
     else:
         live, key = calls.compute_live_pairs(call, block), fw.slice_span(call.key, cols, -2)
     key = calls.zero_dead_rows(call, key, live)
@@ -330,7 +345,7 @@ def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
     if bias is not None:
         bias = fw.slice_span(fw.slice_span(bias, rows, -2), cols, -1)
     query = calls.zero_dead_queries(call, fw.slice_span(call.query, rows, -2), live)
-    return BlockOperands(block, live, query, key, bias)
+    return BlockOperands(block, live, query, key, bias, key_terms)
 
 
 def load_value(call: Call, cols: Any, live: LiveMask) -> Array:
@@ -366,7 +381,7 @@ class BlockPasses:
         if at in self._score_cache:
             return self._score_cache[at]
         part = load_operands(call, self.rows, cols)
-        s = calls.compute_scores(calls.slice_weighting_rows(call, self.rows), *part[2:], part.block)
+        s = part.compute_scores(calls.slice_weighting_rows(call, self.rows))
         scored = s, part.live, part.block.k, part.block
         if self._caches_scores:
             self._score_cache[at] = scored
@@ -424,7 +439,7 @@ def _run_forward(
         is_one_block = isinstance(keys, list) and len(keys) == 1
         if is_one_block and call.weighting.needs_search and not needs_row_facts:
             part = load_operands(call, rows, keys[0])
-            s = calls.compute_scores(unscaled, part.query, part.key, part.bias, part.block)
+            s = part.compute_scores(unscaled)
             value = calls.repeat_shared_heads(call, load_value(call, keys[0], part.live))
             dropout_mask = calls.dropout_factors(call, part.block)
             return (weighting.pool_whole_rows(s, part.live, part.block.k, value, dropout_mask),)
@@ -467,9 +482,8 @@ def run_backward(
             changed = replace(
                 call, score=score, weighting=weighting_for_rows(fw, weighting, rows, call.n)
             )
-            return calls.compute_scores(
-                changed, query, part.key if stored else key, bias, part.block
-            )
+            operands = part._replace(query=query, key=part.key if stored else key, bias=bias)
+            return operands.compute_scores(changed)
 
         return fw.vjp(compute_block_scores, *tree.array_leaves(fw, inputs))
 
@@ -507,7 +521,7 @@ def run_backward(
             elif weighting.is_differentiable:
                 s, score_vjp = score_block(part, rows)
             else:
-                s = calls.compute_scores(call, *part[2:], part.block)
+                s = part.compute_scores(call)
             weight, weight_vjp = weigh_block(rows, s, live, part.block.k, row_facts)
             value = load_value(call, cols, live)
             if not stored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,7 +15,7 @@ import numpy
 from qkv.frameworks import squares, threads
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.squares import NeedsExact
-from qkv.util.caches import create_table, memoize
+from qkv.util.caches import create_table, insert_bounded, memoize
 from qkv.util.types import Array, Arrays, LiveMask, MergeFunction, PartialStateFunction, Span
 
 _DTYPE_NAMES: dict[Any, str] = create_table("frameworks.numpy_dtype_names")
@@ -37,6 +38,12 @@ MAX_SUMMED_COLUMNS = 256
 
 MIN_SUMMED_PAIRS, MAX_SUMMED_NUMBERS = 2**12, 2**15
 """Pairs from which that is faster than the array of differences; pairs that fit the cache."""
+
+MAX_MEASURED_QUERIES, MAX_MEASURED_NUMBERS = 16, 2**20
+"""Queries of the call that measures a function, and the numbers of its (n, m, d) array."""
+
+_PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("frameworks.numpy_pair_numbers")
+MAX_PAIR_NUMBERS_ENTRIES = 256
 
 MAX_CACHED_POSITIONS = 1024
 """The longest range of positions that is cached."""
@@ -324,6 +331,43 @@ class NumPy(Framework):
 
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)
+
+    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
+        code = getattr(function, "__code__", function)  # a lambda is often made anew for each call
+        signature = code, query.shape[-1], key.shape[-1], query.dtype
+        try:
+            if signature not in _PAIR_NUMBERS:
+                numbers = _count_pair_numbers(function, query, key)
+                insert_bounded(_PAIR_NUMBERS, signature, numbers, MAX_PAIR_NUMBERS_ENTRIES)
+                return numbers
+            return _PAIR_NUMBERS[signature]
+        except (KeyError, TypeError):  # emptied by another thread; an object without a hash
+            return None
+
+
+def _count_pair_numbers(function: Any, query: Array, key: Array) -> int | None:
+    """Run a score on a few rows of zeros and return the numbers that it holds per query and key.
+
+    None if the memory cannot be measured, or if the function needs other data.
+    """
+    if tracemalloc.is_tracing():  # the caller measures: do not disturb it
+        return None
+    width = max(query.shape[-1], key.shape[-1], 1)
+    rows = MAX_MEASURED_QUERIES, max(MAX_MEASURED_NUMBERS // MAX_MEASURED_QUERIES // width, 16)
+    arrays = [
+        numpy.zeros((size, x.shape[-1]), x.dtype)
+        for size, x in zip(rows, (query, key), strict=True)
+    ]
+    tracemalloc.start()
+    try:
+        with numpy.errstate(all="ignore"):
+            function(*arrays)
+        peak = tracemalloc.get_traced_memory()[1]
+    except Exception:  # the caller's function may need other data
+        return None
+    finally:
+        tracemalloc.stop()
+    return max(round(peak / query.dtype.itemsize / math.prod(rows)), 1)
 
 
 def _argsort_descending(x: Array) -> Array:

@@ -16,7 +16,7 @@ from qkv.util.progress import progress_bar
 from qkv.util.types import Array, Arrays, MergeFunction, PartialStateFunction, Shape, Span
 
 MAX_FLOATS_PER_SPAN = 2**18
-"""Key elements that are converted to floats at a time, so that they stay in the CPU cache."""
+"""Key elements that are converted or gathered at a time, so that they stay in the CPU cache."""
 
 
 class QuantizedKeys(NamedTuple):
@@ -48,8 +48,8 @@ class RowChunk(NamedTuple):
     if the file of the rows was truncated.
     """
 
-    key: np.ndarray | DenseAndSparse
-    value: np.ndarray | None = None
+    key: np.ndarray | DenseAndSparse | SelectedRows
+    value: np.ndarray | SelectedRows | None = None
     live: np.ndarray | None = None
     scale: np.ndarray | None = None
     quantized: QuantizedKeys | None = None
@@ -84,6 +84,68 @@ class RowChunk(NamedTuple):
         key = key.astype(scale.dtype)
         key *= scale[:, None]
         return key
+
+
+class SelectedRows:
+    """The rows of an array at some positions; they are gathered when they are read.
+
+    >>> rows = SelectedRows(np.eye(3), np.array([0, 2]))
+    >>> len(rows), np.asarray(rows[1:]).tolist()
+    (2, [[0.0, 0.0, 1.0]])
+    """
+
+    def __init__(self, array: np.ndarray, positions: np.ndarray):
+        self.array, self.positions = array, positions
+        self.shape, self.dtype = (len(positions), *array.shape[1:]), array.dtype
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> SelectedRows:
+        return SelectedRows(self.array, self.positions[rows])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        rows = np.take(self.array, self.positions, axis=0)
+        return rows if dtype is None else rows.astype(dtype, copy=False)
+
+
+def select_from_chunks(chunks: Iterable[RowChunk], positions: np.ndarray) -> Iterator[RowChunk]:
+    """Yield the rows at ascending positions, counted over the live rows of all chunks.
+
+    Their codes are left out, unless the keys are stored as codes only.
+    """
+    start = 0
+    for chunk in chunks:
+        size = len(chunk.key) if chunk.live is None else int(np.count_nonzero(chunk.live))
+        begin, end = np.searchsorted(positions, (start, start + size))
+        at, start = positions[begin:end] - start, start + size
+        if not len(at):
+            continue
+        at = at if chunk.live is None else np.flatnonzero(chunk.live)[at]
+        key: Any = chunk.key
+        key = key[at] if isinstance(key, DenseAndSparse) else SelectedRows(key, at)
+        value: Any = None if chunk.value is None else SelectedRows(chunk.value, at)
+        scale = None if chunk.scale is None else chunk.scale[at]
+        quantized = None
+        if chunk.quantized is not None and chunk.scale is not None:
+            quantized = chunk.quantized.slice_rows(at)
+        yield RowChunk(key, value, None, scale, quantized, chunk.check_readable)
+
+
+class KeyTermsCache(NamedTuple):
+    """The key terms (m,) of the rows of a table, by score and dtype.
+
+    `positions` are those of the rows that are read, or None for all rows.
+    """
+
+    arrays: dict[Any, np.ndarray]
+    total: int
+    positions: np.ndarray | None = None
+
+    def rows_of(self, span: RowSpan) -> slice | np.ndarray:
+        """Return where the rows of a span are in the arrays."""
+        at = slice(span.start, span.start + span.size)
+        return at if self.positions is None else self.positions[at]
 
 
 class RowSpan(NamedTuple):
@@ -142,7 +204,7 @@ class StoredRows:
     - `allowed` (m,) excludes rows; None allows all.
     - `reads_chunks_separately`: each chunk is processed before the next one is read, because the
       rows do not fit in memory.
-    - `key_terms_cache` caches the key terms (m,) of scores, by the type of the score.
+    - `key_terms_cache` caches the key terms of scores.
     - `bounds_cache` caches bounds of row spans, by start and size, and sums over blocks of rows.
     - `prefetch_chunks(fields)` is like `read_chunks`, and may read the named fields in advance.
 
@@ -159,7 +221,7 @@ class StoredRows:
         value_width: int = 0,
         allowed: np.ndarray | None = None,
         reads_chunks_separately: bool = False,
-        key_terms_cache: dict[Any, np.ndarray] | None = None,
+        key_terms_cache: KeyTermsCache | None = None,
         bounds_cache: dict[Any, Any] | None = None,
         prefetch_chunks: Callable[[Collection[str]], Iterable[RowChunk]] | None = None,
     ):
@@ -167,7 +229,7 @@ class StoredRows:
         self.prefetch_chunks = prefetch_chunks or (lambda fields: read_chunks())
         self.shape, self.value_width, self.allowed = shape, value_width, allowed
         self.reads_chunks_separately = reads_chunks_separately
-        self.key_terms_cache = {} if key_terms_cache is None else key_terms_cache
+        self.key_terms_cache = key_terms_cache or KeyTermsCache({}, shape[0])
         self.bounds_cache = {} if bounds_cache is None else bounds_cache
 
     # Not attributes: a reference cycle would keep the rows until the garbage collector runs.
@@ -279,7 +341,7 @@ class RowSpans:
         for chunk in chunks:
             rows, step, group = len(chunk.key), self.span_size, []
             if not self.codes_only and (
-                chunk.scale is not None or isinstance(chunk.key, DenseAndSparse)
+                chunk.scale is not None or isinstance(chunk.key, DenseAndSparse | SelectedRows)
             ):
                 step = min(step, max(MAX_FLOATS_PER_SPAN // max(chunk.key.shape[1], 1), 512))
             for start in range(0, rows, step):

@@ -102,10 +102,17 @@ def hoist_score(score: Score, query: Array, key: Array, block: Block, make_block
     return HoistedScore(*get_framework(query).hoist_captures(evaluate_at, *example))
 
 
-def evaluate_block(score: Score, query: Array, key: Array, block: Block) -> Array:
-    """Return score(query, key); scores that depend on positions receive those of the block."""
+def evaluate_block(
+    score: Score, query: Array, key: Array, block: Block, key_terms: Array | None = None
+) -> Array:
+    """Return score(query, key); scores that depend on positions receive those of the block.
+
+    `key_terms` are those of the keys, if they are known.
+    """
     if isinstance(score, Modified | HoistedScore):
         return score.score_block(query, key, block)
+    if key_terms is not None:
+        return score.score_with_key_terms(query, key, key_terms)
     return score(query, key)
 
 

@@ -145,7 +145,9 @@ class Constant(Score):
     def __call__(self, query: Array, key: Array) -> Array:
         # Sums of zeros give the right shape even if a graph does not know the lengths yet.
         fw = get_framework(query)
-        rows, cols = (fw.astype(x == x, fw.dtype_name(x)) * 0.0 for x in (query, key))
+        rows, cols = (
+            fw.astype(x == x, fw.dtype_name(x)) * 0.0 for x in (query[..., :1], key[..., :1])
+        )
         ones = fw.xp.sum(rows, axis=-1)[..., :, None] + 1.0
         return ones + fw.xp.sum(cols, axis=-1)[..., None, :]
 

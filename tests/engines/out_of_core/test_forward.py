@@ -14,6 +14,7 @@ from qkv import attention, scores, weightings
 from qkv.engines import streaming
 from qkv.engines.out_of_core import backward as engines_read
 from qkv.engines.out_of_core import forward as engine
+from qkv.engines.out_of_core import key_terms
 from qkv.errors import ArgumentError, CombinationError, FrameworkError
 from qkv.frameworks import to_numpy
 from qkv.frameworks.stored_rows import RowChunk, StoredRows
@@ -220,8 +221,64 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
     for _ in range(2):
         got = engine.score_rows(rows, query, scores.Cosine(0.3))
         np.testing.assert_allclose(got, want, atol=4e-6 if dtype == "float32" else 1e-14)
-    ((_, kept),) = rows.key_terms_cache.items()
-    assert np.isnan(kept[:250]).all() and np.isfinite(kept[350:]).all()
+    (kept,) = rows.key_terms_cache.arrays.values()
+    assert (kept[:250] == key_terms.UNUSABLE).all() and np.isfinite(kept[350:]).all()
+
+
+@pytest.mark.parametrize("fw", ["numpy", *WITH_GRADIENTS], ids=lambda fw: getattr(fw, "name", fw))
+def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
+    """attend normalized all keys again in every call: 14 times the time of ask."""
+    small(monkeypatch)
+    key = np.array(KEY)
+    key[:250] *= 1e150  # no terms, because the squares overflow
+    key[300] = 0
+    parts = [RowChunk(k, v) for k, v in zip(np.split(key, 2), np.split(VALUE, 2), strict=True)]
+    rows, computed = StoredRows(lambda: parts, key.shape, 3), []
+    original = scores.Cosine.key_terms
+
+    def counted(score, key):
+        computed.append(len(key))
+        return original(score, key)
+
+    monkeypatch.setattr(scores.Cosine, "key_terms", counted)
+    make = np.asarray if fw == "numpy" else fw.make_array
+    query, temperature = make(QUERY), make(np.array(0.3))
+
+    def attend(query, temperature):
+        how = {"score": scores.Cosine(temperature), "weighting": "softmax"}
+        return attention.attend_rows(rows, query, **how)
+
+    with np.errstate(over="ignore"):
+        want = qkv.attend(QUERY, key, VALUE, score=scores.Cosine(0.3), engine="dense")
+        for _ in range(2):
+            np.testing.assert_allclose(to_numpy(attend(query, temperature)), want, atol=1e-9)
+            assert sum(computed) == ROWS
+        attention.weigh_rows(rows, QUERY, score=scores.Cosine(2.0), weighting="softmax")
+        assert sum(computed) == ROWS  # ask shares them
+    if fw == "numpy":
+        return
+
+    def loss(attend):
+        return lambda q, t: qkv.frameworks.get_framework(q).xp.sum(attend(q, t) * make(ALONG))
+
+    def dense(q, t):
+        score = scores.Cosine(t)
+        return qkv.attend(q, make(key), make(VALUE), score=score, engine="dense")
+
+    got, want = (slopes(fw, loss(x), [query, temperature]) for x in (attend, dense))
+    for one, two in zip(got, want, strict=True):
+        np.testing.assert_allclose(to_numpy(one), to_numpy(two), rtol=1e-8, atol=1e-10)
+
+
+def test_the_terms_of_keys_have_the_precision_of_the_query():
+    key = KEY.astype("f4")
+    rows = StoredRows(lambda: [RowChunk(key, VALUE)], key.shape, 3)
+    for dtype in ("float32", "float64"):
+        query = QUERY.astype(dtype)
+        got = attention.attend_rows(rows, query, score="cosine", weighting="softmax")
+        want = qkv.attend(QUERY, key.astype(float), VALUE, score="cosine", engine="dense")
+        np.testing.assert_allclose(got, want, atol=1e-6 if dtype == "float32" else 1e-13)
+    assert len(rows.key_terms_cache.arrays) == 2
 
 
 def test_what_means_nothing_is_refused():

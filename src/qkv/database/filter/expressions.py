@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.database.filter import comparisons
-from qkv.database.filter.comparisons import ColumnName, Condition, Constant, Operand
+from qkv.database.filter.comparisons import (
+    ColumnName,
+    Condition,
+    Constant,
+    FilterResult,
+    Operand,
+)
+from qkv.database.table.column_chunk import ColumnChunk
 from qkv.errors import ArgumentError, DtypeError, unknown_name_error
 from qkv.util.formatting import quote_cell
 
@@ -44,7 +51,22 @@ _MAX_QUOTED_CHARACTERS = 60
 """The number of characters of an expression that an error quotes."""
 
 
-def compile_condition(where: Any, names: Sequence[str]) -> Condition:
+class CompiledCondition(NamedTuple):
+    """A condition as a function that evaluates it on a chunk of rows.
+
+    `text` is equal for conditions that mean the same, or None if the condition cannot be cached.
+    `columns` are those that it reads.
+    """
+
+    evaluate: Condition
+    text: str | None
+    columns: list[str]
+
+    def __call__(self, table: ColumnChunk) -> FilterResult:
+        return self.evaluate(table)
+
+
+def compile_condition(where: Any, names: Sequence[str]) -> CompiledCondition:
     """Compile `where` to a function that evaluates it on a chunk of rows.
 
     A mapping gives for each column the cell that it must equal, or a list of such cells. A text is
@@ -54,7 +76,7 @@ def compile_condition(where: Any, names: Sequence[str]) -> Condition:
     with it is true. Comparing text with numbers is an error.
     """
     if isinstance(where, str):
-        return comparisons.suppress_nan_warnings(_Expression(where, names).compile_expression())
+        return _Expression(where, names).compile_expression()
     if isinstance(where, Mapping):
         parts = []
         for name, expected in where.items():
@@ -62,7 +84,8 @@ def compile_condition(where: Any, names: Sequence[str]) -> Condition:
             is_list = isinstance(expected, list | set | frozenset)
             members = [Constant(x) for x in (expected if is_list else [expected])]
             parts.append(comparisons.membership_condition(ColumnName(name), members))
-        return comparisons.suppress_nan_warnings(comparisons.combine_conditions(parts, all_of=True))
+        evaluate = comparisons.combine_conditions(parts, all_of=True)
+        return CompiledCondition(comparisons.suppress_nan_warnings(evaluate), None, list(where))
     raise DtypeError(
         'where must be a mapping of columns, an expression such as "year > 1950", or a function '
         f"of a row, not {type(where).__name__}"
@@ -106,9 +129,14 @@ class _Expression:
         self.lines: list[bytes] = []
         """The parsed lines as bytes, since `ast` counts offsets in bytes."""
 
-    def compile_expression(self) -> Condition:
+    def compile_expression(self) -> CompiledCondition:
         try:
-            return self._build_condition(self._parse())
+            body = self._parse()
+            evaluate = comparisons.suppress_nan_warnings(self._build_condition(body))
+            columns = self._columns_of(body)
+            # Placeholders of quoted names may mean another column in another text.
+            text = ast.unparse(body) + repr(self.quoted_columns or "")
+            return CompiledCondition(evaluate, text, columns)
         except (ValueError, RecursionError, MemoryError) as error:
             if isinstance(error, ArgumentError):
                 raise
@@ -116,7 +144,10 @@ class _Expression:
 
     def columns(self) -> list[str]:
         """Return the columns of the expression, in order."""
-        nodes = (node for node in ast.walk(self._parse()) if isinstance(node, ast.Name))
+        return self._columns_of(self._parse())
+
+    def _columns_of(self, body: ast.expr) -> list[str]:
+        nodes = (node for node in ast.walk(body) if isinstance(node, ast.Name))
         ordered = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
         return list(dict.fromkeys(map(self._resolve_column, ordered)))
 

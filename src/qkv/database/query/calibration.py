@@ -135,7 +135,7 @@ def calibrate(
             f"{math.ceil(min_pairs * FOREIGN_PAIR_STEP / 3)} pairs, not {len(positions)}: pass "
             "more pairs or a smaller coverage"
         )
-    scan = RowScan(view, view.resolve_score(score), resolved, None)
+    scan = RowScan(view, view.resolve_score(score), resolved, view.select_rows())
     parts: list[np.ndarray] = []
     for batch, weighed, _ in scan.run_batches(queries, False):
         at = sum(map(len, parts))

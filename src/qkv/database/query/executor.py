@@ -18,6 +18,7 @@ from qkv.database.query.influence import compute_influence
 from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table import cells
 from qkv.database.table.encoding import add_word_columns
+from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import TableView
 from qkv.errors import ArgumentError, CombinationError, format_plural, join_alternatives
 from qkv.frameworks import is_array
@@ -49,14 +50,14 @@ class QueryExecutor(RowScan):
         view: TableView,
         score: Score,
         weighting: WeightingLike,
-        passed: np.ndarray | None,
+        selection: RowSelection,
         top: int,
         tolerance: float | None,
         calibration: Calibration | str = "",
         library: str | None = None,
         confidence: float | None = None,
     ):
-        super().__init__(view, score, weighting, passed, tolerance, confidence)
+        super().__init__(view, score, weighting, selection, tolerance, confidence)
         self.top, self.calibration, self.frame_library = top, calibration, library
 
     @cached_property
@@ -68,9 +69,9 @@ class QueryExecutor(RowScan):
         }
 
     def without_row(self, position: int) -> QueryExecutor:
-        passed = self._rows_without(position)
+        selection = self._selection_without(position)
         options = (self.top, self.tolerance, self.calibration, self.frame_library, self.confidence)
-        executor = QueryExecutor(self.view, self.score, self.weighting, passed, *options)
+        executor = QueryExecutor(self.view, self.score, self.weighting, selection, *options)
         executor.missing_value_count, executor.where = self.missing_value_count, self.where
         return executor
 

@@ -215,7 +215,7 @@ def _measure_rows(scan: RowScan, value: Any) -> np.ndarray:
     """
     view = scan.view
     if view.schema.can_pool_values:
-        groups = view.open_vectors(scan.allowed_rows, value=True).iter_spans(ROWS_PER_CHUNK)
+        groups = view.open_vectors(scan.selection, value=True).iter_spans(ROWS_PER_CHUNK)
         return np.concatenate([cut.read_values() for group in groups for cut in group]).astype(
             float
         )

@@ -11,6 +11,7 @@ import numpy as np
 from qkv import attention, weightings
 from qkv.answer_backend import Row
 from qkv.database.table import cells
+from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import ROWS_PER_CHUNK, TableView
 from qkv.errors import ArgumentError, format_plural
 from qkv.frameworks import is_array, to_numpy
@@ -44,21 +45,28 @@ class RowScan:
         view: TableView,
         score: Score,
         weighting: WeightingLike,
-        passed: np.ndarray | None,
+        selection: RowSelection,
         tolerance: float | None = None,
         confidence: float | None = None,
     ):
         self.view, self.score, self.weighting = view, score, weightings.resolve(weighting)
-        self.tolerance, self.confidence = tolerance, confidence
-        self.allowed_rows, self.missing_value_count = view.mask_missing_values(passed)
-        self.row_count = (
-            len(view.ids) if self.allowed_rows is None else int(np.count_nonzero(self.allowed_rows))
-        )
-        # If few rows are allowed, arrays of weights contain only these rows.
-        self.candidate_count = view.pick_rows(self.allowed_rows)[1]
-        self.candidate_positions = None
-        if self.allowed_rows is not None and self.candidate_count < len(view.ids):
-            self.candidate_positions = np.flatnonzero(self.allowed_rows)
+        self.tolerance, self.confidence, self.selection = tolerance, confidence, selection
+        self.row_count, self.missing_value_count = selection.row_count, selection.missing_count
+
+    @property
+    def allowed_rows(self) -> np.ndarray | None:
+        """Which rows take part, (m,), or None if all do."""
+        return self.selection.mask
+
+    @property
+    def candidate_count(self) -> int:
+        """The number of rows in arrays of weights: if few take part, only these."""
+        return self.selection.read_count
+
+    @property
+    def candidate_positions(self) -> np.ndarray | None:
+        """The positions of the rows in arrays of weights; None: all rows."""
+        return self.selection.positions
 
     @cached_property
     def _scan_text(self) -> str:
@@ -69,17 +77,17 @@ class RowScan:
 
     def without_row(self, position: int) -> RowScan:
         """Return the same scan without the row at this position."""
-        passed = self._rows_without(position)
-        args = (self.view, self.score, self.weighting, passed, self.tolerance, self.confidence)
+        selection = self._selection_without(position)
+        args = (self.view, self.score, self.weighting, selection, self.tolerance, self.confidence)
         scan = RowScan(*args)
         scan.missing_value_count, scan.where = self.missing_value_count, self.where
         return scan
 
-    def _rows_without(self, position: int) -> np.ndarray:
+    def _selection_without(self, position: int) -> RowSelection:
         allowed = self.allowed_rows
         passed = np.ones(len(self.view.ids), bool) if allowed is None else allowed.copy()
         passed[position] = False
-        return passed
+        return self.view.select_mask(passed)
 
     def run_batches(
         self, queries: Any, value: bool, max_queries: int = MAX_SCORES_PER_BATCH
@@ -100,7 +108,7 @@ class RowScan:
         else:
             code, engine = self._encode_queries(queries), f"scan of {self._scan_text}"
         weighed = attention.weigh_rows(
-            view.open_vectors(self.allowed_rows, value=value, asked=code.sparse_positions),
+            view.open_vectors(self.selection, value=value, asked=code.sparse_positions),
             code.code,
             score=self.score,
             weighting=self.weighting,
@@ -205,7 +213,7 @@ class RowScan:
         zero = np.zeros_like(np.atleast_1d(mean), dtype=float)
         total = zero, np.full_like(zero, np.finfo(float).tiny)
         with np.errstate(invalid="ignore"):
-            for group in self.view.open_vectors(self.allowed_rows, value=True).iter_spans(
+            for group in self.view.open_vectors(self.selection, value=True).iter_spans(
                 ROWS_PER_CHUNK, prefetch_fields=("value",)
             ):
                 for cut in group:

@@ -98,6 +98,11 @@ class Snapshot(Closable):
         return self._first_id, self._version_entry.last, self._version_entry.number
 
     @property
+    def store_identity(self) -> object:
+        """An object that all snapshots of an open store share."""
+        return self._catalog
+
+    @property
     def version(self) -> int:
         return self._version_entry.number
 

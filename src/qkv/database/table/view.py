@@ -17,15 +17,18 @@ from qkv.database.filter.expressions import (
     columns_in,
     compile_condition,
 )
+from qkv.database.filter.results import results_of_store
 from qkv.database.query.inputs import as_key, is_number_key
 from qkv.database.storage import Snapshot, limits
 from qkv.database.table import cells, columns, quantization
 from qkv.database.table.column_chunk import ColumnChunk, TextCache
+from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.schema import SETTINGS_LOST_MESSAGE, Schema
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import get_framework
 from qkv.frameworks.ragged import DenseAndSparse, EncodedQuery, sparse_width
-from qkv.frameworks.stored_rows import RowChunk, StoredRows
+from qkv.frameworks.stored_rows import KeyTermsCache, RowChunk, StoredRows, select_from_chunks
+from qkv.util.caches import insert_bounded
 from qkv.util.deadline import check_deadline
 from qkv.util.formatting import quote_cell
 
@@ -39,11 +42,8 @@ ROWS_PER_CHUNK = 8192
 HINT_SAMPLE_ROWS, MAX_HINT_ITEMS = 256, 5
 """Rows that a hint samples for values, and the number of columns and values that it names."""
 
-MAX_FILTER_CACHE_BYTES = 2**26
-"""Bytes of cached results of conditions, one per row."""
-
-MAX_PICKED_SHARE = 0.25
-"""The largest share of allowed rows for which only these are read, instead of a mask."""
+MAX_CACHED_SELECTIONS, MAX_SELECTION_BYTES = 64, 2**26
+"""The number of conditions whose rows a view caches, and the bytes of all of them."""
 
 MAX_CACHED_QUERIES = 64
 """The number of query texts whose vectors are cached."""
@@ -70,7 +70,7 @@ class TableView:
         self._query_cache: dict[str, EncodedQuery] = {}
         self.version = snapshot.version
         self._row_cache: dict[int, dict[str, Any]] = {}
-        self._filter_cache: dict[str, np.ndarray] = {}
+        self._selection_cache: dict[str | None, RowSelection] = {}
         self._kind_counts_cache: dict[str, np.ndarray] = {}
         self._key_terms_cache: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
         self._bounds_cache: dict[Any, Any] = {}
@@ -301,7 +301,7 @@ class TableView:
 
     def filter_rows(self, where: Any) -> np.ndarray | None:
         """Return which rows pass a condition, (m,), or None if there is no condition."""
-        counts = None
+        counts = self.cell_kind_counts
         if isinstance(where, PartialTableCondition):
             where, counts = where.where, where.cell_kind_counts.__getitem__
         if where is None:
@@ -309,17 +309,35 @@ class TableView:
         if callable(where):
             ids = [id_ for id_, row in self.iterate_rows() if where(row)]
             return np.isin(self.ids, np.array(ids, np.int64), assume_unique=True)
-        cached = self._filter_cache.get(where) if isinstance(where, str) else None
-        if cached is not None:
-            return cached
         condition = compile_condition(where, self.schema.columns if self.is_initialized else ())
-        parts = [condition(chunk).passes for chunk in self._column_chunks(counts)]
-        passed = np.concatenate(parts) if parts else np.zeros(0, bool)
-        if isinstance(where, str):
-            if (len(self._filter_cache) + 1) * len(passed) > MAX_FILTER_CACHE_BYTES:
-                self._filter_cache = {}
-            self._filter_cache[where] = passed
-        return passed
+        kinds = (
+            (name, tuple(np.flatnonzero(counts(name)).tolist()))
+            for name in condition.columns
+            if name not in self.schema.vector_columns
+        )
+        identity = None if condition.text is None else (condition.text, *kinds)
+        results = results_of_store(self.snapshot.store_identity)
+
+        def evaluate_chunk(chunk: ColumnChunk) -> np.ndarray:
+            if identity is None:
+                return condition(chunk).passes
+            return results.find_or_evaluate(identity, chunk.ids, lambda: condition(chunk).passes)
+
+        parts = list(map(evaluate_chunk, self._column_chunks(counts)))
+        return np.concatenate(parts) if parts else np.zeros(0, bool)
+
+    def select_rows(self, where: Any = None) -> RowSelection:
+        """Return the rows that pass a condition and have a value."""
+        is_cacheable = where is None or type(where) is str
+        selection = self._selection_cache.get(where) if is_cacheable else None
+        if selection is None:
+            selection = self.select_mask(self.filter_rows(where))
+            if is_cacheable:
+                # A mask takes one byte per row, and the positions of a quarter of the rows two.
+                most = MAX_SELECTION_BYTES // (3 * len(self.ids) + 1)
+                most = max(min(most, MAX_CACHED_SELECTIONS), 1)
+                insert_bounded(self._selection_cache, where, selection, most)
+        return selection
 
     def why_none_pass(self, where: Any) -> str:
         """Say that no row passes, with example values of the columns; "" if some row passes."""
@@ -354,14 +372,14 @@ class TableView:
         mask = np.concatenate(parts) if parts else np.zeros(0, bool)
         return None if mask.all() else mask
 
-    def mask_missing_values(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
-        """Return the allowed rows that have a value, and the number of those that have none."""
+    def select_mask(self, passed: np.ndarray | None) -> RowSelection:
+        """Return the rows that are marked and have a value; None marks all."""
         present = self.value_mask
         if present is None:
-            return allowed, 0
-        both = present if allowed is None else present & allowed
-        asked = len(present) if allowed is None else int(np.count_nonzero(allowed))
-        return both, asked - int(np.count_nonzero(both))
+            return RowSelection(len(self.ids), passed)
+        mask = present if passed is None else present & passed
+        marked = len(present) if passed is None else int(np.count_nonzero(passed))
+        return RowSelection(len(self.ids), mask, marked - int(np.count_nonzero(mask)))
 
     @property
     def is_int8(self) -> bool:
@@ -414,34 +432,23 @@ class TableView:
             yield ColumnChunk(self.snapshot, self.schema, segment, counts, self._text_cache)
 
     def open_vectors(
-        self, allowed: np.ndarray | None = None, *, value: bool = False, asked: Any = None
+        self, selection: RowSelection | None = None, *, value: bool = False, asked: Any = None
     ) -> StoredRows:
         """Return the keys' vectors, and with `value` the values, as rows to attend over.
 
-        `allowed` (m,) selects rows. `asked` are the positions of an `EncodedQuery` in the sparse
-        vectors, which become columns of the keys. If memory is scarce, pages are released after
-        use.
+        `selection` None selects all rows. `asked` are the positions of an `EncodedQuery` in the
+        sparse vectors, which become columns of the keys. If memory is scarce, pages are released
+        after use.
         """
-        key_terms, (picked, count) = (
-            self._key_terms_cache[asked is not None],
-            self.pick_rows(allowed),
-        )
-        if picked is not None:
-            allowed, key_terms = None, {kind: x[picked] for kind, x in key_terms.items()}
+        selection = selection or RowSelection(len(self.ids))
+        positions = selection.positions
 
         def read_segments(fields: Collection[str] = ()) -> Iterable[RowChunk]:
             parts = self._read_segments(
                 [name for field in fields for name in TENSORS_BY_FIELD[field]]
             )
-            return map(to_stored, parts) if picked is None else pick_segments(parts, picked)
-
-        def pick_segments(parts: Iterable[Any], picked: np.ndarray) -> Iterator[RowChunk]:
-            at = 0
-            for part in parts:
-                live = np.ones(len(part.ids), bool) if part.live is None else part.live.copy()
-                size = int(np.count_nonzero(live))
-                live[live], at = picked[at : at + size], at + size
-                yield to_stored(part)._replace(live=live)
+            chunks = map(to_stored, parts)
+            return chunks if positions is None else select_from_chunks(chunks, positions)
 
         def to_stored(part: Any) -> RowChunk:
             tensors, scale = part.tensors, part.tensors.get("scale")
@@ -455,24 +462,17 @@ class TableView:
             )
 
         named, (width, wide) = "value" if value else "", self._vector_widths
-        shape, wide = (count, width + sparse_width(asked)), wide if value else 0
-        bounds = self._bounds_cache if picked is None else None
+        shape, wide = (selection.read_count, width + sparse_width(asked)), wide if value else 0
         return StoredRows(
             read_segments,
             shape,
             wide,
-            allowed,
+            selection.read_mask,
             self._is_memory_scarce,
-            key_terms,
-            bounds,
+            KeyTermsCache(self._key_terms_cache[asked is not None], len(self.ids), positions),
+            self._bounds_cache if positions is None else None,
             prefetch_chunks=read_segments,
         )
-
-    def pick_rows(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
-        """Return the allowed rows if only they are read, else None; and the number of rows read."""
-        count = 0 if allowed is None else int(np.count_nonzero(allowed))
-        few = 0 < count <= MAX_PICKED_SHARE * len(self.ids)
-        return (allowed, count) if few else (None, len(self.ids))
 
     def read_key_vectors(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the vectors of these rows' keys, (len(ids), width)."""

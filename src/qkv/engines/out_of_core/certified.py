@@ -18,7 +18,7 @@ from qkv.engines.out_of_core.scan import PrunedWeights, WeightScan
 from qkv.engines.out_of_core.score_intervals import ScoreIntervals, softmax_error_from_largest
 from qkv.errors import CombinationError
 from qkv.frameworks import is_array
-from qkv.frameworks.stored_rows import QuantizedKeys, StoredRows, WeighedRows
+from qkv.frameworks.stored_rows import QuantizedKeys, SelectedRows, StoredRows, WeighedRows
 from qkv.scores import Score
 from qkv.weightings import Weighting
 from qkv.weightings.error_bound import ErrorBound
@@ -169,6 +169,8 @@ def attend_rows(
 def _refusal_reason(rows: StoredRows, score: Score, weighting: Weighting) -> str | None:
     """Return why codes give no error bound; raise if there are no exact keys either."""
     first = rows.first_chunk()
+    if first is not None and isinstance(first.key, SelectedRows) and not first.is_lossy:
+        return "so few rows pass the condition that their keys are faster to read than codes"
     if first is None or first.quantized is None or not rows.shape[0]:
         return "the rows have no 8-bit codes"
     reason = _unbounded_reason(first.quantized, rows.shape[1], score, weighting)

@@ -14,6 +14,7 @@ from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
 from qkv.engines.out_of_core.backward import choose_loops
+from qkv.engines.out_of_core.key_terms import load_key_terms
 from qkv.engines.streaming import BlockPasses, compute_output
 from qkv.frameworks import get_framework
 from qkv.frameworks.ragged import DenseAndSparse
@@ -126,13 +127,8 @@ def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
     (n, _), (m, width) = query.shape, rows.shape
     out = np.empty((n, m), query.dtype)
     # Only user code needs the positions of a block.
-    call = Call(query, rows.key, None, score, Weighting()) if has_user_code(score) else None
-    signature = cached_terms = terms = None
-    if type(score).key_terms is not Score.key_terms:
-        signature = type(score), query.dtype
-        cached_terms = rows.key_terms_cache.get(signature)
-        terms = np.full(m, np.nan, query.dtype) if cached_terms is None else cached_terms
-
+    whole = Call(query, rows.key, None, score, Weighting())
+    call = whole if has_user_code(score) else None
     form = score.dot_product_form(query, query[:1]) if score.is_linear else None
     projected = None if form is None else form.query * form.scale
 
@@ -148,22 +144,16 @@ def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
             span.chunk.live_keys_and_scale() if score.is_linear else (span.read_keys(), None)
         )
         key = key.astype(query.dtype, copy=False)
-        if terms is not None and cached_terms is None:
-            new_terms = score.key_terms(key)
-            terms[at] = np.nan if new_terms is None else new_terms
-        if terms is None or np.isnan(terms[at]).any():
-            out[:, at] = evaluate_block(score, query, key, block)
-        else:
-            out[:, at] = score.score_with_key_terms(query, key, terms[at])
+        terms = load_key_terms(rows, score, span, key, query.dtype)
+        out[:, at] = evaluate_block(score, query, key, block, terms)
         if scale is not None:
             out[:, at] *= scale
 
-    numbers_per_row = max(width, score.numbers_per_pair(width), n, 1)
-    size = max(streaming.MAX_KEY_NUMBERS_PER_READ // numbers_per_row, 512)
+    numbers = max(n * streaming.numbers_per_pair(whole), 1)
+    size = streaming.MAX_KEY_NUMBERS_PER_READ // max(width, 1)
+    size = max(min(size, streaming.MAX_NUMBERS_PER_BLOCK // numbers), 512)
     spans = rows.iter_spans(size, prefetch_fields=("key",))
     RowReader(get_framework(query)).reduce_spans(fill_scores, lambda one, two: None, None, spans)
-    if terms is not None:
-        rows.key_terms_cache[signature] = terms
     return out
 
 

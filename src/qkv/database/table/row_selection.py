@@ -1,0 +1,45 @@
+"""The rows of a table that take part in a query."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+MAX_READ_ALONE_SHARE = 0.25
+"""The largest share of selected rows for which only these are read, instead of a mask."""
+
+
+class RowSelection:
+    """The rows that pass a condition and have a value.
+
+    `mask` (m,) marks them, or is None for all m rows. `missing_count` is the number of rows that
+    pass the condition and have no value.
+
+    >>> RowSelection(5, np.array([True, False, False, False, False])).positions
+    array([0])
+    >>> RowSelection(2, np.array([True, False])).positions is None  # all rows are read
+    True
+    """
+
+    def __init__(self, total: int, mask: np.ndarray | None = None, missing_count: int = 0):
+        self.row_count = total if mask is None else int(np.count_nonzero(mask))
+        self.mask = None if self.row_count == total else mask
+        self.total, self.missing_count = total, missing_count
+
+    @cached_property
+    def positions(self) -> np.ndarray | None:
+        """The positions (r,) of the rows if only these are read; None if all rows are read."""
+        if self.mask is None or not 0 < self.row_count <= MAX_READ_ALONE_SHARE * self.total:
+            return None
+        return np.flatnonzero(self.mask)
+
+    @property
+    def read_count(self) -> int:
+        """The number of rows that are read."""
+        return self.total if self.positions is None else len(self.positions)
+
+    @property
+    def read_mask(self) -> np.ndarray | None:
+        """Which of the rows that are read take part; None if all do."""
+        return self.mask if self.positions is None else None

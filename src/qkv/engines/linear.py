@@ -1,0 +1,193 @@
+"""The linear engine: φ(q)·Σⱼ ψ(kⱼ) vⱼᵀ, for weights that are dot products themselves.
+
+With `Raw` weights α(q, k) = φ(q)·ψ(k), the sum over the keys is a matrix (w, d_v) that all queries
+share. So n queries and m keys cost n + m products with it, instead of n · m scores. Bias and offset
+of a score are two further columns of φ and ψ. Gradients follow from the framework's operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from qkv.engines import call as calls
+from qkv.engines import streaming
+from qkv.engines.call import Call
+from qkv.errors import format_count
+from qkv.frameworks.base import Framework
+from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
+from qkv.frameworks.tree import array_leaves, replace_arrays
+from qkv.scores import Cosine, Dot, Gated, Multiplicative, ScaledDot
+from qkv.scores.distance import ExpandedGaussian
+from qkv.util.types import Array, Span
+from qkv.weightings.normalized import Raw
+
+NAME = "linear"
+UPCASTS = True
+
+MAX_DENSE_SCORES = 2**16
+"""Scores up to which the whole matrix takes no longer than the sums."""
+
+MAX_FORM_NUMBERS = 2**26
+"""Most numbers of φ and ψ together, which are in memory at once."""
+
+STORED_SCORES = (Dot, ScaledDot, Cosine, Multiplicative)
+"""Scores whose ψ does not depend on arrays that may need a gradient, nor on other keys."""
+
+
+def shape_based_reason(call: Call) -> str | None:
+    """Return why this engine is not used, judged by shapes and types without array values."""
+    if type(call.weighting) is not Raw:
+        name = type(call.weighting).__name__
+        return f"the weights of {name} are not the scores, so the sum cannot be rearranged"
+    if call.wants_weights:
+        return "it never computes the weights that the call returns"
+    if call.wants_lse:
+        return "Raw has no log-sum-exp"
+    if call.dropout:
+        return "dropout changes each weight alone"
+    if call.bias is not None:
+        return "a float mask is added to each score alone"
+    if call.rule is not None and not call.rule.is_shared_by_queries:
+        return "the mask differs between queries"
+    if isinstance(call.score, Gated):
+        return "the gate multiplies each score, so the score is not a dot product"
+    if call.has_unknown_length:
+        return streaming.UNKNOWN_LENGTH_REASON
+    if call.fw.is_traced(call.query) and not call.fw.needs_equal_spans:
+        return "a traced graph cannot choose another engine for sums that are not finite"
+    if call.fw.device_block_numbers(call.query) is not None:
+        return "on a GPU the check that its sums are finite would wait for the device"
+    return None
+
+
+def unsupported_reason(call: Call) -> str | None:
+    reason = shape_based_reason(call)
+    return reason or (call.lowering if isinstance(call.lowering, str) else None)
+
+
+def slower_reason(call: Call) -> str | None:
+    if call.n * call.m <= MAX_DENSE_SCORES:
+        return f"{format_count(call.n * call.m)} scores are too few to pay for the sums"
+    width, numbers = _form_width(call), math.prod(call.lead) * (call.n + call.m)
+    value_width = call.fw.static_shape(call.value)[-1]
+    pairs = call.n * call.m * (call.fw.static_shape(call.key)[-1] + value_width)
+    if pairs < 2 * (call.n + call.m) * width * value_width:
+        return (
+            f"sums of {format_count(width)} × {format_count(value_width)} numbers take longer than "
+            f"the scores of {format_count(call.n)} queries and {format_count(call.m)} keys"
+        )
+    if numbers * width > MAX_FORM_NUMBERS:
+        return f"its vectors would need {format_count(numbers * width)} numbers in memory"
+    return None
+
+
+def is_data_dependent(call: Call) -> bool:
+    """Return whether array values decide if the score can be lowered."""
+    return call.score.needs_range
+
+
+def describe(call: Call) -> str:
+    shape = _form_width(call), call.fw.static_shape(call.value)[-1]
+    return f"φ(q)·Σ ψ(k) vᵀ, rearranged: one sum of {shape[0]:,} × {shape[1]:,} numbers, no scores"
+
+
+def _form_width(call: Call) -> int:
+    """Return the width of φ and ψ, with bias and offset."""
+    score = call.score if isinstance(call.lowering, str) else call.lowering[0]
+    columns = 2 if isinstance(score, ExpandedGaussian) else 0
+    return score.dot_product_width(call.fw.static_shape(call.query)[-1]) + columns
+
+
+def run(call: Call) -> tuple[Array, None, None]:
+    """Return the output; in blocks of scores if the sums are not finite.
+
+    Then a value is infinite, or NaN where its weight may be 0, or the sums overflow.
+    """
+    assert not isinstance(call.lowering, str)
+    original, call = call, replace(call, score=call.lowering[0]).upcast()
+    query, sums = _sum_keys(call)
+    finite = _are_finite(call.fw, sums)
+    if finite is not None:
+        return call.fw.matmul(query, sums) if finite else streaming.run(original)[0], None, None
+
+    def run_linear(*arrays: Array) -> Array:
+        return call.fw.matmul(*_sum_keys(replace_arrays(call.fw, call, arrays)))
+
+    def run_in_blocks(*arrays: Array) -> Array:
+        return streaming.run(replace_arrays(call.fw, call, arrays))[0]
+
+    condition = call.fw.xp.all(call.fw.xp.isfinite(sums))
+    return (
+        call.fw.cond(condition, run_linear, run_in_blocks, *array_leaves(call.fw, call)),
+        None,
+        None,
+    )
+
+
+def _sum_keys(call: Call) -> tuple[Array, Array]:
+    """Return φ (…, n, w) and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over the keys that the mask allows."""
+    fw, key, value = call.fw, call.key, call.value
+    heads = {fw.static_shape(x)[-3] for x in (key, value) if len(x.shape) > 2} - {1}
+    if call.rule is not None or len(heads) > 1:
+        key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
+    if call.rule is not None:
+        # One query stands for all. Masked rows may be NaN.
+        live = call.rule.allowed_pairs(calls.make_block(call, Span(0, 1)))
+        live = None if live is None else fw.xp.matrix_transpose(live)
+        key, value = (fw.fill_unless(x, live) for x in (key, value))
+    query, key = call.score.dot_product_form(call.query, key).augmented_vectors()
+    sums = fw.matmul(fw.xp.matrix_transpose(key), value)
+    return query, calls.repeat_shared_heads(call, sums)
+
+
+def _are_finite(fw: Framework, sums: Array) -> bool | None:
+    """Return whether all sums are finite; None if that is known only when a graph runs."""
+    if fw.is_surely_finite(sums):
+        return True
+    if type(fw).is_surely_finite is not Framework.is_surely_finite:
+        return False  # or not known, under a functional transform
+    finite = fw.concrete_value(fw.xp.all(fw.xp.isfinite(sums)))
+    return None if finite is None else bool(finite)
+
+
+# Stored rows
+
+
+def run_stored(call: Call) -> Array | None:
+    """Return the output over stored rows, which are read once; None: the scores are needed.
+
+    The sums do not depend on arrays that need a gradient, so the query and the score receive theirs
+    from one product.
+    """
+    assert isinstance(call.key, UnreadArray) and call.value is not None
+    call = call.upcast()
+    (m, width), value_width = call.key.shape, call.value.shape[-1]
+    is_linear = type(call.score) in STORED_SCORES and not getattr(call.score, "softcap", None)
+    if type(call.weighting) is not Raw or not is_linear or not m:
+        return None
+    if call.n * m <= MAX_DENSE_SCORES or call.n * (width + value_width) < 2 * width * value_width:
+        return None
+    fw = call.fw
+    template = fw.full((1, fw.static_shape(call.query)[-1]), 0.0, call.query)
+
+    def sum_span(span: RowSpan) -> Array:
+        live = span.allowed_mask(fw, call.query)
+        stored = (span.read_keys(), span.read_values())
+        key, value = (to_framework_array(fw, x, call.query) for x in stored)
+        if live is not None:
+            key, value = (fw.fill_unless(x, fw.xp.matrix_transpose(live)) for x in (key, value))
+        form = call.score.dot_product_form(template, key)
+        return fw.detach(fw.matmul(fw.xp.matrix_transpose(form.key), value))
+
+    size = max(streaming.MAX_KEY_NUMBERS_PER_READ // max(width, value_width, 1), 512)
+    sums = RowReader(fw).reduce_spans(
+        sum_span,
+        lambda one, two: one + two,
+        fw.full((width, value_width), 0.0, call.query),
+        call.key.rows.iter_spans(size),
+    )
+    if not _are_finite(fw, sums):
+        return None
+    form = call.score.dot_product_form(call.query, fw.full((1, width), 0.0, call.query))
+    return fw.matmul(form.query if form.scale == 1 else form.query * form.scale, sums)

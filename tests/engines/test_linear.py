@@ -1,0 +1,265 @@
+"""Raw weights of dot products, rearranged as φ(q)·Σ ψ(k) vᵀ: the same sums in another order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import attention, masks, scores
+from qkv.engines import linear
+from qkv.errors import EngineError
+from qkv.frameworks import get_framework, to_numpy
+from qkv.frameworks.stored_rows import RowChunk, StoredRows
+from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
+
+rng = np.random.default_rng(0)
+N, M, D = 310, 290, 5
+QUERY, KEY, VALUE = (rng.normal(size=(size, D)) for size in (N, M, M))
+W = rng.normal(size=(D, D))
+SCORES: dict[str, Any] = {
+    "dot": lambda w: scores.Dot(),
+    "scaled": lambda w: scores.ScaledDot(0.3),
+    "cosine": lambda w: scores.Cosine(w[0, 0] * w[0, 0] + 0.5),
+    "multiplicative": scores.Multiplicative,
+    "gaussian": lambda w: scores.Gaussian(2.0),
+}
+RAW = {"weighting": "raw"}
+each_score = pytest.mark.parametrize("name", SCORES)
+
+
+def ids(fw):
+    return fw.name
+
+
+@each_score
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=ids)
+def test_values(fw, name):
+    query, key, value, w = map(fw.make_array, (QUERY, KEY, VALUE, W))
+    how = {"score": SCORES[name](w), **RAW}
+    assert qkv.explain(query, key, value, **how).engine == "linear"
+    out, want = (
+        to_numpy(qkv.attend(query, key, value, engine=engine, **how)) for engine in (None, "dense")
+    )
+    np.testing.assert_allclose(out, want, rtol=1e-9, atol=1e-9)
+
+
+@each_score
+@pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=ids)
+def test_gradients(fw, name):
+    arrays = [fw.make_array(x) for x in (QUERY, KEY, VALUE, W)]
+    along = fw.make_array(rng.normal(size=(N, D)))
+    found = []
+    for engine in ("linear", "dense"):
+
+        def loss(query, key, value, w, engine=engine):
+            out = qkv.attend(query, key, value, score=SCORES[name](w), engine=engine, **RAW)
+            xp = get_framework(out).xp
+            return xp.sum(out * along) + 0.0 * xp.sum(w)
+
+        if name == "gaussian" and fw.name == "jax" and engine == "linear":
+            with pytest.raises(EngineError, match="range of the arguments"):
+                fw.compute_gradients(loss, arrays)
+            return
+        found.append(fw.compute_gradients(loss, arrays))
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(to_numpy(got), to_numpy(want), rtol=1e-8, atol=1e-8)
+
+
+def test_float32_is_as_accurate_as_the_formula():
+    query, key, value = (rng.normal(size=(size, 64)).astype("f4") for size in (2000, 3000, 3000))
+    want = (query.astype(float) @ key.T.astype(float)) @ value.astype(float)
+    eager = np.abs((query @ key.T) @ value - want).max()
+    out = qkv.attend(query, key, value, score="dot", engine="linear", **RAW)
+    assert np.abs(out - want).max() <= 4 * eager
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_16_bit_arrays_run_in_float32(dtype):
+    torch = pytest.importorskip("torch")
+    arrays = [torch.tensor(x + 1).to(getattr(torch, dtype)) for x in (QUERY, KEY, VALUE)]
+    how = {"score": "dot", **RAW}
+    out = qkv.attend(*arrays, engine="linear", **how)
+    want = qkv.attend(*(x.double() for x in arrays), engine="dense", **how)
+    assert out.dtype == arrays[0].dtype
+    torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("value_heads", [1, 2, 4])
+def test_shared_heads_and_a_mask_of_lengths(key_heads, value_heads):
+    query = rng.normal(size=(2, 4, 30, D))
+    key = rng.normal(size=(2, key_heads, 20, D))
+    value = rng.normal(size=(2, value_heads, 20, 3))
+    key[0, :, 12:], value[0, :, 12:] = np.nan, np.inf
+    mask = masks.lengths([12, 0])
+    how = {"score": scores.Cosine(0.5), "mask": mask, **RAW}
+    out = qkv.attend(query, key, value, engine="linear", **how)
+    np.testing.assert_allclose(out, qkv.attend(query, key, value, engine="dense", **how))
+    assert not out[1].any()
+
+
+def test_one_key_for_a_batch_with_lengths():
+    query, key, value = rng.normal(size=(3, 30, D)), KEY[:20], VALUE[:20]
+    how = {"score": "dot", "mask": masks.lengths([4, 20, 11]), **RAW}
+    out = qkv.attend(query, key, value, engine="linear", **how)
+    np.testing.assert_allclose(out, qkv.attend(query, key, value, engine="dense", **how))
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=ids)
+@pytest.mark.parametrize("special", [np.inf, np.nan])
+def test_values_that_are_not_finite_count_as_in_the_formula(fw, special):
+    query, key, value = QUERY[:4].copy(), KEY.copy(), VALUE.copy()
+    value[3, 1] = special
+    query[1] = 0  # a weight of 0: the value does not reach the output
+    arrays = list(map(fw.make_array, (query, key, value)))
+    with np.errstate(invalid="ignore"):  # array-api-strict shows the warnings of NumPy
+        out, want = (
+            to_numpy(qkv.attend(*arrays, score="dot", engine=engine, **RAW))
+            for engine in ("linear", "dense")
+        )
+    np.testing.assert_allclose(out, want, atol=1e-9)
+    assert (out[1] == 0).all() and not np.isfinite(out[0, 1])
+
+
+def test_jax_traces_it():
+    jax = pytest.importorskip("jax")
+    attend = jax.jit(lambda *x: qkv.attend(*x, score="dot", engine="linear", **RAW))
+    value = VALUE.astype("f4")
+    for special in (0.0, np.inf):
+        value[0, 0] = special
+        arrays = [x.astype("f4") for x in (QUERY, KEY, value)]
+        want = qkv.attend(*arrays, score="dot", engine="dense", **RAW)
+        np.testing.assert_allclose(attend(*arrays), want, rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives():
+    torch = pytest.importorskip("torch")
+    arrays = [torch.tensor(x[:4], requires_grad=True) for x in (QUERY, KEY, VALUE)]
+    assert torch.autograd.gradgradcheck(
+        lambda *x: qkv.attend(*x, score="dot", engine="linear", **RAW), arrays
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"weighting": "softmax"}, "weights of Softmax are not the scores"),
+        ({"dropout_p": 0.5}, "dropout changes each weight"),
+        ({"mask": "causal"}, "differs between queries"),
+        ({"mask": np.zeros((N, M))}, "float mask"),
+        ({"score": scores.Gated(np.ones(D), np.ones(D))}, "the gate multiplies"),
+        ({"score": "laplace"}, "no dot product form"),
+        ({"score": scores.ScaledDot(softcap=2.0)}, "softcap"),
+    ],
+)
+def test_calls_that_are_refused(options, reason):
+    how = {"score": "dot", **RAW, **options}
+    explained = qkv.explain(QUERY, KEY, VALUE, **how)
+    assert explained.engine != "linear" and reason in dict(explained.refusals)["linear"]
+    with pytest.raises(EngineError, match="does not support"):
+        qkv.attend(QUERY, KEY, VALUE, engine="linear", **how)
+
+
+def test_weights_and_a_log_sum_exp_are_refused():
+    with pytest.raises(EngineError, match="never computes the weights"):
+        qkv.attend(QUERY, KEY, VALUE, score="dot", return_weights=True, engine="linear", **RAW)
+    call = replace(attention.build_call(QUERY, KEY, VALUE, "dot", "raw"), wants_lse=True)
+    assert "log-sum-exp" in linear.unsupported_reason(call)
+
+
+def test_it_runs_where_it_is_faster(monkeypatch):
+    def refusal(*arrays):
+        explained = qkv.explain(*arrays, score="dot", **RAW)
+        return dict(explained.refusals).get("linear", explained.engine)
+
+    assert "too few" in refusal(QUERY[:9], KEY, VALUE)
+    wide = rng.normal(size=(M, 4000))
+    assert "take longer" in refusal(*(rng.normal(size=(m, 400)) for m in (N, M)), wide)
+    assert refusal(QUERY, KEY, VALUE) == "linear"
+    explained = str(qkv.explain(QUERY, KEY, VALUE, score="dot", **RAW))
+    assert "engine: linear (φ(q)·Σ ψ(k) vᵀ, rearranged: one sum of 5 × 5 numbers" in explained
+    monkeypatch.setattr(linear, "MAX_FORM_NUMBERS", 100)
+    assert "in memory" in refusal(QUERY, KEY, VALUE)
+
+
+def test_a_traced_graph_of_torch_is_refused():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(300, 300, 4, device="meta")
+    assert "traced graph" in dict(qkv.explain(x, x, x, score="dot", **RAW).refusals)["linear"]
+
+
+# Stored rows
+
+
+def stored(key=KEY, value=VALUE, allowed=None):
+    parts = [RowChunk(*x) for x in zip(np.split(key, 2), np.split(value, 2), strict=True)]
+    return StoredRows(lambda: parts, key.shape, value.shape[1], allowed)
+
+
+@pytest.mark.parametrize("name", ["dot", "scaled", "cosine", "multiplicative", "gaussian"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fw", ["numpy", *WITH_GRADIENTS], ids=lambda fw: getattr(fw, "name", fw))
+def test_stored_rows(fw, name, masked, monkeypatch):
+    from qkv.engines import streaming
+
+    used, run = [], streaming.run
+    monkeypatch.setattr(streaming, "run", lambda *a: used.append(1) or run(*a))
+    make = np.asarray if fw == "numpy" else fw.make_array
+    key, value, allowed = KEY.copy(), VALUE.copy(), None
+    if masked:
+        allowed = rng.random(M) > 0.5
+        key[~allowed] = np.nan
+    live = slice(None) if allowed is None else allowed
+
+    def attend(query, w):
+        score = SCORES[name](w)
+        return attention.attend_rows(stored(key, value, allowed), query, score=score, **RAW)
+
+    def dense(query, w):
+        arrays = make(key[live]), make(value[live])
+        return qkv.attend(query, *arrays, score=SCORES[name](w), engine="dense", **RAW)
+
+    query, w = make(QUERY), make(W)
+    np.testing.assert_allclose(to_numpy(attend(query, w)), to_numpy(dense(query, w)), atol=1e-8)
+    assert bool(used) == (name == "gaussian")
+    if fw == "numpy" or (fw.name != "torch" and name != "multiplicative"):
+        return
+
+    def loss(attend):
+        def total(query, w):
+            xp = get_framework(query).xp
+            return xp.sum(attend(query, w) * make(QUERY)) + 0.0 * xp.sum(w)
+
+        return total
+
+    if fw.name == "jax":
+        import jax
+
+        slopes = [jax.grad(loss(x), argnums=(0, 1))(query, w) for x in (attend, dense)]
+    else:
+        slopes = [fw.compute_gradients(loss(x), [query, w]) for x in (attend, dense)]
+    for one, two in zip(*slopes, strict=True):
+        np.testing.assert_allclose(to_numpy(one), to_numpy(two), rtol=1e-8, atol=1e-8)
+
+
+def test_few_queries_and_sums_that_are_not_finite_need_the_scores():
+    value = VALUE.copy()
+    value[5] = np.inf
+    for query, values in ((QUERY[:2], VALUE), (QUERY, value)):
+        rows = stored(value=values)
+        call = attention.Call(query, rows.key, rows.value, scores.Dot(), qkv.weightings.Raw())
+        with call.fw.compute_context():
+            assert linear.run_stored(call) is None
+        out = attention.attend_rows(rows, query, score="dot", **RAW)
+        want = qkv.attend(query, KEY, values, score="dot", engine="dense", **RAW)
+        np.testing.assert_allclose(out, want, atol=1e-9)
+
+
+def test_a_database():
+    database = qkv.Database(KEY, VALUE)
+    out = database.attend(QUERY, score="dot", weighting="raw", where=None)
+    np.testing.assert_allclose(out, QUERY @ KEY.T @ VALUE, rtol=1e-4, atol=1e-3)
