@@ -318,7 +318,7 @@ def dropout_factors(call: Call, block: Block, like: Array | None = None) -> Arra
     if not call.dropout:
         return None
     if call.seed is None:
-        return call.fw.dropout_mask(like, call.dropout)
+        return call.fw.draw_dropout_factors(like, call.dropout)
     return hash_dropout_factors(call.query, call.dropout, call.seed, block)
 
 

@@ -83,7 +83,7 @@ class Framework:
     needs_equal_spans = False
     """Whether all spans must have the same size, as in a compiled loop."""
     has_random_generator = False
-    """Whether `dropout_mask` can use the framework's own random generator."""
+    """Whether `draw_dropout_factors` can use the framework's own random generator."""
     needs_disjoint_spans = False
     """Whether spans of different rows of blocks must not overlap."""
     supports_masked_gather = False
@@ -336,7 +336,7 @@ class Framework:
             f"{type(generator).__name__}"
         )
 
-    def dropout_mask(self, like: Array, p: float) -> Array:
+    def draw_dropout_factors(self, like: Array, p: float) -> Array:
         """Return 0 with probability p, else 1 / (1 − p), from the framework's generator."""
         raise FrameworkError(f"{self.name} has no random generator for dropout: pass a seed")
 

@@ -456,7 +456,7 @@ class Torch(Framework):
     def without_data(self, x: Array) -> Array:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
-    def dropout_mask(self, like: Array, p: float) -> Array:
+    def draw_dropout_factors(self, like: Array, p: float) -> Array:
         if p == 1:
             return torch.zeros_like(like)
         if torch.compiler.is_compiling():
