@@ -256,7 +256,7 @@ def check_best_scores_finite(
         raise overflow_error(score, weighting, overflows)
 
 
-def zero_dead_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
+def zero_masked_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
     """Return keys or values (…, c, d) with 0 in the rows that no query of the block may see.
 
     These rows may be NaN, and 0 · NaN would be NaN.
@@ -274,7 +274,7 @@ def zero_dead_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
     return fw.fill_unless(rows, seen)
 
 
-def zero_dead_queries(call: Call, query: Array, alive: LiveMask) -> Array:
+def zero_masked_queries(call: Call, query: Array, alive: LiveMask) -> Array:
     """Return queries (…, r, d) with 0 in the rows that may see no key of the block."""
     if alive is None or (call.fw.is_surely_finite(query) and not has_user_code(call.score)):
         return query

@@ -319,11 +319,11 @@ def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
         )
     else:
         live, key = calls.compute_live_pairs(call, block), fw.slice_span(call.key, cols, -2)
-    key = calls.zero_dead_rows(call, key, live)
+    key = calls.zero_masked_rows(call, key, live)
     bias = call.bias
     if bias is not None:
         bias = fw.slice_span(fw.slice_span(bias, rows, -2), cols, -1)
-    query = calls.zero_dead_queries(call, fw.slice_span(call.query, rows, -2), live)
+    query = calls.zero_masked_queries(call, fw.slice_span(call.query, rows, -2), live)
     return BlockOperands(block, live, query, key, bias)
 
 
@@ -336,7 +336,7 @@ def load_value(call: Call, cols: Any, live: LiveMask) -> Array:
         if stored
         else fw.slice_span(call.value, cols, -2)
     )
-    return calls.zero_dead_rows(call, value, live)
+    return calls.zero_masked_rows(call, value, live)
 
 
 class BlockPasses:
