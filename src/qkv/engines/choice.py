@@ -40,7 +40,10 @@ class EngineChoice:
         return self.add_weights(call, self.engine.run(call))
 
     def build_runner(self, call: Call) -> Callable[[Call], Any]:
-        """Return `run` for later calls with this signature; it may return None: choose again."""
+        """Return `run` for later calls with this signature.
+
+        The returned function may return None. Then the caller must choose an engine again.
+        """
         run: Any = (
             self.engine.build_runner(call)
             if hasattr(self.engine, "build_runner")
@@ -56,7 +59,10 @@ class EngineChoice:
         return run_with_weights
 
     def build_direct_runner(self, call: Call) -> Any:
-        """Return the engine as a function of `attend`'s arguments; None if it has no such form."""
+        """Return a function of `attend`'s arguments that runs the engine without building a `Call`.
+
+        None if the engine has no such function for this call.
+        """
         returns_all = not call.wants_weights or self.engine is weights
         return (
             self.engine.build_direct_runner(call)
@@ -67,7 +73,7 @@ class EngineChoice:
     def add_weights(
         self, call: Call, results: tuple[Array | None, Array | None, Array | None]
     ) -> tuple[Array | None, Array | None, Array | None]:
-        """Return the results with weights, for an engine that does not compute them."""
+        """Return the results, with the weights added if the engine did not compute weights."""
         if not call.wants_weights or self.engine is weights:
             return results
         weights_only = replace(call, value=None, wants_lse=False)
@@ -106,14 +112,14 @@ def choose_engine(call: Call, name: str | None = None) -> EngineChoice:
 def _precision_refusal(engine: ModuleType, call: Call) -> str | None:
     if call.may_exceed_float64 and not hasattr(engine, "CHECKS_OVERFLOW"):
         return (
-            f"the scores of {format_record(call.score)} may overflow float64, which it does not "
-            "check"
+            f"the scores of {format_record(call.score)} may overflow float64, and this engine does "
+            "not check that"
         )
     if hasattr(engine, "UPCASTS") or not call.exceeds_float32:
         return None
     return (
-        f"the scores of {format_record(call.score)} may overflow float32, and it does not compute "
-        "in float64"
+        f"the scores of {format_record(call.score)} may overflow float32, and this engine does not "
+        "compute in float64"
     )
 
 
@@ -130,7 +136,7 @@ def _log_choice(call: Call, choice: EngineChoice) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`; print it to read it."""
+    """The result of `explain`. Print the object to read which engine runs and why."""
 
     engine: str
     refusals: tuple[tuple[str, str], ...]

@@ -62,7 +62,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
 def build_reference(call: Call) -> Callable[..., Arrays]:
     """Return the output and log-sum-exp as a function of the call's arrays.
 
-    Frameworks differentiate it where an engine's own gradient has no second derivative.
+    Frameworks differentiate this function for second derivatives, which no engine's own gradient
+    has.
     """
     fw, dtype = call.fw, call.fw.dtype_name(call.query)
 

@@ -258,7 +258,12 @@ class KernelCall:
     def layout_lists(
         self, tile: Tile, by_key: bool = False
     ) -> tuple[Tensor | None, Tensor | None, int]:
-        """Return, per tile of queries (or keys), the tiles of the others: full, partial, empty."""
+        """Return the layout as lists: for each tile of queries, its tiles of keys, and counts.
+
+        A list begins with the full tiles, then come the partial and the empty ones. The counts are
+        those of full and partial tiles. The last result is the length of a list. With `by_key`, the
+        lists hold tiles of queries for each tile of keys.
+        """
         if self.layout is None:
             return None, None, 0
         kinds = _classify_tiles(self, tile)
