@@ -112,7 +112,7 @@ class TestWhatIsWrongIsNoticed:
             def arrays(self) -> dict[str, np.ndarray]:
                 return {}
 
-        with pytest.raises(AssertionError, match="settings and arrays"):
+        with pytest.raises(AssertionError, match="gives other vectors"):
             check_encoder(Forgetful(), ["Li", "Zhang"])
 
     def test_what_is_no_score(self) -> None:

@@ -348,7 +348,7 @@ PLAN_MUTANTS = [
     Mutant(
         "masked-rows-not-zeroed",
         "engines/call.py",
-        "return fw.fill_unless(rows, seen)",
+        "return fw.fill_unless(rows, is_visible)",
         "return rows",
         ENGINES + "test_plan_cache.py -k masked",
     ),

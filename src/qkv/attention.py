@@ -1,6 +1,6 @@
 """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ: `attend`, `weights`, `explain` and `warm`.
 
-Also the entry points for stored rows and for keys that several processes hold.
+`attend_rows` and `weigh_rows` read stored rows; `attend_sharded` has its keys in several processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AttendOptions(FormulaOptions, total=False):
 
 
 class ReturnOptions(AttendOptions, total=False):
-    """The arguments of `AttendOptions`, and those that request further results."""
+    """The arguments of `AttendOptions`, and the arguments that request more results."""
 
     return_lse: bool
     return_weights: bool | Literal["mean"]
@@ -119,8 +119,9 @@ def attend(
     """Return Σᵢ α(q, kᵢ) vᵢ for every query q: values, weighted by how well their keys match.
 
     Shapes: query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v). The result has the
-    query's framework and dtype, or that of PyTorch's autocast. Leading axes broadcast. Axis −3 is
-    the heads; a key or value with fewer heads is shared. A query that sees no key gives 0.
+    query's framework and dtype; under PyTorch's autocast it has the autocast dtype. Leading axes
+    broadcast. Axis −3 is the heads; several query heads can share one head of key and value. The
+    output is 0 for a query that may attend to no key.
 
     - `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
       (query, key) → (…, n, m). A function receives 16-bit arrays as float32.
@@ -129,7 +130,7 @@ def attend(
       array (added to the scores).
     - `dropout_p` is the probability of dropping a weight. The same `seed` (a number or a
       generator) drops the same weights on every engine.
-    - `tolerance` is the absolute error of a score that an engine may trade for speed.
+    - `tolerance` allows an engine to be faster with scores that are wrong by at most this much.
     - `engine` selects an engine by name. `explain` shows which one would run.
 
     `return_lse` adds log Σ exp(score) (…, n) to the results. `return_weights` adds α (…, n, m);
@@ -259,10 +260,10 @@ def warm(
 ) -> WarmupReport:
     """Choose the engine and compile the kernels for `attend` with these arguments, ahead of time.
 
-    Only shapes, dtypes, devices and strides matter, not values. On CUDA the kernels are compiled in
-    several threads with a progress bar, including those of the gradient if an array requires one.
-    Elsewhere nothing is compiled, and only the choice of an engine is cached. Print the result to
-    read what was done.
+    Only shapes, dtypes, devices and strides matter, not values. On CUDA several threads compile the
+    kernels and show a progress bar. If an array requires a gradient, they also compile the backward
+    kernels. On other devices `warm` only caches the choice of an engine. Print the result to read
+    what `warm` did.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 3))
@@ -280,17 +281,18 @@ def warm(
 
 
 def projected_attention(name: str) -> ProjectedAttention:
-    """Return a framework's fused operator for a whole self-attention layer.
+    """Return the fused operator of the framework `name` for a whole self-attention layer.
 
-    It computes [S⁽¹⁾ … S⁽ʰ⁾] W_O with S⁽ⁱ⁾ = softmax(QKᵀ/√d) V, where Q, K and V are projections
-    of one x. The function takes (x, heads, parameters, mask, padding, weights):
+    The operator computes [S⁽¹⁾ … S⁽ʰ⁾] W_O with S⁽ⁱ⁾ = softmax(QKᵀ/√d) V, where Q, K and V are
+    projections of one x. It takes (x, heads, parameters, mask, padding, weights):
 
     - x (N, n, h·d) needs no gradient and is not traced.
     - `parameters` are the packed weight of Q, K and V, its bias, W_O and its bias.
     - `mask` (n, n), or (N, n) if `padding`, is True where a pair does *not* count.
     - `weights` is "heads", "mean" or None.
 
-    It returns the output and α. If it returns None, project, call `attend`, and project back.
+    The operator returns the output and α, or None if it does not support the call. After None,
+    project x, call `attend`, and multiply by W_O.
     """
     return native.projected_attention(name)
 
@@ -311,7 +313,7 @@ def _plan_call(
         flags = _extend_flags(flags, lse, alpha)
     _require_value(value)
     signature, plan = plan_cache.find_plan(query, key, value, score, weighting, mask, flags)
-    # A fixed seed: explaining a call must not advance the caller's generator.
+    # Pass a fixed seed, so that `explain` does not advance the caller's generator.
     formula = (mask, p, None if seed is None else 0, tolerance)
     call = build_call(query, key, value, score, weighting, *formula, lse=lse, weights=alpha)
     return signature, plan, call, choose_engine(call, engine)
@@ -324,14 +326,14 @@ def _require_value(value: A | None) -> A:
 
 
 def _extend_flags(flags: plan_cache.Signature, lse: Any, weights: Any) -> plan_cache.Signature:
-    """Return the flags with the requested results.
+    """Return the flags, extended by the values and types of `return_lse` and `return_weights`.
 
-    With their types, because 1 == True, and `return_lse=1` must not find the plan of True.
+    The types matter because 1 == True: `return_lse=1` must not find the plan of `True`.
     """
     return *flags, lse, weights, type(lse), type(weights)
 
 
-# TensorFlow's AutoGraph rewrites Python code unless it has this attribute. This code already works
+# TensorFlow's AutoGraph rewrites a function that lacks this attribute. These functions already work
 # in a graph.
 for _function in (attend, weights, explain, warm):
     setattr(_function, "autograph_info__", None)  # noqa: B010
@@ -349,8 +351,8 @@ def attend_rows(
     """Return `attend` over stored rows: query (n, d) → (n, d_v), in the query's framework.
 
     The query and the arrays of score and weighting receive gradients; the backward pass reads the
-    rows again. `tolerance` and `confidence` are those of `weigh_rows`. They are ignored if a
-    gradient is needed: then the result is exact.
+    rows again. `tolerance` and `confidence` work as in `weigh_rows`. If a gradient is needed, both
+    are ignored and the result is exact.
 
     >>> import numpy as np
     >>> from qkv.frameworks.stored_rows import RowChunk
@@ -366,8 +368,8 @@ def attend_rows(
     fw = get_framework(query)
     if fw.is_abstract(query):
         raise FrameworkError(
-            "attend reads a stored database while it runs, so it cannot be traced: call it outside "
-            "jit, compile or tf.function"
+            "attention over stored rows reads files, so it cannot be traced: make this call "
+            "outside jit, compile or tf.function"
         )
     score, weighting = resolve_score_and_weighting(score, weighting, None)
     require_one_framework({"query": query}, score=score, weighting=weighting)
@@ -399,7 +401,8 @@ def find_nearest_rows(
 ) -> tuple[Array, Array]:
     """Return the k best scores of each query (n, d) and their row positions, both (n, k).
 
-    The first of equal scores comes first. Scores are −∞ if there are fewer than k rows.
+    Of rows with equal scores, the one at the lower position comes first. If there are fewer than k
+    rows, the last scores are −∞.
 
     >>> import numpy as np
     >>> from qkv.frameworks.stored_rows import RowChunk
@@ -426,8 +429,8 @@ def attend_sharded(
 ) -> Any:
     """Return `attend` over keys that the processes of a group hold in shards.
 
-    `at` is the position of this shard in the whole call. The processes exchange only queries,
-    partial states and their gradients.
+    `across` is the group of processes. `at` is the position of this shard in the whole call. The
+    processes exchange only queries, partial states and their gradients.
     """
     validate_keywords("attend()", meaning, FormulaOptions.__optional_keys__)
     call = build_call(query, key, value, **meaning, at=at, lse=return_lse)
@@ -448,12 +451,13 @@ def weigh_rows(
 ) -> WeighedRows:
     """Return the output over stored rows and the weight of every row, in NumPy.
 
-    Pass `matches` (n, m) to give the scores directly. `part` says that the rows are a part of a
-    larger set, so a query may have no key within the window of its score.
+    Shapes: query (n, d) → output (n, d_v) and weights (n, m). `matches` (n, m) replaces the query:
+    these are the scores. `part` means that other shards hold more rows. Then a query is not an
+    error if none of these rows lies within the window of its score.
 
-    With a `tolerance`, ½ Σ |weight − exact weight| is proven to be at most that. With a
-    `confidence` the bound holds with that probability, estimated from sampled rows. If 8-bit codes
-    of the keys cannot prove the bound, the weights are exact.
+    `tolerance` is an upper limit for the error ½ Σ |weight − exact weight| of each query. The limit
+    is proven; with a `confidence` it is estimated from sampled rows and holds with that
+    probability. If 8-bit codes of the keys cannot prove the limit, the weights are exact.
 
     >>> import numpy as np
     >>> from qkv.frameworks.stored_rows import RowChunk

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 PACKAGE_PATHS = f"{Path(__file__).parent}{os.sep}", functools.__file__, contextlib.__file__
-"""Files whose frames a warning skips: this package, and helpers between its calls."""
+"""Path prefixes of the stack frames that a warning skips: qkv, functools and contextlib."""
 
 
 class QkvError(Exception):
@@ -26,10 +26,11 @@ class QkvError(Exception):
 
 
 class _CallError(QkvError):
-    """An error in the arguments of a call, which may be traced into a graph."""
+    """The base class of errors about arguments. They may be raised while a graph is traced."""
 
-    # TensorFlow's AutoGraph keeps the class of an error only if its constructor is this function.
-    # For type checkers it is hidden, since they would lose the class.
+    # TensorFlow's AutoGraph re-raises an error with the same class only if the constructor of the
+    # class is `Exception.__init__`. Type checkers skip this line: with it, they would infer that a
+    # call of the class returns `Exception`.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
@@ -59,7 +60,7 @@ class AddedMaskWarning(UserWarning):
 
 
 def warn_at_caller(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Warn with the location of the line that called qkv."""
+    """Issue a warning that points to the line outside qkv that made the call."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_PATHS):
         frame, level = frame.f_back, level + 1
@@ -70,7 +71,7 @@ class EngineError(_CallError, ValueError):
     """The requested engine cannot run the call."""
 
 
-FLOAT64_HINT = "there is no float64 here: on JAX jax.config.update('jax_enable_x64', True)"
+FLOAT64_HINT = "float64 is off: on JAX call jax.config.update('jax_enable_x64', True)"
 
 
 class MissingExtraError(QkvError, ImportError):
@@ -111,7 +112,10 @@ def coerce_field_to_float(owner: object, name: str) -> None:
 
 
 def validate_positive(owner: object, name: str) -> None:
-    """Check that a field is a finite number above 0; arrays are not checked."""
+    """Check that a field is a finite number above 0, and make it a float or int.
+
+    Arrays are not checked.
+    """
     value, kind = getattr(owner, name), type(owner).__name__
     if type(value) is float and 0 < value < float("inf"):
         return
@@ -139,7 +143,10 @@ def validate_optional_sizes(**sizes: Any) -> None:
 def call_user_function(
     function: Callable[..., Any], *arguments: Any, takes: str, hint: str = ""
 ) -> Any:
-    """Call a user's function; `takes` describes the expected parameters in the error.
+    """Call a user's function and return its result.
+
+    If the function does not accept the arguments, raise `DtypeError`. The message begins with
+    `takes`, the expected parameters, and ends with `hint`.
 
     >>> call_user_function(lambda q: q, 1, 2, takes="score_mod must take (score, b)")
     Traceback (most recent call last):
@@ -147,7 +154,7 @@ def call_user_function(
     """
     try:
         return function(*arguments)
-    except TypeError as error:  # only now, since reading a signature is slow
+    except TypeError as error:  # read the signature only after a failure: reading it is slow
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -176,14 +183,14 @@ def validate_fraction(name: str, value: Any) -> float:
 
 
 def validate_file_path(path: Any) -> Path:
-    """Return the path of a file, after a check of its type."""
+    """Return the path as a `Path`; raise `DtypeError` if it is not a str or a path object."""
     if isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str):
         return Path(path)
     raise DtypeError(f"path must be the name of a file, not a {type(path).__name__}")
 
 
 def require_parent_folder(path: Path) -> Path:
-    """Return the path, after a check that its folder exists."""
+    """Return the path; raise `ArgumentError` if its parent folder does not exist."""
     if not path.parent.is_dir():
         raise ArgumentError(f"{path}: there is no folder {path.parent}; create it first")
     return path
@@ -210,7 +217,7 @@ def format_plural(number: int, noun: str) -> str:
 
 
 def join_alternatives(names: Sequence[str], most: int = 3) -> str:
-    """Join names by commas and "or"; beyond `most`, only count them.
+    """Join names by commas and "or"; names beyond the first `most` are only counted.
 
     >>> join_alternatives(["x"]), join_alternatives(["x", "y"]), join_alternatives(list("abcdef"))
     ('x', 'x or y', 'a, b, c or 3 others')
@@ -223,6 +230,8 @@ def unknown_name_error(
     kind: str, name: object, known: Iterable[str], more: str = "", meant: str | None = None
 ) -> ArgumentError:
     """Return the error for an unknown name, with the nearest known one.
+
+    `meant` replaces the nearest name in the suggestion. `more` is appended to the message.
 
     >>> print(unknown_name_error("score", "gausian", ["dot", "gaussian"]))
     unknown score 'gausian': did you mean 'gaussian'? Known: dot, gaussian.
@@ -239,7 +248,8 @@ def validate_keywords(
 ) -> None:
     """Raise `TypeError` for an unknown keyword argument, and suggest the nearest one.
 
-    `elsewhere` maps names from other libraries to the argument to pass instead.
+    `elsewhere` maps names from other libraries to the argument to pass instead. `more` is appended
+    to the message.
 
     >>> validate_keywords("warm()", ["scor"], ["score"])
     Traceback (most recent call last):
@@ -280,7 +290,10 @@ def escape_control_characters(text: str) -> str:
 
 
 def _is_joiner(text: str, i: int) -> bool:
-    """Return whether position i is a joiner between Persian or Indic letters or emoji."""
+    """Return whether text[i] is a zero-width joiner between two non-Latin characters.
+
+    Persian, Indic scripts and emoji need these joiners.
+    """
     neighbours = text[i - 1 : i] + text[i + 1 : i + 2]
     is_joiner = text[i] in "\u200c\u200d"
     return is_joiner and len(neighbours) == 2 and all(c > "\u02ff" for c in neighbours)

@@ -84,7 +84,7 @@ def attention(
             raise DtypeError(f"{name} must be an array, not {type(x).__name__}")
     fw = frameworks.common_framework(**{name: x for name, x in arrays.items() if x is not None})
     if softmax_precision == ONNX_DOUBLE and not fw.supports_float64(Q):
-        raise ArgumentError(f"softmax_precision is 11 (float64), and {FLOAT64_HINT}")
+        raise ArgumentError(f"softmax_precision is 11 (float64), but {FLOAT64_HINT}")
     windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
     _check_attributes(qk_matmul_output_mode, windows, softmax_precision)
     if (past_key is None) != (past_value is None):
@@ -92,8 +92,8 @@ def attention(
         raise ArgumentError("{} was passed without {}: pass both or none".format(*names))
     if past_key is not None and nonpad_kv_seqlen is not None:
         raise ArgumentError(
-            "past_key and nonpad_kv_seqlen cannot be combined: past_key means that the cache is "
-            "outside K and V, nonpad_kv_seqlen that K and V are the cache"
+            "past_key and nonpad_kv_seqlen cannot be combined: past_key is a cache outside K and "
+            "V, and nonpad_kv_seqlen says that K and V are the cache. Pass one of them"
         )
 
     query = _split_heads(fw, "Q", Q, "q_num_heads", q_num_heads)
@@ -108,7 +108,7 @@ def attention(
         offset = nonpad_kv_seqlen - fw.static_shape(query)[-2]
     present = key, value
     m = fw.static_shape(key)[-2]
-    dtypes = {fw.dtype_name(query), fw.dtype_name(value)}  # in ONNX, V may have another type than Q
+    dtypes = {fw.dtype_name(query), fw.dtype_name(value)}  # ONNX allows V a dtype of its own
     dtypes |= {"float64"} if softmax_precision == ONNX_DOUBLE else set()
     if len(dtypes) > 1:
         common = "float64" if "float64" in dtypes else "float32"
@@ -209,7 +209,7 @@ def _pad_mask(fw: Framework, attn_mask: Array, m: int) -> Array:
 
 
 def _build_operator_class() -> type:
-    """Return the operator class; onnx's reference evaluator finds it by its class name."""
+    """Return the operator class. Its name is the operator's: onnx looks operators up by name."""
     with require_extra("onnx", "qkv.onnx.Attention needs onnx"):
         from onnx.reference.op_run import OpRun
 
@@ -224,7 +224,8 @@ def _build_operator_class() -> type:
 
         def run(self, *inputs: Any, **context: Any) -> tuple[Any, ...]:
             outputs = super().run(*inputs, **context)
-            # The evaluator passes the value stored under "" to later nodes for a missing input.
+            # The evaluator stores an unnamed output under "". Later nodes would receive it as
+            # their missing inputs, so unnamed outputs are None.
             return tuple(x if name else None for name, x in zip(self.output, outputs, strict=False))
 
         def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
@@ -243,7 +244,10 @@ def _build_operator_class() -> type:
 def _broadcast_mask(
     Q: Array, K: Array, V: Array, *others: Array | None
 ) -> tuple[Array | None, ...]:
-    """Return the inputs of opset 23 with a mask of one key broadcast to all keys."""
+    """Return the inputs, with a mask of length 1 on the key axis broadcast to all keys.
+
+    Only opset 23 allows such a mask.
+    """
     attn_mask, past_key, *_ = (*others, None, None)
     if attn_mask is None or attn_mask.shape[-1:] != (1,):
         return Q, K, V, *others

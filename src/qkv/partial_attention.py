@@ -1,7 +1,7 @@
 """Attention over rows in several shards: the work of one shard, and the merged result.
 
-Only the results of a weighting's search and its states are merged. So the shards may be threads,
-processes or machines.
+Shards send only small results: the partial states of a weighting and of its threshold search. So a
+shard may be a thread, a process or a machine.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ entropy_from_sums = forward.entropy_from_sums
 get_entropy = forward.get_entropy
 
 MAX_QUERIES_PER_BATCH = 1024
-"""Queries of one request to the shards."""
+"""The largest number of queries in one request to the shards."""
 
 MAX_SEARCHED_LOST_SCORES = 2**20
-"""Scores of lost rows up to which a search includes them; beyond, the bound is 1."""
+"""The largest number of lost scores, rows × queries, for which a threshold search is run.
+
+For more, `max_lost_share` returns 1.
+"""
 
 T = TypeVar("T")
 
@@ -125,9 +128,9 @@ def attend_across(
 ) -> Array:
     """Return `attend` over m rows in shards, with gradients: query (n, d) → (n, d_v).
 
-    `shape` is (m, d_k, d_v). `begin(query, score, weighting)` sends the request to all shards. It
-    returns an object that merges their replies: `fold` and `state` as in `BlockPasses`, and
-    `compute_gradients` as in `ShardCall`.
+    `shape` is (m, d_k, d_v). `begin(query, score, weighting)` sends the request to all shards and
+    returns an object that merges the replies. The object has the methods `fold` and `state` of
+    `BlockPasses`, and `compute_gradients` of `ShardCall`.
     """
     fw, (m, d, width) = get_framework(query), shape
     score, weighting = resolve_score_and_weighting(score, weighting, None)
@@ -155,8 +158,8 @@ def attend_across(
 
     def reference(*_: Array) -> Arrays:
         raise CombinationError(
-            "attention over rows in shards has no second derivatives: open the database in one "
-            "process"
+            "second derivatives are not supported for attention over rows in shards: open the "
+            "database in one process"
         )
 
     leaves = tree.array_leaves(fw, call)
@@ -176,9 +179,9 @@ def _query_batch(call: Call, start: int) -> tuple[Array, Weighting]:
 
 
 class LostRows(NamedTuple):
-    """Shards, and `row_count` lost rows whose scores are at most `max_score` (n, 1).
+    """The shards that replied, and `row_count` lost rows with scores of at most `max_score` (n, 1).
 
-    It has the methods of `BlockPasses`. The lost rows take part with their largest score.
+    The methods are those of `BlockPasses`. They give every lost row the score `max_score`.
     """
 
     shards: Any
@@ -211,7 +214,7 @@ class LostRows(NamedTuple):
 
 
 _TIE_WINNING_POSITION = np.full((1, 1), -1, np.int32)
-"""Before every position, so that a lost row wins every tie."""
+"""A position before that of every other row, so that a lost row wins every tie."""
 
 
 def max_lost_share(
@@ -219,11 +222,12 @@ def max_lost_share(
 ) -> np.ndarray:
     """Return the largest total weight that `count` lost rows can have, (n,).
 
-    Weights without the lost rows differ from the exact ones by at most this total variation.
+    This bounds the total variation between the weights without the lost rows and the exact weights.
 
-    It is the output of a call in which the lost rows have the value 1 and their largest possible
-    score, `max_scores` (n,), and all other rows the value 0. This holds for weights that sum to one
-    and decrease when another row's score increases. For others the bound is 1.
+    The function computes the bound as an output of attention. In it, each lost row has the value 1
+    and its largest possible score, `max_scores` (n,). All other rows have the value 0. The bound is
+    valid for weights that sum to one and decrease when another row's score increases. For other
+    weightings the function returns 1.
     """
     unbounded = np.ones(len(max_scores))
     if not weighting.is_convex or weighting.raises_on_empty:
@@ -256,7 +260,7 @@ class KeyBall(NamedTuple):
 
     @classmethod
     def enclose_rows(cls, rows: StoredRows) -> KeyBall:
-        """Return a ball that contains all keys; reads them twice."""
+        """Return a ball that contains all keys. All keys are read twice."""
         size, total = (
             max(streaming.MAX_KEY_NUMBERS_PER_READ // max(rows.shape[1], 1), 512),
             np.zeros(rows.shape[1]),
@@ -279,7 +283,7 @@ class KeyBall(NamedTuple):
         return self._replace(radius=self.radius + self.max_quantization_error)
 
     def max_score(self, query: np.ndarray, score: Score) -> np.ndarray:
-        """Return a bound on the score of any key with each query, (n,); ∞ if there is none."""
+        """Return an upper bound on the scores of each query (n, d), (n,); ∞ if none is known."""
         query, slack = query.astype(float), 1e-5
         if score.is_linear:
             form = score.dot_product_form(query, self.centre[None])

@@ -82,7 +82,7 @@ def scaled_dot_product_attention(
 
 
 def _split_sequences(count: int, attn_mask: Any, **arrays: Array) -> Iterator[list[Array]]:
-    """Split each array into its `count` sequences; all must be nested, like the query."""
+    """Yield the `count` sequences of each array. Each array must be nested, like the query."""
     if attn_mask is not None:
         raise CombinationError(
             "attn_mask cannot be used with nested tensors, because their sequences differ in "
@@ -91,14 +91,19 @@ def _split_sequences(count: int, attn_mask: Any, **arrays: Array) -> Iterator[li
     for name, x in arrays.items():
         parts = get_framework(x).split_nested(x)
         if parts is None:
-            raise FrameworkError(f"query is a nested tensor but {name} is not nested: nest it too")
+            raise FrameworkError(
+                f"query is a nested tensor, but {name} is not: pass {name} as a nested tensor"
+            )
         if len(parts) != count:
-            raise ShapeError(f"query holds {count} sequences and {name} {len(parts)}")
+            raise ShapeError(f"query has {count} sequences, but {name} has {len(parts)}")
         yield parts
 
 
 def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:
-    """Convert torch's mask: an array, or a `causal_upper_left` or `causal_lower_right`."""
+    """Return PyTorch's `attn_mask` as a `Mask`.
+
+    It may be an array, or a `causal_upper_left` or `causal_lower_right` of PyTorch.
+    """
     variant = getattr(mask, "variant", None)
     if variant is None:
         fw = find_framework(query)
@@ -111,8 +116,8 @@ def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:
     expected, lengths = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
     if expected != lengths:
         raise ShapeError(
-            f"attn_mask is for {expected[0]} queries and {expected[1]} keys, but there are "
-            f"{lengths[0]} and {lengths[1]}"
+            f"attn_mask is for {expected[0]} queries and {expected[1]} keys, but the call has "
+            f"{lengths[0]} queries and {lengths[1]} keys"
         )
     return masks.causal if variant.name == "UPPER_LEFT" else masks.causal("bottom_right")
 

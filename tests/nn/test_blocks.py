@@ -216,11 +216,11 @@ def test_what_is_wrong_is_refused(call, match):
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True where it is called"),
+        (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True in the call"),
         (TransformerBlock, {"batch_first": True}, "'batch_first'"),
         (TransformerBlock, {"batch_first": True, "causal": True}, r"'batch_first'.*[^d]\.$"),
         (partial(TransformerEncoder, 1), {"scor": "dot"}, "'scor': did you mean 'score'"),
-        (partial(TransformerDecoder, 1), {"is_causal": True}, "is_causal=True where"),
+        (partial(TransformerDecoder, 1), {"is_causal": True}, "is_causal=True in the call"),
         (Transformer, {"kdim": 3}, "'kdim'"),
     ],
 )

@@ -38,7 +38,8 @@ class Call:
 
     - `lead` is the common leading shape. Its last axis is the heads; a key or value with fewer
       heads is shared.
-    - `rule` decides which pairs count, `bias` is added to the scores. Both come from the mask.
+    - `rule` decides which pairs of query and key count. `bias` is added to the scores. Both come
+      from the argument `mask`.
     - `seed` None means that the framework's generator draws the dropout.
     - `wants_weights` is "heads", "mean" or None.
     - `at` is the position of a shard in the whole call; None: the call is not sharded.
@@ -62,8 +63,8 @@ class Call:
     def from_validated_fields(cls, fields: dict[str, Any]) -> Call:
         """Build a call from fields and lazy properties that are known to be valid.
 
-        Plans use it in every later call. It takes 2 µs. The constructor that dataclasses generates
-        for a frozen class sets each field through `object.__setattr__` and takes 8 µs.
+        Plans build every later call with this method, because it takes only 2 µs. The generated
+        constructor of a frozen dataclass uses `object.__setattr__` for each field and takes 8 µs.
         """
         call = object.__new__(cls)
         call.__dict__.update(fields)
@@ -92,7 +93,7 @@ class Call:
 
     @lazy_property
     def lowering(self) -> tuple[Score, float] | str:
-        """The score in dot product form with a bound on its error, or why there is none."""
+        """The score in dot product form and a bound on its error, or why there is no such form."""
         fw = self.fw
         # In a function that JAX compiles, detaching an array can give a traced one.
         arrays = (
@@ -130,7 +131,7 @@ class Call:
             return doubles
         raise DtypeError(
             f"the scores of {format_record(self.score)} and {format_record(self.weighting)} may "
-            f"overflow float32, and {FLOAT64_HINT}"
+            f"overflow float32, but {FLOAT64_HINT}"
         )
 
     @lazy_property
@@ -140,13 +141,13 @@ class Call:
 
 
 FLOAT64_SAFE_RANGE = 1e-100, math.inf
-"""Range of the numbers of a score and a weighting with which scores do not overflow float64."""
+"""If all numbers of a score and a weighting are in this range, scores fit float64."""
 
 
 def has_numbers_in_range(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
-    """Return whether all floats of a record are between `least` and `most` in size, 0 or ∞."""
+    """Return whether each float x of a record is 0 or ±∞, or has `least` ≤ |x| ≤ `most`."""
     parts = [record]
-    for x in parts:  # the loop extends the list
+    for x in parts:  # the body appends to `parts`
         if type(x) is float:
             size = abs(x)
             if not (least <= size <= most or size == 0 or size == math.inf):
@@ -173,7 +174,7 @@ def make_block(call: Call, rows: Span | None = None, cols: Span | None = None) -
             return fw.position_range(cols.start + col if col else cols.start, cols.size, like)[
                 None, :
             ]
-        # Lengths that may be known only when a graph runs.
+        # These lengths may be arrays that are known only when a graph runs.
         sizes = [fw.axis_length(like, axis) for axis in range(len(lead))]
         if name == "h":
             at = fw.position_range(0, sizes[-1] if lead else 1, like)
@@ -195,9 +196,9 @@ def slice_weighting_rows(call: Call, rows: Span | None) -> Call:
 
 
 def compute_live_pairs(call: Call, block: Block) -> Array | None:
-    """Return which pairs of the block count; None: all.
+    """Return a boolean mask of the live pairs, the pairs of the block that count; None: all count.
 
-    Excludes masked pairs, and pairs of an overlapping span that another block counts.
+    A pair does not count if the mask excludes it, or if an overlapping block counts it.
     """
     out = None
     if call.rule is not None and not block.cols.is_unmasked:
@@ -224,18 +225,19 @@ def compute_scores(
     return call.fw.prevent_fusion(call.weighting.scale_scores(s))
 
 
-def check_scores_finite(call: Call, s: Array, alive: LiveMask) -> None:
+def check_scores_finite(call: Call, s: Array, visible: LiveMask) -> None:
     """Raise ArgumentError if scores (…, r, m) of a query overflow float64.
 
-    The query would get the result of a query that sees no key. Traced scores are not checked.
+    Otherwise the result would be that of a query that may attend to no key. Traced scores are not
+    checked.
     """
     fw = call.fw
     if fw.is_traced(s) or 0 in fw.static_shape(s):
         return
     query, key, scores = (fw.to_numpy(fw.detach(x)) for x in (call.query, call.key, s))
-    seen = np.broadcast_to(True if alive is None else fw.to_numpy(alive), scores.shape)
-    top = np.where(seen, scores, -np.inf).max(axis=-1)
-    overflows = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.is_convex)
+    is_visible = np.broadcast_to(True if visible is None else fw.to_numpy(visible), scores.shape)
+    top = np.where(is_visible, scores, -np.inf).max(axis=-1)
+    overflows = np.isnan(top) | (np.isinf(top) & is_visible.any(axis=-1) & call.weighting.is_convex)
     if overflows.any() and np.isfinite(query).all() and np.isfinite(key).all():
         raise overflow_error(call.score, call.weighting, int(overflows.sum()))
 
@@ -244,8 +246,8 @@ def overflow_error(score: Score, weighting: Weighting, queries: int) -> Argument
     """Return the error for scores that overflow float64."""
     return ArgumentError(
         f"the scores of {format_record(score)} and {format_record(weighting)} overflow float64 "
-        f"for {format_count(queries)} of the queries: use a larger bandwidth or temperature. "
-        "A much larger one still gives the best key all the weight"
+        f"in {format_count(queries)} of the queries: use a larger bandwidth or temperature. Even a "
+        "much larger one gives the best key all the weight"
     )
 
 
@@ -263,29 +265,34 @@ def check_best_scores_finite(
         raise overflow_error(score, weighting, overflows)
 
 
-def zero_dead_rows(call: Call, rows: Array, alive: LiveMask) -> Array:
-    """Return keys or values (…, c, d) with 0 in the rows that no query of the block may see.
+def zero_masked_rows(call: Call, rows: Array, visible: LiveMask) -> Array:
+    """Keep NaN in a masked key or value out of the output: return masked rows (…, c, d) as 0.
 
-    These rows may be NaN, and 0 · NaN would be NaN.
+    A row is masked if no query of the block may attend to it. Its weight is 0, but 0 · NaN is NaN.
+    `visible` (…, r, c) is True for the pairs that count; None: all count.
     """
     fw = call.fw
-    if alive is None or (fw.is_surely_finite(rows) and not has_user_code(call.score)):
+    if visible is None or (fw.is_surely_finite(rows) and not has_user_code(call.score)):
         return rows
-    seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1)
+    is_visible = fw.xp.any(visible, axis=-2)[..., None]  # (…, c, 1)
     lead = fw.static_shape(rows)[:-2]
-    if len(seen.shape) > 2 and (lead != call.lead or lead[-1] is None):
-        seen = fw.astype(seen, fw.dtype_name(rows))
-        sizes = (*fw.dynamic_shape(call.query)[:-2], *fw.dynamic_shape(seen)[-2:])
-        seen = fw.xp.broadcast_to(seen, sizes)
-        seen = sum_shared_heads(call, seen, fw.dynamic_shape(rows)[:-2]) > 0
-    return fw.fill_unless(rows, seen)
+    if len(is_visible.shape) > 2 and (lead != call.lead or lead[-1] is None):
+        is_visible = fw.astype(is_visible, fw.dtype_name(rows))
+        sizes = (*fw.dynamic_shape(call.query)[:-2], *fw.dynamic_shape(is_visible)[-2:])
+        is_visible = fw.xp.broadcast_to(is_visible, sizes)
+        is_visible = sum_shared_heads(call, is_visible, fw.dynamic_shape(rows)[:-2]) > 0
+    return fw.fill_unless(rows, is_visible)
 
 
-def zero_dead_queries(call: Call, query: Array, alive: LiveMask) -> Array:
-    """Return queries (…, r, d) with 0 in the rows that may see no key of the block."""
-    if alive is None or (call.fw.is_surely_finite(query) and not has_user_code(call.score)):
+def zero_masked_queries(call: Call, query: Array, visible: LiveMask) -> Array:
+    """Keep NaN in a masked query out of the gradients: return masked queries (…, r, d) as 0.
+
+    A query is masked if it may attend to no key of the block. `visible` is that of
+    `zero_masked_rows`.
+    """
+    if visible is None or (call.fw.is_surely_finite(query) and not has_user_code(call.score)):
         return query
-    return call.fw.fill_unless(query, call.fw.xp.any(alive, axis=-1)[..., None])
+    return call.fw.fill_unless(query, call.fw.xp.any(visible, axis=-1)[..., None])
 
 
 def repeat_shared_heads(call: Call, x: Array) -> Array:
@@ -298,7 +305,7 @@ def repeat_shared_heads(call: Call, x: Array) -> Array:
 
 
 def sum_shared_heads(call: Call, x: Array, lead: Shape) -> Array:
-    """Return x (*call.lead, ·, ·) summed to the leading shape `lead`: the vjp of broadcasting."""
+    """Return x (*call.lead, ·, ·) summed to (*lead, ·, ·), as in the gradient of shared heads."""
     xp = call.fw.xp
     while len(x.shape) - 2 > len(lead):
         x = xp.sum(x, axis=0)
@@ -319,13 +326,13 @@ def sum_shared_heads(call: Call, x: Array, lead: Shape) -> Array:
 def dropout_factors(call: Call, block: Block, like: Array | None = None) -> Array | None:
     """Return the dropout factor of each weight of the block, 0 or 1 / (1 − p); None: no dropout.
 
-    Without a seed, each call draws new factors for weights of the shape of `like`. So an engine
-    must compute each block only once.
+    The seed and the positions in the block determine the factors. Without a seed, every call of
+    this function draws new factors of the shape of `like`: the engine must visit a block only once.
     """
     if not call.dropout:
         return None
     if call.seed is None:
-        return call.fw.dropout_mask(like, call.dropout)
+        return call.fw.draw_dropout_factors(like, call.dropout)
     return hash_dropout_factors(call.query, call.dropout, call.seed, block)
 
 
@@ -339,7 +346,7 @@ def ensure_seed(call: Call) -> Call:
 def pack_results(call: Call, results: tuple[Array | None, Array | None, Array | None]) -> Any:
     """Return what `attend` returns, from an engine's output, log-sum-exp and weights.
 
-    The log-sum-exp is at least float32: rounded to 16 bits, it could not be used to merge results.
+    The log-sum-exp is at least float32, because 16 bits are too inaccurate to merge results.
     """
     fw, dtype = call.fw, call.fw.dtype_name(call.query)
     out, lse, alpha = results

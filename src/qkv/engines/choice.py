@@ -54,7 +54,10 @@ class EngineChoice:
         return self.add_weights(call, self.engine.run(call))
 
     def build_runner(self, call: Call) -> Callable[[Call], Any]:
-        """Return `run` for later calls with this signature; it may return None: choose again."""
+        """Return `run` for later calls with this signature.
+
+        The returned function may return None. Then the caller must choose an engine again.
+        """
         run: Any = (
             self.engine.build_runner(call)
             if hasattr(self.engine, "build_runner")
@@ -120,14 +123,14 @@ def choose_engine(call: Call, name: str | None = None) -> EngineChoice:
 def _precision_refusal(engine: ModuleType, call: Call) -> str | None:
     if call.may_exceed_float64 and not hasattr(engine, "CHECKS_OVERFLOW"):
         return (
-            f"the scores of {format_record(call.score)} may overflow float64, which it does not "
-            "check"
+            f"the scores of {format_record(call.score)} may overflow float64, and this engine does "
+            "not check that"
         )
     if hasattr(engine, "UPCASTS") or not call.exceeds_float32:
         return None
     return (
-        f"the scores of {format_record(call.score)} may overflow float32, and it does not compute "
-        "in float64"
+        f"the scores of {format_record(call.score)} may overflow float32, and this engine does not "
+        "compute in float64"
     )
 
 
@@ -144,7 +147,7 @@ def _log_choice(call: Call, choice: EngineChoice) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `explain`; print it to read it."""
+    """The result of `explain`. Print the object to read which engine runs and why."""
 
     engine: str
     refusals: tuple[tuple[str, str], ...]

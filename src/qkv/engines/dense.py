@@ -62,7 +62,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
 def build_reference(call: Call) -> Callable[..., Arrays]:
     """Return the output and log-sum-exp as a function of the call's arrays.
 
-    Frameworks differentiate it where an engine's own gradient has no second derivative.
+    Frameworks differentiate this function for second derivatives, which no engine's own gradient
+    has.
     """
     fw, dtype = call.fw, call.fw.dtype_name(call.query)
 
@@ -78,8 +79,8 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     call = calls.slice_weighting_rows(call.upcast(), rows)
     block = calls.make_block(call, rows)
     live = calls.compute_live_pairs(call, block)
-    query = calls.zero_dead_queries(call, call.fw.slice_span(call.query, block.rows, -2), live)
-    key = calls.zero_dead_rows(call, call.key, live)
+    query = calls.zero_masked_queries(call, call.fw.slice_span(call.query, block.rows, -2), live)
+    key = calls.zero_masked_rows(call, call.key, live)
     bias = None if call.bias is None else call.fw.slice_span(call.bias, block.rows, -2)
 
     scores = calls.compute_scores(call, query, key, bias, block)
@@ -91,6 +92,6 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     dropout_mask = calls.dropout_factors(call, block, weights)
     out = None
     if call.value is not None:
-        value = calls.repeat_shared_heads(call, calls.zero_dead_rows(call, call.value, live))
+        value = calls.repeat_shared_heads(call, calls.zero_masked_rows(call, call.value, live))
         out = call.weighting.pool_values(weights, value, live, dropout_mask)
     return out, lse, weights if dropout_mask is None else weights * dropout_mask

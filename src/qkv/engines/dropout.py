@@ -1,7 +1,7 @@
 """Dropout by a hash of the seed and each pair's position.
 
-With a hash and not a random stream, any block can be computed alone and in any order. The result is
-the same in every engine, framework and block size.
+A hash, unlike a random stream, allows an engine to compute blocks alone and in any order. So all
+engines, frameworks and block sizes drop the same weights.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def hash_dropout_factors(like: Array, p: float, seed: Array, block: Block) -> Ar
         x = _mix_bits(xp.bitwise_xor(x, block.h))
         x = _mix_bits(xp.bitwise_xor(x, block.q))
         x = _mix_bits(xp.bitwise_xor(x, block.k))
-        kept = xp.bitwise_and(x, MAX_INT31) >= min(int(p * (MAX_INT31 + 1)), MAX_INT31)
-        return fw.astype(kept, fw.dtype_name(like)) * (1 / (1 - p) if p < 1 else 0.0)
+        is_kept = xp.bitwise_and(x, MAX_INT31) >= min(int(p * (MAX_INT31 + 1)), MAX_INT31)
+        return fw.astype(is_kept, fw.dtype_name(like)) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def draw_seed(seed: Any, query: Array) -> Any:
-    """Return the seed of one call: the next number of a generator, or the given seed itself.
+    """Return the seed of one call: the next number of a generator, or the seed itself.
 
-    The first call with a signature reads its arguments twice, but must advance a generator once.
+    The first call with a signature reads its seed twice. Drawing the number before that advances
+    the generator only once.
     """
     if seed is None or isinstance(seed, int | np.integer) or is_array(seed):
         return seed
@@ -64,7 +65,8 @@ def draw_seed(seed: Any, query: Array) -> Any:
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
     """Return a seed as an int32 array (1, 1) on the device of `like`.
 
-    `seed` is an integer, an array of one, a generator of the framework or of NumPy, or None.
+    `seed` is an integer, an array with one integer, a generator of the framework or of NumPy, or
+    None. For None, the framework draws a seed.
     """
     if seed is None:
         seed = fw.draw_seed(like)

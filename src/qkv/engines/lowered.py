@@ -30,17 +30,20 @@ MAX_FEATURE_NUMBERS = 2**26
 """Most numbers of φ and ψ together; larger forms are computed block by block."""
 
 MAX_DIRECT_TANHS = 2**24
-"""Number of tanh evaluations below which the additive score itself is faster."""
+"""The number of tanh evaluations below which the additive score is faster without lowering."""
 
 MIN_EXPANDED_DIFFERENCES = 2**14
-"""Number of differences from which the expanded Gaussian is faster."""
+"""The number of differences q − k from which dot products compute a small Gaussian faster."""
 
 MIN_PAIRS_PER_FUNCTION = 6
-"""Pairs per row of query and key from which evaluating one more function per row pays off."""
+"""The pairs per row and function from which lowering an additive score is faster.
+
+Lowering evaluates some functions of each row of query and key, and saves a tanh for each pair.
+"""
 
 
 def shape_based_reason(call: Call) -> str | None:
-    """Return why this engine is not used, judged by shapes and types without array values."""
+    """Return the reason against this engine that follows from shapes and types, or None."""
     if not isinstance(call.score, Additive):
         return None
     shape = (*call.lead, call.n, call.m)
@@ -87,14 +90,17 @@ def is_data_dependent(call: Call) -> bool:
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array] | None:
-    """Return a runner for small Gaussian calls; its score checks the values itself."""
+    """Return a function of `attend`'s arguments for small Gaussian calls, or None.
+
+    The array values need no check here, because `QuickGaussian` checks them in each call.
+    """
     if not _is_short_gaussian(call):
         return None
     return dense.build_direct_runner(replace(call, score=QuickGaussian(call.score.bandwidth)))  # type: ignore[attr-defined]
 
 
 def _is_short_gaussian(call: Call) -> bool:
-    """Return whether it is a Gaussian call that fits one block, where products are faster."""
+    """Return whether the call is Gaussian, fits one block, and is faster by dot products."""
     fw, score = call.fw, call.score
     if fw.name != "torch" or not call.query.is_cpu or fw.is_traced(call.query):
         return False

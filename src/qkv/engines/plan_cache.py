@@ -5,8 +5,8 @@ A signature holds everything that the choice depends on:
 - the arrays' types, dtypes, devices, shapes, and whether a gradient is needed;
 - the score, the weighting, the mask and the flags.
 
-A call without a plan for its exact lengths uses the plan for lengths with the same number of binary
-digits. A plan never holds an array. No plan is made while a framework traces the call.
+If there is no plan for the exact n and m, a call uses a plan for lengths with the same numbers of
+binary digits. A plan never holds an array. No plan is cached while a framework traces the call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
 
 MAX_CACHED_PLANS = 1024
-"""Entries of each table. A full table is emptied before the next plan is inserted."""
+"""The most plans in each table.
+
+There is no eviction order: `insert_bounded` empties a full table before it inserts the next plan.
+"""
 
 Signature = tuple[Hashable, ...]
 
@@ -35,8 +38,8 @@ class Plan(NamedTuple):
     """The chosen engine and a function that runs it without validation or choice.
 
     `run(query, key, value, score, weighting, mask, seed)` returns the results of `attend`, or None
-    if it cannot handle these values. `run_arrays(query, key, value)` is a shorter form of the same,
-    for engines that need nothing else.
+    if the engine does not support these values. `run_arrays(query, key, value)` does the same, for
+    engines that need no other argument.
     """
 
     choice: EngineChoice
@@ -57,10 +60,12 @@ def find_plan(
     mask: Any,
     flags: tuple[Hashable, ...],
 ) -> tuple[Signature | None, Plan | None]:
-    """Return the signature of a call and the cached plan for it; None for each that is missing.
+    """Return the signature of a call and the cached plan for that signature.
 
-    This is the only place that builds a signature. It runs in every call, so the records' cached
-    signatures are read here without a further function call.
+    The signature is None if no plan may be cached. The plan is None if none is cached yet.
+
+    No other function builds a signature. This function runs in every call. To save a function call,
+    it reads the signatures that scores, weightings and masks hold as an attribute.
     """
     fw = FRAMEWORK_BY_TYPE.get(type(query)) or find_framework(query)
     arrays = None if fw is None else fw.array_signature(query, key, value)
@@ -79,7 +84,7 @@ def find_plan(
         plan = PLANS_BY_SIGNATURE.get(signature)
     except tree.UncacheableError:
         return None, None
-    except TypeError:  # an unhashable flag: the validation of the arguments reports it
+    except TypeError:  # a flag is not hashable; `build_call` raises the error for it
         return None, None
     if plan is None:
         size_class = _size_class(signature)
@@ -92,9 +97,9 @@ def find_plan(
 def run_first_call(
     call: Call, choice: EngineChoice, signature: Signature | None, arguments: tuple[Any, ...]
 ) -> Any:
-    """Run the first call with a signature, through its new plan if one can be cached.
+    """Cache a plan for the signature if possible, run the call through it, return the results.
 
-    Going through the plan makes the first result equal to the later ones, bit by bit.
+    Since later calls run through the same plan, their results equal the first bit by bit.
     """
     plan = None if signature is None else cache_plan(signature, call, choice)
     results = None if plan is None else plan.run(*arguments)
@@ -105,7 +110,7 @@ def run_first_call(
 
 
 def cache_plan(signature: Signature, call: Call, choice: EngineChoice) -> Plan | None:
-    """Cache the chosen engine for calls with this signature; None if no plan may be cached."""
+    """Cache and return a plan with the chosen engine; return None if no plan may be cached."""
     is_data_dependent = getattr(choice.engine, "is_data_dependent", None)
     if 0 in (*call.lead, call.n, call.m):
         return None
@@ -154,7 +159,7 @@ def _size_class(signature: Signature) -> Signature | None:
 def _build_plan_function(
     call: Call, choice: EngineChoice, signature: Signature
 ) -> Callable[..., Any] | ThreeArrayRunner:
-    """Return the chosen engine as a function of the arguments of `run_plan`."""
+    """Return `run_plan`, which runs the chosen engine, or the engine's own direct runner."""
     fw = call.fw
     _, score_signature, weighting_signature, mask_signature, *_ = signature
     has_parameters = tree.has_arrays((score_signature, weighting_signature))
@@ -170,10 +175,10 @@ def _build_plan_function(
         if direct is not None:
             return direct
     run = choice.build_runner(call)
-    # A plan must not keep arrays alive.
+    # A plan must not hold arrays, since their memory could not be freed.
     call_without_data = tree.map_arrays(fw, fw.without_data, call)
     run, lead = _compile_runner(call_without_data, run), call.lead
-    # The order matters: the arguments of each call replace the arrays without data.
+    # Later entries replace earlier ones: here, and when `run_plan` adds the arguments of a call.
     fixed_fields = {
         **vars(call_without_data),
         "exceeds_float32": False,
@@ -214,7 +219,7 @@ def _build_plan_function(
 
 
 def _compile_runner(call_without_data: Call, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Return `run` as one compiled function, in frameworks that are slow operation by operation."""
+    """Return `run`, compiled if the framework is slow when it runs single operations."""
     fw = call_without_data.fw
     compiled = fw.compile_function(
         lambda *leaves: run(tree.replace_arrays(fw, call_without_data, leaves))

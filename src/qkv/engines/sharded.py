@@ -37,7 +37,7 @@ from qkv.weightings import Softmax, State
 from qkv.weightings.base import has_number_per_row
 
 SEARCHED_KEYS_PER_BLOCK = 256
-"""Keys per block for rows that all processes search together."""
+"""Keys per block if the weighting searches thresholds, which all processes do together."""
 
 
 SINGLE_ROW = Span(0, 1)
@@ -59,7 +59,7 @@ class ProcessGroup(Protocol):
         ...
 
     def ring_shift(self, arrays: Sequence[Array], rows: int) -> Arrays:
-        """Send arrays to the next process and return those of the previous one, (…, rows, ·)."""
+        """Send arrays to the next process; return (…, rows, ·) arrays from the previous process."""
         ...
 
     def all_gather_rows(self, array: Array) -> Array:
@@ -99,8 +99,8 @@ def run(call: Call, group: ProcessGroup) -> tuple[Array, Array | None]:
 
     def reference(*arrays: Array) -> Arrays:
         raise CombinationError(
-            "attention over keys of several processes has no second derivatives: gather the keys "
-            "and call attend"
+            "second derivatives are not supported for attention over keys of several processes: "
+            "gather the keys and call attend"
         )
 
     outputs = fw.run_differentiable(forward, backward, reference, leaves)
@@ -108,9 +108,9 @@ def run(call: Call, group: ProcessGroup) -> tuple[Array, Array | None]:
 
 
 def _hoist_arrays(call: Call) -> Call:
-    """Return the call with the arrays that the caller's functions capture as leaves.
+    """Return a call whose leaves include the arrays that the user's functions capture.
 
-    A process without queries or keys traces the functions with a row of zeros.
+    To find these arrays, a process without queries or keys traces the functions on a row of zeros.
     """
     fw = call.fw
 
@@ -132,7 +132,7 @@ class ReplicatedQueries:
     group: ProcessGroup
     needs_gradient: bool
     backward_function: BackwardFunction | None = None
-    """The backward function of the forward pass, so that the engine does not run twice."""
+    """The backward function from the forward pass. With it, the engine does not run again."""
 
     def forward(self, call: Call) -> tuple[Array, State]:
         single = detach_from_group(call) if self.needs_gradient else None
@@ -152,9 +152,9 @@ class ReplicatedQueries:
 
 
 class GatheredQueries(ReplicatedQueries):
-    """The strategy for sharded queries under a weighting that searches rows.
+    """The strategy for sharded queries if the weighting searches a threshold for each row.
 
-    A search reads all keys several times, so every process works on all queries.
+    A search reads all keys several times, so every process gathers and processes all queries.
     """
 
     def gather_call(self, call: Call) -> Call:
@@ -180,7 +180,10 @@ class GatheredQueries(ReplicatedQueries):
 
 @dataclass(eq=False)
 class RingQueries:
-    """The strategy for other sharded queries: they travel around a ring of all processes."""
+    """The strategy for sharded queries with other weightings.
+
+    The queries travel around a ring of all processes.
+    """
 
     group: ProcessGroup
     needs_gradient: bool
@@ -200,7 +203,7 @@ class RingQueries:
         return replace(call, query=query, bias=bias, at=at)
 
     def next_row_count(self, step: int) -> int:
-        """Return the number of queries that visit next."""
+        """Return how many queries visit this process in the next step."""
         rows = self.group.query_counts
         return rows[(self.group.rank - step - 1) % len(rows)]
 
@@ -243,7 +246,7 @@ class RingQueries:
     def scatter_bias_gradient(
         self, call: Call, at: ShardPosition, gradients: Sequence[Array | None]
     ) -> list[Array | None]:
-        """Return the gradients, with that of the visiting rows of a bias placed among all rows."""
+        """Return the gradients; the bias gradient of the visiting rows is extended to all rows."""
         if call.bias is None:
             return list(gradients)
         fw = call.fw
@@ -265,8 +268,8 @@ def _add_optional(one: Array | None, two: Array | None) -> Array | None:
 def local_tiling(call: Call) -> Tiling:
     """Return the blocks of this process's keys.
 
-    For rows that are searched, all processes use the same blocks of queries, because they search
-    them together.
+    If the weighting searches thresholds, all processes use the same blocks of queries, because they
+    search each block together.
     """
     if call.rule is not None:
         call = replace(call, rule=masks.localize_mask(call.rule, call.at))
@@ -281,9 +284,9 @@ def local_tiling(call: Call) -> Tiling:
 
 
 def fold_local_keys(call: Call, group: ProcessGroup | None) -> tuple[State, State]:
-    """Return the thresholds found with the group, and the state of this process's keys.
+    """Return the thresholds of all keys of the group, and the state of this process's keys.
 
-    Without a group, the weighting must not search.
+    The group is needed only if the weighting searches thresholds.
     """
     single = detach_from_group(call)
     if single is not None:
@@ -327,7 +330,7 @@ def finish_state(call: Call, state: State, thresholds: State) -> tuple[Array, St
 
 
 BackwardFunction = Callable[[State, Arrays], Arrays]
-"""Maps the saved state of complete rows and the output gradients to gradients of the arrays."""
+"""Maps the saved state over all keys, and the output gradients, to gradients of the arrays."""
 
 
 def detach_from_group(call: Call) -> Call | None:

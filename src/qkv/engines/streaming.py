@@ -3,7 +3,8 @@
 Forward: for each span of queries, the blocks of keys are reduced to one state of the weighting.
 
 Backward: the scores of each block are computed again. The weighting's `score_gradient` gives the
-gradient of the scores. The framework's vjp carries it to the query, the key and the score's arrays.
+gradient of the scores. From it, the framework's vjp computes the gradients of the query, the key
+and the score's arrays.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ MAX_FEW_QUERIES = 64
 """Queries, over all leading axes, up to which reading the keys takes longer than the arithmetic."""
 
 MAX_KEY_NUMBERS_PER_READ = 2**22
-"""Numbers of the keys that are read at a time if there are few queries."""
+"""The most numbers of the keys that a core reads at a time, if there are few queries."""
 
 MAX_SEARCHED_NUMBERS_PER_BLOCK = 2**20
-"""Numbers of a block whose rows are searched: each core reads it from its cache several times."""
+"""Numbers of a block whose rows are searched. A core reads such a block several times, so the block
+must fit its cache."""
 
 MIN_WIDE_QUERY_WIDTH = 512
 """Width of a query from which the matrix product dominates the time."""
@@ -159,9 +161,10 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
 
 
 def _as_numpy_call(call: Call) -> Call | None:
-    """Return the call on NumPy views of its arrays, for weightings that gather by a mask; or None.
+    """Return the call with NumPy views in place of its arrays, or None.
 
-    NumPy gathers several times faster than other frameworks, and uses all cores.
+    This is for weightings that gather scores by a mask: NumPy does so several times faster than
+    other frameworks, and on all cores.
     """
     fw = call.fw
     if fw.supports_masked_gather or not call.weighting.needs_search or call.weighting.has_lse:
@@ -171,12 +174,12 @@ def _as_numpy_call(call: Call) -> Call | None:
 
 
 def has_few_queries(call: Call) -> bool:
-    """Return whether reading the keys takes longer than the arithmetic."""
+    """Return whether there are so few queries that reading the keys takes most of the time."""
     return math.prod(call.lead) * call.n <= MAX_FEW_QUERIES and call.m > MAX_FEW_QUERIES
 
 
 def hoist_captured_arrays(call: Call, tiling: Tiling) -> Call:
-    """Return the call with the arrays that the caller's functions capture as leaves."""
+    """Return a call whose leaves include the arrays that the user's functions capture."""
     in_score, in_rule = user_functions(call.score), masks.has_user_functions(call.rule)
     if not (in_score or in_rule):
         return call
@@ -250,7 +253,10 @@ def block_size(call: Call) -> tuple[int, int]:
 
 
 def split_spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Span]:
-    """Return spans from start to total; of equal size, overlapping, if the framework needs that."""
+    """Return spans that cover start … total − 1.
+
+    If the framework needs spans of equal size, the last one overlaps the one before.
+    """
     size = max(min(size, total - start), 1)
     starts = range(start, total, size)
     if not fw.needs_equal_spans:
@@ -327,7 +333,7 @@ class BlockOperands(NamedTuple):
 
 
 def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
-    """Return the arrays of a block; masked keys and queries are 0, so that their NaN stays out."""
+    """Return the arrays of a block. Masked keys and queries are 0: their NaN must not spread."""
     fw = call.fw
     block = calls.make_block(call, rows, cols)
     key_terms = None
@@ -340,11 +346,11 @@ def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
             key_terms = to_framework_array(fw, key_terms, call.query)
     else:
         live, key = calls.compute_live_pairs(call, block), fw.slice_span(call.key, cols, -2)
-    key = calls.zero_dead_rows(call, key, live)
+    key = calls.zero_masked_rows(call, key, live)
     bias = call.bias
     if bias is not None:
         bias = fw.slice_span(fw.slice_span(bias, rows, -2), cols, -1)
-    query = calls.zero_dead_queries(call, fw.slice_span(call.query, rows, -2), live)
+    query = calls.zero_masked_queries(call, fw.slice_span(call.query, rows, -2), live)
     return BlockOperands(block, live, query, key, bias, key_terms)
 
 
@@ -357,7 +363,7 @@ def load_value(call: Call, cols: Any, live: LiveMask) -> Array:
         if stored
         else fw.slice_span(call.value, cols, -2)
     )
-    return calls.zero_dead_rows(call, value, live)
+    return calls.zero_masked_rows(call, value, live)
 
 
 class BlockPasses:
@@ -388,7 +394,7 @@ class BlockPasses:
         return scored
 
     def fold(self, lift: Callable[..., State], merge: MergeFunction, init: Any) -> State:
-        """Reduce the scores of all blocks: the argument of `Weighting.find_threshold`."""
+        """Reduce the scores of all blocks to one state. `Weighting.find_threshold` calls it."""
 
         def lift_block(cols: Any) -> State:
             return lift(*self._score_block(cols)[:3])

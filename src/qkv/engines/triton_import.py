@@ -1,4 +1,4 @@
-"""Whether Triton can be imported. This module does not import it."""
+"""Functions that say whether Triton can be imported, without importing it."""
 
 from __future__ import annotations
 

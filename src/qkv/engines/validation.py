@@ -33,7 +33,7 @@ ENCODE_TEXT_HINT = "encode text first, or use Database(keys, values).ask(query)"
 PARAMETER_ARRAY_LABEL = "an array of the score or the weighting"
 
 MAX_MASK_NUMBERS_CHECKED = 2**20
-"""Largest float mask that is checked for being a boolean mask by mistake."""
+"""The most numbers in a float mask for which we check whether booleans were meant."""
 
 
 def build_call(
@@ -53,7 +53,8 @@ def build_call(
 ) -> Call:
     """Validate the arguments and return them as one `Call`.
 
-    `lse` and `weights` request further results. `at` is the position of a shard in a larger call.
+    `lse` and `weights` are `return_lse` and `return_weights` of `attend`. `at` is the position of a
+    shard in a larger call.
     """
     rule, bias = masks.resolve(mask)
     score, weighting = resolve_score_and_weighting(score, weighting, bias)
@@ -243,7 +244,10 @@ def _check_arrays(fw: Framework, arrays: dict[str, Array]) -> Shape:
 
 
 def _resolve_lengths(fw: Framework, lead: Shape, arrays: dict[str, Array]) -> list[Any]:
-    """Return the leading shape; an unknown length is the first one that is not 1 in the graph."""
+    """Return the leading shape, with a scalar of the graph for each unknown length.
+
+    The scalar is the first length, of query, key and value, that is not 1 when the graph runs.
+    """
     lengths: list[Any] = list(lead)
     for axis in (-1 - i for i, size in enumerate(lead[::-1]) if size is None):
         at = axis - 2
@@ -254,7 +258,10 @@ def _resolve_lengths(fw: Framework, lead: Shape, arrays: dict[str, Array]) -> li
 
 
 def as_array(name: str, x: Any, like: Array | None = None) -> Array:
-    """Return an array unchanged, and nested lists as a float array like `like`, or NumPy's."""
+    """Return an array unchanged, and nested lists as an array of floats.
+
+    The lists get the framework, dtype and device of `like`; without `like`, NumPy and float64.
+    """
     if isinstance(x, list | tuple):
         try:
             host = np.asarray(x, dtype=float)

@@ -1,7 +1,7 @@
 """The weights engine: output and weights together, in blocks of queries.
 
-It never stores the scores of all heads, nor their weights if only the mean over the heads is
-requested. The backward pass computes each block again.
+It stores the scores of one block only. If only the mean over the heads is requested, it does not
+store the weights of each head. The backward pass computes each block again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NAME = "weights"
 UPCASTS = True
 
 MAX_SCORES_PER_BLOCK = 2**20
-"""Scores of all heads in memory at once, including the score's intermediate arrays."""
+"""The most numbers in a block: the scores of all heads and the score's intermediate arrays."""
 
 MAX_SCORES_PER_DEVICE_BLOCK = 2**23
-"""The same on a GPU, which a smaller block would leave idle."""
+"""The most numbers in a block on a GPU. Smaller blocks would leave the GPU idle."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -61,8 +61,8 @@ def run(call: Call) -> tuple[Array | None, Array | None, Array]:
 def build_runner(call: Call) -> Callable[[Call], Any]:
     """Return `run` for later calls with the same signature.
 
-    On a GPU the choice of a fused kernel does not depend on values, so later calls can use it
-    directly. On a CPU, weights that fit one block are computed directly.
+    On a GPU, values do not influence which fused kernel is chosen. So the returned function calls
+    the chosen kernel directly. On a CPU, it computes weights that fit one block directly.
     """
     if not _is_plain_softmax(call):
         return run
@@ -86,7 +86,10 @@ def build_runner(call: Call) -> Callable[[Call], Any]:
 
 
 def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None] | None:
-    """Return a direct runner for weights on a CPU that fit one block, under an array mask."""
+    """Return a function of `attend`'s arguments for one block of weights on a CPU.
+
+    None if the weights do not fit one block, or if the mask has no array.
+    """
     if (
         call.rule is None
         or not call.rule.list_arrays()
@@ -99,7 +102,7 @@ def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]
 
 
 def _is_plain_softmax(call: Call) -> bool:
-    """Return whether it is PyTorch's softmax of dot products, without bias, dropout and lse."""
+    """Return whether the call is torch's softmax of dot products, without bias, dropout and lse."""
     is_softmax_dot = (
         call.fw.name == "torch" and call.value is not None and not not_softmax_dot_reason(call)
     )
@@ -140,7 +143,7 @@ def _query_spans(call: Call) -> list[Span]:
 
 
 def _compute_rows(call: Call, rows: Span | None) -> tuple[Array | None, Array | None, Array]:
-    """Return the output, the log-sum-exp and the weights of some queries; None: of all."""
+    """Return output, log-sum-exp and weights of the queries `rows`; None means all queries."""
     out, lse, alpha = dense.run(call, rows)
     if call.wants_weights == "mean":
         alpha = call.fw.xp.mean(alpha, axis=-3)
@@ -148,11 +151,12 @@ def _compute_rows(call: Call, rows: Span | None) -> tuple[Array | None, Array | 
 
 
 def _run_in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | None, Array]:
+    """Return output, log-sum-exp and weights, computed for one span of queries at a time."""
     fw = call.fw
     tiling: Tiling = [(span, []) for span in spans]
     call = streaming.hoist_captured_arrays(ensure_seed(call), [(spans[0], [Span(0, call.m)])])
     leaves = tree.array_leaves(fw, call)
-    has = (call.value is not None, call.wants_lse, True)
+    is_returned = (call.value is not None, call.wants_lse, True)
 
     def compute_piece(arrays: Sequence[Array], rows: Span) -> Arrays:
         results = _compute_rows(tree.replace_arrays(fw, call, arrays), rows)
@@ -165,19 +169,19 @@ def _run_in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array |
         floats = [i for i, x in enumerate(arrays) if fw.dtype_name(x).startswith("float")]
 
         def add_piece(total: Any, rows: Span, _: Any) -> Any:
-            along = [_zero_overlap(call, fw.slice_span(x, rows, -2), rows) for x in gradients]
+            slopes = [_zero_overlap(call, fw.slice_span(x, rows, -2), rows) for x in gradients]
 
-            def weighted_loss(*chosen: Array) -> Array:
+            def weighted_loss(*float_arrays: Array) -> Array:
                 full = list(arrays)
-                for i, x in zip(floats, chosen, strict=True):
+                for i, x in zip(floats, float_arrays, strict=True):
                     full[i] = x
-                made = zip(compute_piece(full, rows), along, strict=True)
-                return sum((fw.xp.sum(x * slope) for x, slope in made), 0.0)
+                pairs = zip(compute_piece(full, rows), slopes, strict=True)
+                return sum((fw.xp.sum(x * slope) for x, slope in pairs), 0.0)
 
-            made, pull = fw.vjp(weighted_loss, *(arrays[i] for i in floats))
+            loss, pull = fw.vjp(weighted_loss, *(arrays[i] for i in floats))
             return [
                 old if new is None else old + new
-                for old, new in zip(total, pull(fw.full((), 1.0, made)), strict=True)
+                for old, new in zip(total, pull(fw.full((), 1.0, loss)), strict=True)
             ]
 
         zeros = [fw.full(fw.static_shape(arrays[i]), 0.0, arrays[i]) for i in floats]
@@ -191,12 +195,12 @@ def _run_in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array |
             x for x in _compute_rows(tree.replace_arrays(fw, call, arrays), None) if x is not None
         )
 
-    made = iter(fw.run_differentiable(forward, backward, reference, leaves))
-    return tuple(next(made) if is_there else None for is_there in has)  # type: ignore[return-value]
+    results = iter(fw.run_differentiable(forward, backward, reference, leaves))
+    return tuple(next(results) if returned else None for returned in is_returned)  # type: ignore[return-value]
 
 
 def _zero_overlap(call: Call, gradient: Array, rows: Span) -> Array:
-    """Return the gradient with 0 for queries that the overlapping span before has counted."""
+    """Return the gradient with 0 for queries that the previous, overlapping span counted."""
     if rows.first_new is None:
         return gradient
     at = call.fw.position_range(rows.start, rows.size, gradient)[:, None]

@@ -31,8 +31,8 @@ FRAMEWORK_BY_ROOT_MODULE = {
 }
 
 
-# Registries, not caches: `load_framework` enters the array types of a framework, which a tracer
-# cannot look up. Plain dictionaries, because torch.compile can read them and no functools.cache.
+# These are registries and not caches: `load_framework` adds the array types of a framework, which a
+# tracer cannot look up. They are plain dicts, because torch.compile cannot read a functools.cache.
 _FRAMEWORK_NAME_BY_TYPE: dict[type, str | None] = dict.fromkeys(
     (int, float, bool, str, tuple, list, type(None))
 )
@@ -60,7 +60,7 @@ def load_framework(name: str) -> Framework:
     """Return the adapter of the framework with this name, and import it at the first call."""
     if name not in _FRAMEWORKS:
         if name != "numpy":
-            # Not later: torch.compile recompiles if the registry grows.
+            # Load NumPy now: if the registry grew later, torch.compile would recompile.
             load_framework("numpy")
         _FRAMEWORKS[name] = _import_adapter(name)
         _FRAMEWORK_NAME_BY_TYPE.update(dict.fromkeys(_FRAMEWORKS[name].array_types, name))
@@ -73,12 +73,12 @@ def _import_adapter(name: str) -> Framework:
         from qkv.frameworks.torch import FRAMEWORK
 
         return FRAMEWORK
-    if name == "numpy":  # likewise: masks hold NumPy arrays
+    if name == "numpy":  # torch.compile traces this too, since masks hold NumPy arrays
         from qkv.frameworks.numpy import FRAMEWORK as HOST
 
         return HOST
-    found: Framework = importlib.import_module(f"qkv.frameworks.{name}").FRAMEWORK
-    return found
+    adapter: Framework = importlib.import_module(f"qkv.frameworks.{name}").FRAMEWORK
+    return adapter
 
 
 def is_array(x: object) -> bool:
@@ -88,12 +88,12 @@ def is_array(x: object) -> bool:
 
 def find_framework(x: object) -> Framework | None:
     """Return the adapter of an array's framework; None for anything else."""
-    found = FRAMEWORK_BY_TYPE.get(type(x))
-    if found is None:
+    fw = FRAMEWORK_BY_TYPE.get(type(x))
+    if fw is None:
         name = _framework_name(x)
         if name is not None:
-            found = FRAMEWORK_BY_TYPE[type(x)] = load_framework(name)
-    return found
+            fw = FRAMEWORK_BY_TYPE[type(x)] = load_framework(name)
+    return fw
 
 
 def get_framework(x: Array) -> Framework:
@@ -102,19 +102,19 @@ def get_framework(x: Array) -> Framework:
     >>> get_framework(np.ones(3)).name
     'numpy'
     """
-    found = FRAMEWORK_BY_TYPE.get(type(x)) or find_framework(x)
-    if found is None:
-        step = "pass np.asarray(…)" if isinstance(x, list | tuple) else "convert it first"
+    fw = FRAMEWORK_BY_TYPE.get(type(x)) or find_framework(x)
+    if fw is None:
+        step = "pass np.asarray(…)" if isinstance(x, list | tuple) else "convert it to an array"
         raise DtypeError(
             "expected an array of "
             f"{', '.join(sorted(set(FRAMEWORK_BY_ROOT_MODULE.values()) - {'array_api_strict'}))}, "
             f"not {type(x).__module__}.{type(x).__qualname__}: {step}"
         )
-    return found
+    return fw
 
 
 def array_from_literal(numbers: Any) -> Array:
-    """Return numbers from source code as a NumPy array; as a tensor while torch.compile traces.
+    """Return numbers from source code as a NumPy array, or as a tensor if torch.compile is tracing.
 
     torch.compile cannot read the dtype of a NumPy array.
 
@@ -129,9 +129,9 @@ def array_from_literal(numbers: Any) -> Array:
 
 def common_framework(**arrays: Array) -> Framework:
     """Return the framework of the named arrays; raise FrameworkError if they differ."""
-    found = {name: get_framework(x) for name, x in arrays.items() if is_array(x)}
-    first, fw = next(iter(found.items()))
-    for name, other in found.items():
+    frameworks = {name: get_framework(x) for name, x in arrays.items() if is_array(x)}
+    first, fw = next(iter(frameworks.items()))
+    for name, other in frameworks.items():
         if other is not fw:
             raise FrameworkError(
                 f"{first} is an array of {fw.name} but {name} is one of {other.name}: "
@@ -157,7 +157,7 @@ def as_plain_array(x: Array, name: str) -> Array:
             f"{name} is ragged, its rows differ in length: pass {name}.to_tensor() and the mask "
             f"masks.lengths({name}.row_lengths())"
         )
-    # Before the check of the shape: arrays that it rejects may have no shape.
+    # Convert before reading the shape: this rejects arrays that have no shape.
     x = get_framework(x).as_plain_array(x, name)
     if getattr(x.shape, "rank", 2) is None:
         raise ShapeError(f"{name} must have a known number of axes: set it with tf.ensure_shape")

@@ -84,7 +84,7 @@ class Framework:
     needs_equal_spans = False
     """Whether all spans must have the same size, as in a compiled loop."""
     has_random_generator = False
-    """Whether `dropout_mask` can use the framework's own random generator."""
+    """Whether `draw_dropout_factors` can use the framework's own random generator."""
     needs_disjoint_spans = False
     """Whether spans of different rows of blocks must not overlap."""
     supports_masked_gather = False
@@ -112,7 +112,10 @@ class Framework:
         return x.shape[axis]
 
     def dynamic_shape(self, x: Array) -> tuple[Any, ...]:
-        """Return `axis_length` of every axis, to create arrays. Use `static_shape` to decide."""
+        """Return `axis_length` of every axis, for the shape of a new array.
+
+        A Python condition needs `static_shape` instead.
+        """
         return tuple(x.shape)
 
     def repeat_heads(self, x: Array, heads: Any) -> Array:
@@ -123,7 +126,7 @@ class Framework:
         return self.xp.reshape(x, (*sizes[:-3], heads, *sizes[-2:]))
 
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
-        """Return x as a plain array (a variable is read); raise an error that names `name`."""
+        """Return x as a plain array; a variable is read. Errors about x call it `name`."""
         return x
 
     def to_device_of(self, x: Array, like: Array) -> Array:
@@ -173,7 +176,7 @@ class Framework:
         return self.has_gradients
 
     def compute_context(self) -> AbstractContextManager[object]:
-        """Return a context without floating-point warnings: 0/0 of an empty row is handled."""
+        """Return a context without floating-point warnings: engines handle 0/0 of an empty row."""
         return nullcontext()
 
     def translate_errors(self, x: Array) -> AbstractContextManager[object]:
@@ -190,14 +193,14 @@ class Framework:
         return None
 
     def without_data(self, x: Array) -> Array:
-        """Return a placeholder of x without its data, for records that must not keep it."""
+        """Return a placeholder of x without data, for records that must not hold the data."""
         return x
 
     def register_record_classes(self) -> None:
         """Register new record classes as pytrees, if the framework has pytrees."""
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return the function compiled, if the framework has a compiler that pays off."""
+        """Return the compiled function; None if the framework has no compiler that saves time."""
         return None
 
     # Making arrays
@@ -230,13 +233,13 @@ class Framework:
         return steps if type(start) is int and start == 0 else steps + start
 
     def fill_unless(self, x: Array, live: LiveMask, other: float = 0.0) -> Array:
-        """Return x where `live`, else the number; None means everywhere."""
+        """Return x where `live` is True, and `other` elsewhere. None: `live` is True everywhere."""
         if live is None:
             return x
         return self.xp.where(live, x, self.full((), other, x))
 
     def replace_nonfinite(self, x: Array, other: float = 0.0) -> Array:
-        """Return x with NaN and ±∞ replaced by the number."""
+        """Return x with NaN and ±∞ replaced by `other`."""
         return self.fill_unless(x, self.xp.isfinite(x), other)
 
     def sigmoid(self, x: Array) -> Array:
@@ -349,8 +352,11 @@ class Framework:
             f"{type(generator).__name__}"
         )
 
-    def dropout_mask(self, like: Array, p: float) -> Array:
-        """Return 0 with probability p, else 1 / (1 − p), from the framework's generator."""
+    def draw_dropout_factors(self, like: Array, p: float) -> Array:
+        """Return an array like `like`: 0 with probability p, else 1 / (1 − p).
+
+        The framework's own generator draws the numbers.
+        """
         raise FrameworkError(f"{self.name} has no random generator for dropout: pass a seed")
 
     # Blocks
@@ -429,8 +435,8 @@ class Framework:
     def call_graph_node(self, name: str, x: Array, live: LiveMask, number: Any) -> Array | None:
         """Return `GRAPH_NODES[name].run(x, live, number)` as one opaque node of a graph.
 
-        None: no graph is traced, or it has no such nodes. `number` may be an array with as many
-        axes as x.
+        None if no graph is traced, or if the graph cannot have opaque nodes. `number` may be an
+        array with as many axes as x.
         """
         return None
 
@@ -466,7 +472,7 @@ class Framework:
     def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
         """Return the numbers per query and key that `function(query, key)` holds at once.
 
-        None: this framework cannot tell without running it.
+        None if the framework can measure it only by running the function on data.
         """
         return None
 
@@ -481,9 +487,9 @@ class Framework:
         reference: ReferenceFunction,
         leaves: Sequence[Array],
     ) -> Arrays:
-        """Return the outputs of `forward(*leaves) -> (outputs, kept)`, with a custom gradient.
+        """Return the outputs of `forward(*leaves) -> (outputs, saved)`, with a custom gradient.
 
-        `backward(leaves, kept, gradients)` returns one gradient per leaf, None for zero.
+        `backward(leaves, saved, gradients)` returns one gradient per leaf, None for zero.
         `reference(*leaves) -> outputs` computes the same with differentiable operations of the
         framework, for derivatives of higher order.
         """
@@ -506,18 +512,23 @@ class Framework:
 
 
 def captures_arrays(function: Callable[..., Any], root: str) -> bool:
-    """Return whether a function's closure, defaults, globals or owner hold such arrays."""
-    held: list[Any] = [getattr(function, "__self__", None)]
+    """Return whether a function's closure, defaults, globals or owner hold arrays or models.
+
+    `root` is the name of the framework's top package.
+    """
+    candidates: list[Any] = [getattr(function, "__self__", None)]
     if isinstance(function, functools.partial):
-        held += [*function.args, *function.keywords.values()]
+        candidates += [*function.args, *function.keywords.values()]
         function = function.func
     if inspect.isfunction(function):
-        seen = inspect.getclosurevars(function)
-        held += [*seen.nonlocals.values(), *seen.globals.values()]
-        held += list(function.__defaults__ or ()) + list((function.__kwdefaults__ or {}).values())
+        closure = inspect.getclosurevars(function)
+        candidates += [*closure.nonlocals.values(), *closure.globals.values()]
+        candidates += list(function.__defaults__ or ()) + list(
+            (function.__kwdefaults__ or {}).values()
+        )
     elif not inspect.ismethod(function):
-        held.append(function)
-    for item in held:
+        candidates.append(function)
+    for item in candidates:
         inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
         if inspect.ismodule(item) or inspect.isclass(item):
             continue

@@ -15,13 +15,13 @@ from qkv.util.caches import memoize
 
 MAX_LEVEL = 127
 FLOATS_PER_BLOCK = 2**18
-"""Codes that NumPy converts to float at a time, so that they stay in the cache."""
+"""Codes that NumPy converts to floats at a time, so that the floats fit the CPU cache."""
 
 CODES_PER_TORCH_CALL = 2**20
-"""Codes that PyTorch multiplies at a time: it repacks them first, and reads that from the cache."""
+"""Codes that PyTorch multiplies at a time. It first repacks them into the CPU cache."""
 
 MAX_SIMSIMD_QUERIES = 4
-"""Up to this many queries, simsimd, which takes one at a time, is faster than floats."""
+"""Up to this many queries, simsimd is faster than floats. (It multiplies one query at a time.)"""
 
 ProductFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -138,7 +138,7 @@ def _torch_kernel(query: np.ndarray, scales: np.ndarray) -> ProductFunction:
 def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
     """Return this thread's buffers for integers and floats, valid for one call.
 
-    New memory would cost as much time as the products.
+    Allocating new memory would take as long as the products.
     """
     if getattr(_THREAD_BUFFERS, "shape", None) != shape:
         size, held = shape[0] * shape[1], getattr(_THREAD_BUFFERS, "held", None)
@@ -154,7 +154,10 @@ def _thread_buffers(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def _writable_view(x: np.ndarray) -> np.ndarray:
-    """Return a writable view: torch.from_numpy warns about read-only arrays; none is written."""
+    """Return a writable view, since torch.from_numpy warns about read-only arrays.
+
+    Nothing writes to the view.
+    """
     if x.flags.writeable:
         return x
     view = x.__array_interface__ | {"data": (x.ctypes.data, False)}

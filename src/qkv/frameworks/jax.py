@@ -100,7 +100,7 @@ class Jax(Framework):
         return None
 
     def full(self, shape: Shape, value: float, like: Array) -> Array:
-        # Inside shard_map it varies along the axes of `like`, so that loops can carry it.
+        # Inside shard_map the result varies along the axes of `like`, so that loops can carry it.
         return lax.full_like(like, value, like.dtype, shape)
 
     def detach(self, x: Array) -> Array:

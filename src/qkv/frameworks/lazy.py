@@ -1,4 +1,4 @@
-"""Arrays and sequences that are built when they are read, some rows at a time."""
+"""Arrays and sequences that are built in batches of rows when they are read."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from qkv.util.types import T
 
 ITEMS_PER_BATCH = 8192
-"""Items built at a time."""
+"""The number of items that are built at a time."""
 
 MAX_WAIT_SECONDS = 1.0
-"""The longest wait for array builders: after a fork, builder threads no longer exist."""
+"""The longest wait for array builders. After a fork their threads no longer exist."""
 
 _ACTIVE_BUILDERS: set[object] = set()
-"""Tokens of running array builders. A `LazySequence` waits for them, because a thread that runs
-Python code delays each of their many short operations. Not a threading.Event: Ctrl-C may leave its
-lock taken."""
+"""Tokens of running array builders. A `LazySequence` waits until no builder runs: it would delay
+each of a builder's many short operations. A threading.Event is not used, because Ctrl-C may leave
+its lock taken."""
 
 BuildRows = Callable[[int, int], Mapping[str, np.ndarray]]
-"""(start, stop) → arrays by name, each with those rows."""
+"""(start, stop) → arrays by name, each with the rows start … stop − 1."""
 
 
 class LazyArray:
-    """Rows of one of several arrays that are built together; NumPy reads it as an array."""
+    """Rows of one of several arrays that are built together. `np.asarray` builds them."""
 
     def __init__(self, make: BuildRows, name: str, like: np.ndarray, start: int, stop: int) -> None:
         self.dtype, self.shape = like.dtype, (stop - start, *like.shape[1:])
@@ -68,13 +68,13 @@ class LazySequence(Collection[T], Generic[T]):
         return self._count
 
     def __iter__(self) -> Iterator[T]:
-        found: list[T] = []
+        items: list[T] = []
         for start in range(0, self._count, ITEMS_PER_BATCH):
             until = monotonic() + MAX_WAIT_SECONDS
             while _ACTIVE_BUILDERS and monotonic() < until:
                 sleep(0.001)
-            found += self._make(start, min(start + ITEMS_PER_BATCH, self._count))
-        return iter(found)
+            items += self._make(start, min(start + ITEMS_PER_BATCH, self._count))
+        return iter(items)
 
     def __contains__(self, thing: object) -> bool:
         return thing in list(self)
@@ -83,7 +83,7 @@ class LazySequence(Collection[T], Generic[T]):
 def lazy_arrays(make: BuildRows, rows: int) -> dict[str, LazyArray]:
     """Return arrays of `rows` rows that are built when they are read.
 
-    The rows read last are kept, so that they are built once for all names.
+    The rows that were read last are cached, so that they are built once for all names.
 
     >>> arrays = lazy_arrays(lambda i, j: {"x": np.arange(i, j), "y": np.ones((j - i, 2))}, 9)
     >>> arrays["y"].shape, np.asarray(arrays["x"][2:8][:3]).tolist()

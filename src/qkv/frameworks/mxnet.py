@@ -87,7 +87,7 @@ class MXNet(Framework):
         def pull_back(gradient: Array) -> Gradients:
             if not _is_recorded(out):
                 return (None,) * len(args)
-            out.backward(gradient)  # autograd.grad returns another array class here
+            out.backward(gradient)  # autograd.grad would return arrays of another class
             return tuple(x.grad if _is_floating(x) else None for x in args)
 
         return out.detach(), pull_back

@@ -2,7 +2,7 @@
 
 Functions with a derivative are made of operators that `mx.autograd` records. Functions of integers
 and booleans detach their arguments: MXNet would record them too, and a gradient that is an array of
-booleans ends the process. What MXNet lacks and has no derivative runs on NumPy.
+booleans ends the process. Functions without a derivative that MXNet lacks run on NumPy.
 """
 
 # Names of the standard replace builtins of Python here: use the module `builtins` for those.
@@ -221,7 +221,7 @@ def searchsorted(x1: Array, x2: Array, side: Any = "left", sorter: Array | None 
 
 
 def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
-    # MXNet's sort is not stable, and positions have no gradient: NumPy finds them.
+    # MXNet's sort is not stable. Positions have no gradient, so NumPy can sort.
     host = x.asnumpy()
     order = numpy.argsort(-host if descending else host, axis=axis, kind="stable")
     return mnp.array(order, dtype="int64", device=x.device)
@@ -257,13 +257,13 @@ def unique_all(x: Array) -> UniqueAll:
 
 
 def unique_counts(x: Array) -> UniqueCounts:
-    found = unique_all(x)
-    return UniqueCounts(found.values, found.counts)
+    unique = unique_all(x)
+    return UniqueCounts(unique.values, unique.counts)
 
 
 def unique_inverse(x: Array) -> UniqueInverse:
-    found = unique_all(x)
-    return UniqueInverse(found.values, found.inverse_indices)
+    unique = unique_all(x)
+    return UniqueInverse(unique.values, unique.inverse_indices)
 
 
 unique_values = _on_numpy(numpy.unique)
@@ -317,7 +317,7 @@ def take(x: Array, indices: Array, axis: int | None = None) -> Array:
 
 
 def take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
-    # mx.np has no take_along_axis with a gradient: one flat gather does it.
+    # mx.np has no take_along_axis with a gradient, so this is one flat gather.
     if axis not in (-1, len(x.shape) - 1):
         x, indices = mnp.moveaxis(x, axis, -1), mnp.moveaxis(indices, axis, -1)
         return mnp.moveaxis(take_along_axis(x, indices), -1, axis)
@@ -383,8 +383,8 @@ def linspace(
 
 
 def meshgrid(*arrays: Array, indexing: Any = "xy") -> list[Array]:
-    made = numpy.meshgrid(*[x.asnumpy() for x in arrays], indexing=indexing)
-    return [_from_numpy(x, arrays[0]) for x in made]
+    grids = numpy.meshgrid(*[x.asnumpy() for x in arrays], indexing=indexing)
+    return [_from_numpy(x, arrays[0]) for x in grids]
 
 
 # Data types

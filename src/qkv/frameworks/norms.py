@@ -1,20 +1,20 @@
-"""Upper bounds of vector norms: rounding never makes them too small."""
+"""Upper bounds of vector norms, which hold despite rounding."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MIN_SQUARABLE = 1e-12
-"""Below this, a square in float32 loses digits (with a safety margin)."""
+"""The square of a smaller number loses digits in float32 (with a safety margin)."""
 
 
 def row_norms(x: np.ndarray) -> np.ndarray:
-    """Return an upper bound of ‖x‖ for rows (m, d), within rounding."""
+    """Return an upper bound (m,) of the norm of each row (m, d), tight up to rounding."""
     most = float(max(x.max(initial=0.0), -x.min(initial=0.0)))
     safe = not most or MIN_SQUARABLE < most < 1 / MIN_SQUARABLE
-    found = np.einsum("ij,ij->i", x, x, dtype=x.dtype if safe else float)
-    width, kind = x.shape[1], np.finfo(found.dtype)
-    return np.asarray(np.sqrt(found) * (1 + width * kind.eps) + np.sqrt(width * kind.tiny))
+    squares = np.einsum("ij,ij->i", x, x, dtype=x.dtype if safe else float)
+    width, kind = x.shape[1], np.finfo(squares.dtype)
+    return np.asarray(np.sqrt(squares) * (1 + width * kind.eps) + np.sqrt(width * kind.tiny))
 
 
 def residual_spread(left: np.ndarray, size: float) -> float:

@@ -31,7 +31,7 @@ def _array_namespace() -> Any:
 
 
 MIN_ROW_FOR_NUMPY_REDUCTION = 64
-"""Fewest elements of a row for which NumPy's own reduction along rows is as fast."""
+"""From this many elements in a row, NumPy's own reduction along rows is fast enough."""
 
 MAX_SUMMED_COLUMNS = 256
 """Columns up to which differences are added one column at a time: more would lose precision."""
@@ -107,7 +107,7 @@ class NumPy(Framework):
         return x if self.dtype_name(x) == dtype else x.astype(dtype)  # xp lacks bfloat16
 
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
-        x = x if type(x) is numpy.ndarray else numpy.asarray(x)  # np.matrix has another *
+        x = x if type(x) is numpy.ndarray else numpy.asarray(x)  # np.matrix has another `*`
         return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
     def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
@@ -138,11 +138,11 @@ class NumPy(Framework):
 
         def fill_tile(item: tuple[Span, list[Span]]) -> None:
             parts = pool_tile(item)
-            with lock:  # the first to arrive knows the shapes
+            with lock:  # the first finished tile gives the shapes of the outputs
                 if not outs:
                     shapes = [(*x.shape[:-2], total, x.shape[-1]) for x in parts]
-                    made = zip(shapes, parts, strict=True)
-                    outs.extend(numpy.empty(shape, x.dtype) for shape, x in made)
+                    shaped_parts = zip(shapes, parts, strict=True)
+                    outs.extend(numpy.empty(shape, x.dtype) for shape, x in shaped_parts)
             at = slice(item[0].start, item[0].start + item[0].size)
             for out, part in zip(outs, parts, strict=True):
                 out[..., at, :] = part
@@ -175,31 +175,31 @@ class NumPy(Framework):
             # than the least of them.
             best = x[..., : m // runs * runs].reshape(*x.shape[:-1], m // runs, runs).max(axis=-2)
             least = numpy.partition(best, runs - k, axis=-1)[..., runs - k, None]
-            near = numpy.logical_not(x < least)  # NaN counts as largest
+            is_candidate = numpy.logical_not(x < least)  # NaN counts as largest
             order = numpy.empty((*x.shape[:-1], k), numpy.intp)
             for at in numpy.ndindex(*x.shape[:-1]):
-                some = numpy.flatnonzero(near[at])
-                order[at] = some[_argsort_descending(x[at][some])[:k]]
+                candidates = numpy.flatnonzero(is_candidate[at])
+                order[at] = candidates[_argsort_descending(x[at][candidates])[:k]]
         return numpy.take_along_axis(x, order, axis=-1), order
 
     def fused_softmax(self, x: Array, live: Array | None) -> Array | None:
-        found = self._shifted_exponentials(x, live)
-        if found is None:
+        results = self._shifted_exponentials(x, live)
+        if results is None:
             return None
-        _, out, total = found
+        _, out, total = results
         out /= total
         return out
 
     def fused_softmax_and_lse(self, x: Array, live: Array | None) -> tuple[Array, Array] | None:
-        found = self._shifted_exponentials(x, live)
-        if found is None:
+        results = self._shifted_exponentials(x, live)
+        if results is None:
             return None
-        top, out, total = found
+        top, out, total = results
         out /= total
         return out, top + numpy.log(total)
 
     def _shifted_exponentials(self, x: Array, live: Array | None) -> Arrays | None:
-        """Return each row's maximum, exp(x − maximum) and its sum; None if not finite."""
+        """Return each row's maximum, exp(x − maximum) and its sum; None if a sum is not finite."""
         if not x.shape[-1]:
             return None
         x = self.fill_unless(x, live, -math.inf)
@@ -272,24 +272,24 @@ class NumPy(Framework):
         return x if live is None else _zero_unless(x, live)
 
     def masked_gather(self, x: Array, mask: Array, top: Array) -> tuple[Array, Any]:
-        found = numpy.flatnonzero(mask)
+        positions = numpy.flatnonzero(mask)
         rows = mask.size // (mask.shape[-1] or 1)
-        counts = numpy.bincount(found // (mask.shape[-1] or 1), minlength=rows)
+        counts = numpy.bincount(positions // (mask.shape[-1] or 1), minlength=rows)
         width = int(counts.max(initial=0))
         filled = numpy.arange(width) < counts[:, None]
         out = numpy.full((rows, width), -numpy.inf, x.dtype)
-        out[filled] = numpy.broadcast_to(x, mask.shape).reshape(-1)[found]
+        out[filled] = numpy.broadcast_to(x, mask.shape).reshape(-1)[positions]
         out = out.reshape(*mask.shape[:-1], width)
         out -= top
-        return out, (found, filled, mask.shape)
+        return out, (positions, filled, mask.shape)
 
     def masked_scatter(self, picked: Array, at: Any, into: Array | None = None) -> Array:
-        found, filled, shape = at
+        positions, filled, shape = at
         if into is None or into.shape != shape or not into.flags.carray:
             into = numpy.zeros(shape, picked.dtype)
         else:
             into.fill(0)
-        into.reshape(-1)[found] = picked.reshape(filled.shape)[filled]
+        into.reshape(-1)[positions] = picked.reshape(filled.shape)[filled]
         return into
 
     def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 MIN_PINNED_BYTES = 2**20
-"""Smallest array that goes through a pinned buffer: a smaller copy does not pay for it."""
+"""The smallest array that is copied through a pinned buffer. For smaller ones this takes longer."""
 
 BUFFERS_PER_DEVICE = 4
 """Buffers per thread and device: keys and values of one block are copied while those of the next
@@ -17,7 +17,7 @@ are read."""
 
 
 class PinnedBuffers:
-    """A ring of pinned buffers; each is filled again once the device has read it.
+    """A ring of pinned buffers. The host fills a buffer again after the device has read it.
 
     Reading a file, copying and computing overlap. The host is at most BUFFERS_PER_DEVICE arrays
     ahead of the device.

@@ -10,9 +10,9 @@ import numpy as np
 
 HALF_BITS = np.uint64(32)
 MAX_PRODUCTS_HELD = 1 << 24
-"""The most products held at a time."""
+"""The most products in memory at a time."""
 MIN_PAIRS_TO_PREFILTER = 4096
-"""From this many pairs of entries and positions on, a 16-bit filter runs before the search."""
+"""From this many pairs of entries and positions, a 16-bit filter runs before the search."""
 
 
 class Ragged:
@@ -48,7 +48,7 @@ class Ragged:
         return Ragged(self.flat[at], starts)
 
     def trim_flat(self) -> Ragged:
-        """Return the same rows with a flat array that holds nothing else."""
+        """Return the same rows, with a flat array that holds only these rows."""
         begin, end = self.starts[0], self.starts[-1]
         if not begin and end == len(self.flat):
             return self
@@ -185,7 +185,8 @@ def sum_entries_by_row(
 
 
 def entry_blocks(entries: int, width: int) -> Iterator[slice]:
-    """Yield slices of the entries whose products with rows of this width fit the limit."""
+    """Yield slices of the entries, each with at most MAX_PRODUCTS_HELD products in rows of width
+    `width`."""
     step = max(1, MAX_PRODUCTS_HELD // max(width, 1))
     return (slice(at, at + step) for at in range(0, entries, step))
 
@@ -193,7 +194,7 @@ def entry_blocks(entries: int, width: int) -> Iterator[slice]:
 class EncodedQuery(NamedTuple):
     """Queries as vectors (n, d), or (n, d + w + 1) with a sparse part.
 
-    The sparse part has the values at `sparse_positions` (w,) and one column for all others.
+    The sparse part has one column for each of `sparse_positions` (w,), and one for all others.
     """
 
     code: Any
@@ -201,7 +202,7 @@ class EncodedQuery(NamedTuple):
 
 
 def sparse_width(asked: np.ndarray | None) -> int:
-    """Return the number of columns of the sparse part."""
+    """Return the number of columns of the sparse part of an `EncodedQuery`."""
     return 0 if asked is None else len(asked) + 1
 
 
@@ -209,7 +210,7 @@ def sparse_width(asked: np.ndarray | None) -> int:
 class DenseAndSparse:
     """Dense vectors (m, d), optionally times `scale` (m,), with sparse columns: (m, d + w + 1).
 
-    The array is built when it is read: see `gather_columns`.
+    The full array is built only when NumPy reads it. `gather_columns` describes the sparse columns.
 
     >>> one = build_sparse(np.array([0]), np.array([5]), np.array([3.0]), 1)
     >>> np.asarray(DenseAndSparse(np.ones((1, 2)), one, np.array([5], np.uint32))).tolist()

@@ -41,11 +41,12 @@ class QuantizedKeys(NamedTuple):
 
 
 class RowChunk(NamedTuple):
-    """Consecutive stored rows: key (c, d), value (c, d_v), and which are `live` (None: all).
+    """Consecutive stored rows: key (c, d), value (c, d_v), and `live` (c,), True if not deleted.
 
-    With a `scale` (c,), the keys are stored in 8 bits and the vectors are scale · key. `quantized`
-    are the codes of the keys, or the error bounds of keys that are codes. `check_readable` raises
-    if the file of the rows was truncated.
+    `live` None means that no row was deleted. With a `scale` (c,), the keys are stored in 8 bits,
+    and the vectors are scale · key. `quantized` holds 8-bit codes of the keys and their error
+    bounds; if the keys themselves are codes, only the bounds. `check_readable` raises if the file
+    of the rows was truncated.
     """
 
     key: np.ndarray | DenseAndSparse | SelectedRows
@@ -250,8 +251,8 @@ class StoredRows:
     ) -> RowSpans:
         """Return all rows in spans of at most `size` rows.
 
-        With `codes_only` the keys are not converted to floats, so that spans of 8-bit keys need not
-        be shorter. `prefetch_fields` may be read in advance.
+        Spans of 8-bit keys are shorter, so that the keys as floats fit the CPU cache. `codes_only`
+        says that the keys are not converted. `prefetch_fields` may be read in advance.
         """
         return RowSpans(self, size, codes_only, prefetch_fields)
 
@@ -288,10 +289,10 @@ class WeighedRows(NamedTuple):
     - `weight_error` (n,): bound of ½ Σ |α − exact α|; 0 if exact up to rounding
     - `rows_read`: number of keys that were read in full
     - `bound`: the error bound in mergeable form, if codes were read first
-    - `bound_is_probabilistic`: whether the bound is from sampled rows
+    - `bound_is_probabilistic`: whether the bound was estimated from sampled rows
     - `refusal`: why codes were not used, although a tolerance was given
     - `partial_sums`: sums from which the output was computed, mergeable with those of other rows
-    - `scaled_scores` (n, m): the scores of α, if they were kept
+    - `scaled_scores` (n, m): the scores from which α was computed; only if the rows are a part
     """
 
     output: np.ndarray
@@ -359,7 +360,7 @@ class RowSpans:
 
 
 class RowReader:
-    """Loops over stored rows. They run in Python, because a compiled loop cannot read files."""
+    """Loops over stored rows. The loops run in Python: a compiled loop cannot read files."""
 
     def __init__(self, fw: Framework):
         self.fw = fw

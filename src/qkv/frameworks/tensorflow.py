@@ -149,7 +149,7 @@ def _leaf_gradients(
     saved: Sequence[Array],
     gradients: Sequence[Array],
 ) -> list[Array | None]:
-    """Return the gradients of the leaves; they can be differentiated themselves."""
+    """Return the gradients of the leaves. They can be differentiated again."""
     count = len(leaves)
     smooth = [i for i, x in enumerate(leaves) if x.dtype.is_floating]
     unconnected = tf.UnconnectedGradients.ZERO

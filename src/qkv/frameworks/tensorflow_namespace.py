@@ -33,8 +33,7 @@ _INT_BY_SIZE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def dynamic_shape(x: Array) -> tuple[Any, ...]:
-    """Return the length of every axis: a number, or a tensor where only a run of the graph knows
-    it."""
+    """Return the length of every axis: an int, or a tensor if only a run of the graph knows it."""
     return tuple(tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape))
 
 
@@ -221,8 +220,8 @@ def nonzero(x: Array) -> tuple[Array, ...]:
 
 def searchsorted(x1: Array, x2: Array, side: str = "left", sorter: Array | None = None) -> Array:
     x1 = x1 if sorter is None else tf.gather(x1, sorter)
-    found = tf.searchsorted(x1, tf.reshape(x2, [-1]), side=side, out_type=tf.int64)
-    return tf.reshape(found, dynamic_shape(x2))
+    positions = tf.searchsorted(x1, tf.reshape(x2, [-1]), side=side, out_type=tf.int64)
+    return tf.reshape(positions, dynamic_shape(x2))
 
 
 def _direction(descending: Any) -> str:
@@ -265,13 +264,13 @@ def unique_all(x: Array) -> UniqueAll:
 
 
 def unique_counts(x: Array) -> UniqueCounts:
-    found = unique_all(x)
-    return UniqueCounts(found.values, found.counts)
+    unique = unique_all(x)
+    return UniqueCounts(unique.values, unique.counts)
 
 
 def unique_inverse(x: Array) -> UniqueInverse:
-    found = unique_all(x)
-    return UniqueInverse(found.values, found.inverse_indices)
+    unique = unique_all(x)
+    return UniqueInverse(unique.values, unique.inverse_indices)
 
 
 def unique_values(x: Array) -> Array:
@@ -360,7 +359,7 @@ def matmul(x1: Array, x2: Array) -> Array:
         return _matmul_vector(x1, x2)
     if not len(x2.shape) <= len(x1.shape) > 3 or builtins.any(n != 1 for n in x2.shape[:-2]):
         return tf.matmul(x1, x2)
-    # One matrix for all: with (b, 1, n, d) and it, oneDNN's product writes outside its memory.
+    # x2 is one matrix. With x1 (b, 1, n, d), oneDNN's product would write outside its memory.
     *rows, d = dynamic_shape(x1)
     width = dynamic_shape(x2)[-1]
     count = functools.reduce(operator.mul, rows)

@@ -21,15 +21,15 @@ THREAD_NAME_PREFIX = "qkv-core"
 CORE_COUNT = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
-"""A constant, because torch.compile would trace a function."""
+"""The number of cores. It is a constant, because torch.compile would trace a function."""
 
 
 @functools.cache
 def _job_queue() -> SimpleQueue[Callable[[], object]]:
     """Start the worker threads once and return their queue of jobs.
 
-    Not a ThreadPoolExecutor: its locks are taken in Python, so a Ctrl-C during a wait for a result
-    can leave one taken and lose a thread. State, not a cache: clearing it would leak threads.
+    A ThreadPoolExecutor takes its locks in Python, so Ctrl-C during a wait can leave a lock taken
+    and lose a thread. The queue is state and not a cache: clearing it would leak threads.
     """
     jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
@@ -46,11 +46,11 @@ def _job_queue() -> SimpleQueue[Callable[[], object]]:
 
 
 _shutdown_flag: list[bool] = []
-"""Not empty once Python shuts down."""
+"""Not empty after Python began to shut down."""
 
 
 def _shut_down(jobs: SimpleQueue[Callable[[], object]], workers: list[threading.Thread]) -> None:
-    """Wait for running jobs: Python would end its threads inside C++, which aborts."""
+    """Wait for running jobs. Otherwise Python ends the threads inside C++ code, which aborts."""
     _shutdown_flag.append(True)
     for _ in workers:
         jobs.put(bool)
@@ -77,14 +77,14 @@ def _threadpool_controller() -> Any:
 
 
 def is_worker_thread() -> bool:
-    """Return whether this is a worker thread: then all cores are busy."""
+    """Return whether this is a worker thread. In one, all cores are busy already."""
     return threading.current_thread().name.startswith(THREAD_NAME_PREFIX)
 
 
 def submit_job(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     """Run a function in a worker thread; return a function that waits for the result.
 
-    In a worker thread, which might wait for itself, and at shutdown, it runs at once.
+    At shutdown and in a worker thread, the function runs at once: a worker might wait for itself.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
     ready: SimpleQueue[None] = SimpleQueue()
@@ -130,7 +130,7 @@ def map_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[A
         for result in [submit_job(run_items) for _ in range(min(CORE_COUNT, len(items)))]:
             result()
     finally:
-        deque(remaining, 0)  # items that have not started never start, after Ctrl-C too
+        deque(remaining, 0)  # drop the items that have not started, also after Ctrl-C
     if failed:
         raise failed[min(failed)]
     return out
@@ -139,7 +139,7 @@ def map_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> list[A
 def reduce_parallel(
     lift: PartialStateFunction, merge: MergeFunction, start: Any, items: Sequence[Any]
 ) -> Any:
-    """Return the merged states of the items; each core merges a consecutive run of them."""
+    """Return the merged states of the items; each core merges consecutive items."""
     size = -(-len(items) // CORE_COUNT)
 
     def checked(item: Any) -> Any:

@@ -44,7 +44,7 @@ from qkv.util.types import (
 _NULL_CONTEXT = nullcontext()
 
 MAX_DEVICE_BLOCK_NUMBERS = 2**27
-"""Numbers of a block on a GPU: half a GiB of scores in float32, and as much for the weights."""
+"""The most numbers of a block on a GPU: 512 MiB of float32 scores, and as much for the weights."""
 
 _PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("torch.pair_numbers")
 MAX_PAIR_NUMBERS_ENTRIES = 256
@@ -87,8 +87,8 @@ _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 MAX_UNROLLED_STEPS = 48
-"""Steps of a traced search, which cannot test whether it is done. Newton's method took at most 9
-steps in experiments; bisection reaches float64 precision after 48."""
+"""Steps of a traced search, which cannot test whether it has converged. Newton's method took at
+most 9 steps in experiments; bisection reaches float64 precision after 48."""
 
 MIN_DROPOUT_FOR_16_BITS = 2**-8
 """Below this probability, 16 random bits per element are too few."""
@@ -100,11 +100,11 @@ HAS_MKL: bool = torch.backends.mkl.is_available()
 many times slower than with a copy of it."""
 
 MIN_ROWS_TO_COPY, MAX_PRODUCT_SIZE_TO_COPY = 12, 2**15
-"""Fewest rows, and most elements of the product, for which that copy is faster."""
+"""Fewest rows of x, and most elements of x yᵀ, for which a copy of yᵀ makes the product faster."""
 
 
 def is_finite(*arrays: Array) -> bool:
-    """Return whether CPU arrays are finite, by their sums; an overflowing sum returns False."""
+    """Return whether CPU arrays are finite, judged by their sums: False if a sum overflows."""
     records = _is_grad_enabled()
     _set_grad_enabled(False)  # a check needs no graph
     try:
@@ -199,7 +199,7 @@ class _SizeRecorder(TorchDispatchMode):
 def count_pair_numbers(function: Any, query: Array, key: Array, learns: bool) -> int | None:
     """Run a score without data and return the numbers that it holds per query and key.
 
-    With gradients all results count, since autograd saves them; otherwise the largest one.
+    With gradients all results count, since autograd saves them; otherwise only the largest counts.
     """
     pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     try:
@@ -233,7 +233,7 @@ def should_copy_transpose(x: Array, y: Array) -> bool:
 
 
 def draw_survivors(like: Array, p: float) -> tuple[Array, float]:
-    """Return which elements of a CPU array survive dropout, and their exact share.
+    """Return a boolean array of the elements that survive dropout, and the exact probability of it.
 
     One draw of 64 bits decides on four elements; PyTorch would draw once per element.
     """
@@ -252,7 +252,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 class DTensorErrors(AbstractContextManager[None]):
-    """A context that replaces PyTorch's errors for DTensors by one with a next step."""
+    """A context that replaces PyTorch's errors about DTensors by an error with a next step."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError):
@@ -370,7 +370,7 @@ def _save_for_backward(ctx: Any, inputs: Any, output: Array) -> None:
 def _backward_op(ctx: Any, gradient: Array) -> Gradients:
     back, (x, output, array) = GRAPH_NODES[ctx.name].backward, ctx.saved_tensors
     assert back is not None
-    with torch.autocast(x.device.type, enabled=False):  # a graph is made under the caller's
+    with torch.autocast(x.device.type, enabled=False):  # the caller traced under its own autocast
         first, second = back(x, ctx.number if array is None else array, output, gradient)
     return first, None, second, None, None
 
@@ -460,7 +460,7 @@ class Torch(Framework):
         return bool(x.device.type != "mps")
 
     def compute_context(self) -> AbstractContextManager[object]:
-        # Sums run in the precision of the arguments, whatever autocast says.
+        # Sums run in the precision of the arguments, even under autocast.
         if not _is_autocast_enabled():
             return _NULL_CONTEXT
         for device in ("cpu", "cuda"):
@@ -520,7 +520,7 @@ class Torch(Framework):
     def without_data(self, x: Array) -> Array:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
-    def dropout_mask(self, like: Array, p: float) -> Array:
+    def draw_dropout_factors(self, like: Array, p: float) -> Array:
         if p == 1:
             return torch.zeros_like(like)
         if torch.compiler.is_compiling():
@@ -552,7 +552,7 @@ class Torch(Framework):
         return _DEVICE_COPIES[key]
 
     def block_from_host(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        # Without a conversion, the driver's own copy is as fast.
+        # If no conversion is needed, the driver's own copy is as fast.
         if (
             not like.is_cuda
             or data.nbytes < pinned_memory.MIN_PINNED_BYTES
@@ -655,8 +655,8 @@ class Torch(Framework):
         return torch.from_numpy(x)
 
     def draw_seed(self, like: Array) -> Any:
-        # From the device's generator: kernels read the seed on the device, a captured CUDA graph
-        # draws a new one at each replay, and checkpointing restores its state.
+        # Use the device's generator: kernels read the seed on the device, a captured CUDA graph
+        # draws a new seed at each replay, and checkpointing restores the generator's state.
         return torch.randint(2**31 - 1, (), device=like.device)
 
     def seed_from_generator(self, generator: Any) -> Any:
@@ -740,7 +740,7 @@ class Torch(Framework):
         if self.is_traced(query) or _is_wrapper_subclass(query) or _is_wrapper_subclass(key):
             return None
         learns = self.needs_gradient((query, key))
-        code = getattr(function, "__code__", function)  # a lambda is often made anew for each call
+        code = getattr(function, "__code__", function)  # callers often create a lambda per call
         signature = code, query.shape, key.shape, query.dtype, query.device, learns
         try:
             if signature not in _PAIR_NUMBERS:
@@ -748,17 +748,17 @@ class Torch(Framework):
                 insert_bounded(_PAIR_NUMBERS, signature, numbers, MAX_PAIR_NUMBERS_ENTRIES)
                 return numbers
             return _PAIR_NUMBERS[signature]
-        except (KeyError, TypeError):  # emptied by another thread; an object without a hash
+        except (KeyError, TypeError):  # another thread emptied the table, or `code` has no hash
             return None
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         with torch.enable_grad():
-            # Detached: autograd.grad would run the hooks of the original tensors.
+            # Detach, because autograd.grad would run the hooks of the original tensors.
             fresh = [x.detach().requires_grad_() for x in args]
             out = function(*fresh)
         # The function may also reach a leaf through its closure. Compare graph nodes, not tensors:
-        # saved-tensor hooks (checkpointing) create new tensors. `_is_view`: a view of a leaf also
-        # says that it is a leaf.
+        # saved-tensor hooks (checkpointing) create new tensors. `_is_view` excludes views of a
+        # leaf, for which `is_leaf` is True as well.
         own = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()]
         place = {get_gradient_edge(args[i]).node: i for i in reversed(own)}
         reached = graph_leaves(out, fresh) if own else ()

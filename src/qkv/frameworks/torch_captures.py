@@ -51,7 +51,7 @@ def _force_eager() -> AbstractContextManager[object]:
 
     torch.compile would compile the mode too, again for each tensor.
     """
-    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled; loading it takes 1 s
+    compiles = "torch._dynamo" in sys.modules  # if not, nothing is compiled; importing takes 1 s
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
@@ -95,7 +95,7 @@ class _ReplaceTensors(TorchFunctionMode):  # type: ignore[misc]
 
 
 class _RecordCaptured(_ReplaceTensors):
-    """Replaces, and records, captured tensors: older than the call, with a gradient."""
+    """Replaces and records captured tensors: those older than the call that need a gradient."""
 
     def __init__(self, inputs: Sequence[Array]):
         super().__init__({})

@@ -28,10 +28,10 @@ class Record:
     """
 
     role: ClassVar[str] = ""
-    """The argument of `attend` that takes it."""
+    """The argument of `attend` that takes this record: "score", "weighting" or "mask"."""
 
     aliases: ClassVar[tuple[str, ...]] = ()
-    """Other names of it in papers and books, for suggestions in errors."""
+    """Other names of this record in papers and books, for suggestions in errors."""
 
     static_fields: ClassVar[tuple[str, ...]] = ()
     """Fields whose values decide what is computed, so that they are never traced."""
@@ -43,23 +43,23 @@ class Record:
         names = field_names(self) or ()
         fixed = self.static_fields
         inner = tuple(x for x in names if x not in fixed and _holds_array(getattr(self, x)))
-        rest = tuple((x, _wrap_fixed(getattr(self, x))) for x in names if x not in inner)
-        return (inner, rest), tuple(getattr(self, x) for x in inner)
+        others = tuple((x, _wrap_fixed(getattr(self, x))) for x in names if x not in inner)
+        return (inner, others), tuple(getattr(self, x) for x in inner)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
-        inner, rest = metadata
-        made = object.__new__(cls)  # no __init__: the fields are valid
-        for name, x in (*zip(inner, components, strict=True), *rest):
-            object.__setattr__(made, name, x.values if isinstance(x, FixedArray) else x)
-        return made
+        inner, others = metadata
+        record = object.__new__(cls)  # no __init__: the fields are valid
+        for name, x in (*zip(inner, components, strict=True), *others):
+            object.__setattr__(record, name, x.values if isinstance(x, FixedArray) else x)
+        return record
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__eq__" not in vars(cls):  # the one of `dataclass` fails on arrays
+        if "__eq__" not in vars(cls):  # the `__eq__` that dataclasses generate fails on arrays
             setattr(cls, "__eq__", _is_equal)  # noqa: B010
         UNREGISTERED_RECORDS.append(cls)
-        if "jax" in sys.modules:  # else when the adapter is loaded
+        if "jax" in sys.modules:  # otherwise the adapter registers the class when it is loaded
             load_framework("jax").register_record_classes()
 
 
@@ -139,14 +139,14 @@ def array_leaves(fw: Framework, record: Any) -> list[Array]:
     ... ]
     [(2,), (3,)]
     """
-    found: list[Array] = []
+    arrays: list[Array] = []
 
     def collect_array(x: Array) -> Array:
-        found.append(x)
+        arrays.append(x)
         return x
 
     map_arrays(fw, collect_array, record)
-    return found
+    return arrays
 
 
 def replace_arrays(fw: Framework, record: T, arrays: Iterable[Array]) -> T:
@@ -161,18 +161,18 @@ def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> 
         return function(record) if get_framework(record) is fw else record
     names = field_names(record)
     if names is not None:
-        held = {name: getattr(record, name) for name in names}
+        values = {name: getattr(record, name) for name in names}
         fresh = {
             name: map_arrays(fw, function, value)
-            for name, value in held.items()
+            for name, value in values.items()
             if not isinstance(value, _SCALAR_TYPES)
         }
-        if all(fresh[name] is held[name] for name in fresh):
+        if all(fresh[name] is values[name] for name in fresh):
             return record
         # No __init__: the fields are valid, and a tracer in place of an array cannot be validated.
         copy = object.__new__(type(record))
         for name in names:  # only fields: cached attributes depend on the old arrays
-            object.__setattr__(copy, name, fresh.get(name, held[name]))
+            object.__setattr__(copy, name, fresh.get(name, values[name]))
         return copy
     if type(record) in (tuple, list):
         return type(record)(map_arrays(fw, function, item) for item in record)  # type: ignore[call-arg,attr-defined]
@@ -227,7 +227,7 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
     """
     if type(record) in _SCALAR_TYPE_SET:
         return record  # type: ignore[no-any-return]
-    if type(record) in fw.array_types:  # not a tracer: the call's arrays are not traced
+    if type(record) in fw.array_types:  # the arrays of a call with a signature are not traced
         learned = getattr(record, "requires_grad", False)
         try:
             return ArraySignature(
@@ -235,20 +235,20 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
             )
         except RuntimeError:  # a nested tensor, which is rejected later
             return ArraySignature(type(record), record.dtype, fw.static_shape(record), learned)
-    held = getattr(record, "__dict__", None)
-    if held is not None and SIGNATURE_ATTRIBUTE in held:
-        return held[SIGNATURE_ATTRIBUTE]  # type: ignore[no-any-return]
+    attributes = getattr(record, "__dict__", None)
+    if attributes is not None and SIGNATURE_ATTRIBUTE in attributes:
+        return attributes[SIGNATURE_ATTRIBUTE]  # type: ignore[no-any-return]
     if is_array(record):
         if get_framework(record).is_traced(record):
             raise UncacheableError
         learned = getattr(record, "requires_grad", False)
         return ArraySignature(type(record), record.dtype, tuple(record.shape), learned)
     names = field_names(record)
-    if names is not None and held is not None and len(held) == len(names):
-        found = (type(record), *[record_signature(fw, held[name]) for name in names])
-        if not (ArraySignature in map(type, found) or has_arrays(found)):
-            held[SIGNATURE_ATTRIBUTE] = found
-        return found
+    if names is not None and attributes is not None and len(attributes) == len(names):
+        signature = (type(record), *[record_signature(fw, attributes[name]) for name in names])
+        if not (ArraySignature in map(type, signature) or has_arrays(signature)):
+            attributes[SIGNATURE_ATTRIBUTE] = signature
+        return signature
     if type(record) is tuple:
         return tuple(record_signature(fw, item) for item in record)
     raise UncacheableError
@@ -278,7 +278,7 @@ def array_signatures(kind: Hashable) -> list[ArraySignature]:
 _SCALAR_TYPES = (int, float, str, type(None))
 _SCALAR_TYPE_SET = frozenset((*_SCALAR_TYPES, bool))
 SIGNATURE_ATTRIBUTE = "_kind_in_calls"
-"""Attribute in which a record without arrays keeps its signature."""
+"""The attribute in which a record without arrays caches its signature."""
 
 # A plain dictionary: torch.compile can read it.
 _FIELD_NAMES_BY_TYPE: dict[type, tuple[str, ...] | None] = create_table("frameworks.field_names")

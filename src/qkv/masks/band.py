@@ -22,7 +22,7 @@ from qkv.util.types import Array, Block, Shape, Span
 
 @dataclass(frozen=True, repr=False)
 class Band(Mask):
-    """Keys from i − left to i + right (None: no bound) for the query at position i of the keys."""
+    """Allows keys i − left … i + right for the query that is aligned to key i; None: no bound."""
 
     left: int | None
     right: int | None
@@ -72,7 +72,7 @@ class Band(Mask):
         return out
 
     def shift_range(self, n: int, m: int) -> tuple[int, int] | None:
-        """Return the smallest and the largest shift; None if the offsets are not readable here."""
+        """Return the smallest and the largest shift; None if offsets are traced or on a device."""
         if self.offset is None:
             return (m - n, m - n) if self.align == "bottom_right" else (0, 0)
         host = host_values(self.offset)

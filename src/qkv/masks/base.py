@@ -18,7 +18,7 @@ from qkv.masks.integers import host_values
 from qkv.util.types import Array, Block, Shape, ShardPosition, Span
 
 BlockVerdict = bool | None
-"""For a whole block: True: all pairs count; False: no pair counts; None: compute each pair."""
+"""Says which pairs of a block count. True: all; False: none; None: each pair must be evaluated."""
 
 
 class Mask(Record):
@@ -45,11 +45,11 @@ class Mask(Record):
         raise NotImplementedError(f"{type(self).__name__} does not define allowed_pairs(block)")
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
-        """Return whether all (True) or no (False) pairs of a block count; None: not known."""
+        """Return whether all (True) or no (False) pairs of a block count; None: unknown."""
         return None
 
     def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        """Return start and end of the keys that these queries may see."""
+        """Return start and end of a range of keys that contains all keys these queries may see."""
         return 0, m
 
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
@@ -229,7 +229,7 @@ class ArrayMask(Mask):
 
 
 NAMES: dict[str, Mask | Callable[..., Mask]] = {}
-"""The masks by name. `qkv.masks` fills it, because `&` and `|` accept names too."""
+"""The masks by name. `qkv.masks` adds them. They are here because `&` and `|` accept names."""
 
 
 def array(values: Any) -> Mask:
@@ -273,7 +273,7 @@ def array(values: Any) -> Mask:
     kind = get_framework(values).dtype_name(values)
     if kind != "bool" and "float" not in kind:
         step = "pass mask == 1 if it holds zeros and ones"
-        if len(values.shape) < 2:  # two axes are usual for a mask, so these may be lengths
+        if len(values.shape) < 2:  # a mask usually has two axes, so this may be an array of lengths
             step = "pass masks.lengths(mask) if it holds lengths, or " + step[len("pass ") :]
         raise DtypeError(
             f"mask is an array of {kind}, which is ambiguous; expected booleans (True: may attend) "
@@ -295,7 +295,7 @@ def _mask_by_name(name: str) -> Mask:
 
 
 def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
-    """Return the rule of a mask, and the array that it adds to the scores; None: there is none."""
+    """Return the rule of a mask, and the array that it adds to the scores; each may be None."""
     if mask is None:
         return None, None
     rules, biases = _split_bias(array(mask))
@@ -328,9 +328,10 @@ def _require_boolean(mask: Mask) -> Mask:
 
 @dataclass(frozen=True)
 class ShardMask(Mask):
-    """A rule for a call that is one shard, at position `at` of a larger call.
+    """The rule of a whole call, for one shard at the position `at` of that call.
 
-    Shards call `allowed_pairs` of the rule itself, because a block knows its global positions.
+    The methods take positions of the shard. `allowed_pairs` is missing: shards call the one of
+    `rule`, because a block has global positions.
     """
 
     rule: Mask
@@ -358,10 +359,10 @@ class ShardMask(Mask):
 
 
 def localize_mask(rule: Mask, at: ShardPosition | None) -> Mask:
-    """Return the rule for a call that is one shard; `at` None: it is not sharded.
+    """Return the rule of a whole call as a rule for one shard; `at` None: there are no shards.
 
-    Positions are global. An array has one row for each query of the whole call, and one column for
-    each key of the shard.
+    `rule` is about positions in the whole call. An array in it has one row for each query of the
+    whole call, and one column for each key of the shard.
 
     >>> from qkv.masks import causal
     >>> shard = ShardPosition(0, 4, 8, 8)  # the shard's first key is key 4

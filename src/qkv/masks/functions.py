@@ -1,4 +1,4 @@
-"""Masks from functions of the caller, as in FlexAttention."""
+"""Masks from a user's functions, as in FlexAttention."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:
 
 @dataclass(frozen=True)
 class HoistedMask(Mask):
-    """A mask whose functions captured arrays, with those arrays as a field."""
+    """A mask whose functions capture arrays. The arrays are a field, so the call can list them."""
 
     function: Callable[..., Array]
     captured: tuple[Array, ...]
@@ -75,9 +75,9 @@ class HoistedMask(Mask):
 
 
 def hoist_mask(rule: Mask, block: Block, make_block: Any) -> Mask:
-    """Return the rule with the arrays that its functions capture as a field.
+    """Return a `HoistedMask` with the arrays that the functions of the rule capture.
 
-    The block is an example for tracing. `make_block(rows, cols)` returns the Block at a position.
+    `block` is an example for tracing. `make_block(rows, cols)` returns the Block at a position.
     """
 
     def allowed_at(q: Array, k: Array) -> Array:
@@ -89,6 +89,6 @@ def hoist_mask(rule: Mask, block: Block, make_block: Any) -> Mask:
 
 
 def has_user_functions(rule: Any) -> bool:
-    """Return whether a rule contains a function of the caller, which may capture arrays."""
+    """Return whether a rule contains a user's function, which may capture arrays."""
     inner = rule.operand_masks if isinstance(rule, CompoundMask) else ()
     return isinstance(rule, CustomMask) or any(map(has_user_functions, inner))

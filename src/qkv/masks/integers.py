@@ -11,7 +11,7 @@ from qkv.frameworks import array_from_literal, get_framework, is_array
 from qkv.util.types import Array, Block, Shape, Span
 
 MAX_POSITION = 2**29
-"""Larger numbers are clipped to this. No position is larger, and the sum of three fits 32 bits."""
+"""Larger numbers are clipped to this. Positions are smaller; three such numbers sum to < 2³¹."""
 
 
 def validate_integer(owner: str, name: str, value: Any, least: int) -> int:
@@ -36,7 +36,7 @@ def validate_integers(what: str, values: Any) -> Any:
 
 
 def host_values(values: Any) -> np.ndarray[Any, Any] | None:
-    """Return the values as NumPy's; None if they are traced or on a device."""
+    """Return the values as a NumPy array; None if they are traced or on a device."""
     if is_array(values):
         return get_framework(values).concrete_value(values)
     try:
@@ -46,7 +46,7 @@ def host_values(values: Any) -> np.ndarray[Any, Any] | None:
 
 
 def copied_to_host(values: Any) -> np.ndarray[Any, Any] | None:
-    """Return the values as NumPy's, copied from any device; None if they are traced."""
+    """Return the values as a NumPy array, copied from any device; None if they are traced."""
     if not is_array(values):
         return host_values(values)
     fw = get_framework(values)
@@ -92,7 +92,7 @@ def per_row(values: Any, block: Block) -> Array:
 
 
 def per_position(values: Any, span: Span, block: Block) -> Array:
-    """Return ids (n,) or (B, n) of a span, ready to broadcast; ids are never clipped."""
+    """Return the span of ids (n,) or (B, n), in a shape that broadcasts. Ids are not clipped."""
     fw = get_framework(block.q)
     if not is_array(values) or get_framework(values) is not fw:
         values = fw.array_from_host(values, block.q, fw.dtype_name(block.q))

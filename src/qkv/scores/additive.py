@@ -27,8 +27,8 @@ MAX_TANH_RANGE = 40.0
 """Largest |W₁q + b| + |W₂k| at which a sum of products is faster than tanh itself."""
 
 TANH_TOLERANCE = {"float16": 2.0**-14, "bfloat16": 2.0**-11, "float32": 1e-6}
-"""Default error of each tanh, by dtype; float64 keeps tanh. The error of its derivative is about
-eight times as large, which shows in 16-bit gradients."""
+"""Default error of each tanh, by dtype; in float64, tanh itself is computed. The error of the
+derivative is about eight times as large, which shows in 16-bit gradients."""
 
 
 @suggest_keywords
@@ -87,7 +87,7 @@ class Additive(Score):
         mass = float(fw.xp.sum(fw.xp.abs(fw.detach(self.v))))
         allowed = max(least, 0.0 if tolerance is None else tolerance / max(mass, 1e-30))
         if not allowed > 0:
-            return "float64 keeps tanh: pass tolerance= to trade precision for speed"
+            return "float64 computes tanh exactly: pass tolerance= to allow a faster approximation"
         ranges = [_max_abs_per_unit(x) for x in self.hidden_terms(query, key)]
         farthest = max((a + b for a, b in zip(*ranges, strict=True)), default=0.0)
         if not farthest <= MAX_TANH_RANGE:

@@ -14,8 +14,8 @@ class DotProductForm(NamedTuple):
     """s = (scale φ·ψ + bias + offset) σ(gate_query + gate_key): the form that fast engines compute.
 
     Shapes: query φ (…, n, w), key ψ (…, m, w), bias (…, m, 1), offset (…, n, 1),
-    gate_query (…, n, 1), gate_key (…, m, 1). Engines may leave out the offset under a weighting
-    that a shift of the whole row does not change.
+    gate_query (…, n, 1), gate_key (…, m, 1). If adding a constant to a row of scores does not
+    change the weights, engines may leave out the offset.
     """
 
     query: Array
@@ -53,9 +53,9 @@ class DotProductForm(NamedTuple):
 class AffineForm(NamedTuple):
     """The score as an affine function of the key, for error bounds over quantized keys.
 
-    s = key_factor(k) φ(q)·k + bias(k) + offset(q), then softcap · tanh(s / softcap) if set.
-    With `gate` = (a, w, bound): s = φ(q)·k σ(a(q) + w·k), where `bound` limits every partial sum
-    of a. Factor and bias depend on the key only through its norm.
+    s = key_factor(k) φ(q)·k + bias(k) + offset(q), then softcap · tanh(s / softcap) if a softcap is
+    set. With `gate` = (a, w, bound): s = φ(q)·k σ(a(q) + w·k), where `bound` limits every partial
+    sum of a. Factor and bias depend on the key only through its norm.
 
     Shapes: φ (n, d), factor and bias (m,), offset and a (n,), w (d,).
     """
@@ -78,9 +78,9 @@ class Score(Record):
     Entry (i, j) depends only on query i and key j, so any block of scores can be computed alone.
     Subclasses are frozen dataclasses. Each array field receives gradients.
 
-    A subclass of a concrete score that overrides `__call__` computes another formula. The members
-    in `FORMULA_MEMBERS` would still describe the formula of its base, so it must either define
-    those that it inherits, or state `class Mine(Dot, new_formula=True)`, which resets them.
+    A subclass of a concrete score may override `__call__` with another formula. Then it must also
+    define the `FORMULA_MEMBERS` that it would inherit, since they describe the formula of its base
+    class. Or it resets them: `class Mine(Dot, new_formula=True)`.
     """
 
     is_nonnegative: ClassVar[bool] = False
@@ -93,11 +93,11 @@ class Score(Record):
     """Whether `find_lowering` reads the values of its arguments."""
 
     number_fields: ClassVar[dict[str, bool]] = {}
-    """Fields that hold one number, or an array with one number for each batch. The value says
-    whether one number for each column is allowed too. `__post_init__` requires them positive."""
+    """Fields that hold one number, or an array with one number for each batch. The value of the
+    dict says whether one number for each column is allowed too. All numbers must be positive."""
 
     compares_elementwise: ClassVar[bool] = False
-    """Whether it computes the (…, n, m, d) array of a comparison of each pair's components."""
+    """Whether `__call__` builds an array (…, n, m, d), such as the differences of all vectors."""
 
     uses_sum_differences: ClassVar[bool] = False
     """Whether `Framework.sum_differences` can spare it that array."""
@@ -137,23 +137,23 @@ class Score(Record):
 
     @property
     def ranking_score(self) -> Score | None:
-        """A score with the same ranking that also ranks keys with score 0; None: it ranks all."""
+        """A score with the same ranking that also ranks keys of score 0; None: this one does."""
         return None
 
     def __call__(self, query: Array, key: Array) -> Array:
         raise NotImplementedError(f"{type(self).__name__} does not define __call__(query, key)")
 
     def dot_product_form(self, query: Array, key: Array) -> DotProductForm:
-        """Return the pieces of the score as a dot product."""
+        """Return the score in dot product form."""
         raise NotImplementedError(f"{type(self).__name__} has no dot product form")
 
     def find_lowering(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> Lowering:
-        """Return a score with a `dot_product_form` and a bound on its error, or a reason.
+        """Return a score with a `dot_product_form` and a bound on its error, or why there is none.
 
-        The error of a score is at most `tolerance`. None asks for the accuracy of `dtype`, the
-        dtype of the caller's arrays.
+        The error of a score is at most `tolerance`. If that is None, the score is as accurate as
+        `dtype`, the dtype of the caller's arrays.
         """
         if type(self).dot_product_form is Score.dot_product_form:
             return f"{type(self).__name__} has no dot product form"
@@ -234,7 +234,7 @@ def sizes_differ(one: int | None, two: int | None) -> bool:
 def check_number_field(owner: Any, name: str, query: Shape, columns: int = 1) -> None:
     """Check that a field holds one number, one for each column, or (…, 1, 1) one for each batch.
 
-    One number for each row is an error: a block of rows would not know which rows it has.
+    One number for each row is an error, because a block would not know which numbers are its own.
     """
     value = getattr(owner, name)
     if value is None or isinstance(value, int | float):
@@ -258,7 +258,7 @@ def check_number_field(owner: Any, name: str, query: Shape, columns: int = 1) ->
 
 
 def check_equal_sizes(owner: Any, what: str, **sizes: int) -> None:
-    """Check that all sizes are equal."""
+    """Raise ShapeError if the sizes are not all equal. `what` describes them in the message."""
     first, *others = sizes.values()
     if any(sizes_differ(size, first) for size in others):  # no set: a traced size has no hash
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())

@@ -73,14 +73,14 @@ class Gaussian(Score):
     ) -> Lowering:
         fw = get_framework(query)
         if dtype in ("float16", "bfloat16"):
-            # Products of 16-bit numbers are exact in float32. Its sums lose less than the rounding
-            # to 16 bits lost before, at any range.
+            # Products of 16-bit numbers are exact in float32. Its sums lose less precision, at any
+            # range, than the rounding to 16 bits has already lost.
             return ExpandedGaussian(self.bandwidth), 0.0
         if 0 in (*query.shape, *key.shape):
             return "an array is empty"
         rows = fw.xp.reshape(fw.detach(key), (-1, key.shape[-1]))
         expanded = ExpandedGaussian(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
-        # Detached: an activation checkpoint counts the nodes that a call adds to the graph.
+        # Detach, because an activation checkpoint counts the nodes that a call adds to the graph.
         detached = tree.map_arrays(fw, fw.detach, expanded)
         norm_sum = sum(
             math.sqrt(float(fw.xp.max(fw.xp.sum(x * x, axis=-1))))
@@ -100,7 +100,7 @@ class Gaussian(Score):
 
 
 MAX_SQUARED_NORM_SUM = 2.0**10
-"""Largest (‖q‖ + ‖k‖)² / σ² at which the expanded square is as precise as a dot product."""
+"""Up to this (‖q‖ + ‖k‖)² / σ², the expanded square is as precise as a dot product."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ExpandedGaussian(Score):
 
     def center_and_scale(self, x: Array) -> Array:
         if self.centre is not None:
-            # With explicit axes: JAX can be set to reject implicit rank promotion.
+            # Add the axes explicitly: JAX can be set to reject implicit rank promotion.
             x = x - self.centre[(*[None] * (len(x.shape) - 1), ...)]
         return divide_unless_one(_repeat_heads_for(x, self.bandwidth), self.bandwidth)
 
@@ -142,7 +142,7 @@ SAFE_BANDWIDTHS = (1e-6, 1e6)
 class QuickGaussian(Gaussian, new_formula=True):
     """The Gaussian score for small calls: expanded if that is precise, else by differences.
 
-    The decision is part of `__call__`. A separate `find_lowering` would take longer than the call.
+    `__call__` itself decides. A separate `find_lowering` would take longer than a small call.
 
     >>> import numpy as np
     >>> QuickGaussian(0.5)(np.array([[1.0]]), np.array([[1.0], [2.0]]))

@@ -1,4 +1,4 @@
-"""`Modified`, a score with a function of the caller, and how engines evaluate such scores."""
+"""`Modified`, a score changed by a user's function, and how engines evaluate such scores."""
 
 from __future__ import annotations
 
@@ -76,10 +76,7 @@ class Modified(Score):
 
 @dataclass(frozen=True)
 class HoistedScore(Score):
-    """A score whose functions captured arrays, with those arrays as a field.
-
-    As leaves of the record, the arrays receive gradients.
-    """
+    """A score whose functions capture arrays. The arrays are a field, so they receive gradients."""
 
     function: Callable[..., Array]
     captured: tuple[Array, ...]
@@ -89,9 +86,9 @@ class HoistedScore(Score):
 
 
 def hoist_score(score: Score, query: Array, key: Array, block: Block, make_block: Any) -> Score:
-    """Return the score with the arrays that its functions capture as a field.
+    """Return a `HoistedScore` with the arrays that the functions of the score capture.
 
-    The block is an example for tracing. `make_block(rows, cols)` returns the Block at a position.
+    `block` is an example for tracing. `make_block(rows, cols)` returns the Block at a position.
     """
 
     def evaluate_at(query: Array, key: Array, top: Array, left: Array) -> Array:
@@ -117,13 +114,13 @@ def evaluate_block(
 
 
 def has_user_code(score: Any) -> bool:
-    """Return whether a function of the caller computes the scores."""
+    """Return whether a user's function computes the scores."""
     inner = getattr(score, "score", None)
     return isinstance(score, UserScore | Modified) or (inner is not None and has_user_code(inner))
 
 
 def user_functions(score: Any) -> list[Callable[..., Any]]:
-    """Return the caller's functions inside a score; they may capture arrays."""
+    """Return the user's functions inside a score. They may capture arrays."""
     if isinstance(score, UserScore):
         return [] if dataclasses.is_dataclass(score.function) else [score.function]
     inner = user_functions(score.score) if hasattr(score, "score") else []

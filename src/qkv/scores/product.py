@@ -146,10 +146,10 @@ class Cosine(Score):
     def affine_form(self, query: Array, norm: Array) -> AffineForm | None:
         if is_array(self.temperature):
             return None
-        fw, some = get_framework(norm), norm > 0
+        fw, is_nonzero = get_framework(norm), norm > 0
         return AffineForm(
             unit_vectors(query) / self.temperature,
-            fw.fill_unless(1 / fw.fill_unless(norm, some, 1.0), some),
+            fw.fill_unless(1 / fw.fill_unless(norm, is_nonzero, 1.0), is_nonzero),
         )
 
     def key_terms(self, key: Array) -> Array | None:
@@ -157,10 +157,12 @@ class Cosine(Score):
         fw = get_framework(key)
         xp = fw.xp
         square = xp.sum(key * key, axis=-1)
-        some = square != 0
-        if not xp.all((square < 1e30) & ((square > 1e-30) | ~some & xp.all(key == 0, axis=-1))):
+        is_nonzero = square != 0
+        if not xp.all(
+            (square < 1e30) & ((square > 1e-30) | ~is_nonzero & xp.all(key == 0, axis=-1))
+        ):
             return None
-        return fw.fill_unless(1 / xp.sqrt(fw.fill_unless(square, some, 1.0)), some)
+        return fw.fill_unless(1 / xp.sqrt(fw.fill_unless(square, is_nonzero, 1.0)), is_nonzero)
 
     def score_with_key_terms(self, query: Array, key: Array, terms: Array) -> Array:
         return (
@@ -169,9 +171,9 @@ class Cosine(Score):
 
 
 def _unit_vectors_safe_gradient(x: Array) -> Array:
-    """Return `unit_vectors(x)` whose gradient passes unchanged through rows that are not finite.
+    """Return `unit_vectors(x)`, with a gradient that passes unchanged through nonfinite rows.
 
-    The norm of such a row is NaN. It would turn the gradient 0 of a masked row into NaN.
+    The norm of such a row is NaN, which would turn the gradient 0 of a masked row into NaN.
     """
     fw = get_framework(x)
     if not fw.needs_gradient([x]) or fw.is_surely_finite(x):
@@ -190,10 +192,10 @@ def unit_vectors(x: Array) -> Array:
     if x.shape[-1] == 0:
         return x
     largest = fw.detach(xp.max(xp.abs(x), axis=-1, keepdims=True))
-    some = largest > 0
-    x = x / fw.fill_unless(largest, some, 1.0)
+    is_nonzero = largest > 0
+    x = x / fw.fill_unless(largest, is_nonzero, 1.0)
     square = xp.sum(x * x, axis=-1, keepdims=True)
-    return x / xp.sqrt(fw.fill_unless(square, some, 1.0))
+    return x / xp.sqrt(fw.fill_unless(square, is_nonzero, 1.0))
 
 
 @suggest_keywords

@@ -1,6 +1,6 @@
 """The registry of scores by name, and `resolve`.
 
-It stands below the scores that contain another score, and `qkv.scores` fills it.
+Scores that contain another score import this module. `qkv.scores` adds the names.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ CHECKS_PER_NODE = 4
 RANGE_STEP = 1.1
 """Ranges are rounded up by at most this factor, so that many ranges share one set of functions."""
 FINE_RANGE_STEP = 1.04
-"""The same factor in the table of `build_pair_table`, where a finer step costs nothing."""
+"""The same factor in the table of `build_pair_table`. There, a finer step costs nothing."""
 MAX_COEFFICIENTS = 10
-"""Most coefficients of a function in that table."""
+"""The most coefficients of a function in that table."""
 BEND_RADIUS = 5.0
 """Argument beyond which the functions of the table are nearly constant."""
 UNITS_PER_GROUP = 8
@@ -58,7 +58,7 @@ class TanhFactors(NamedTuple):
 def find_factors(query_range: float, key_range: float, error: float) -> TanhFactors:
     """Return the shortest sum of products that equals tanh(a + b) up to `error`; cached.
 
-    It holds for |a| ≤ query_range and |b| ≤ key_range.
+    The error bound is valid for |a| ≤ query_range and |b| ≤ key_range.
 
     >>> (
     ...     find_factors(4.0, 4.0, 1e-6).term_count,
@@ -115,7 +115,7 @@ class _TanhKernel:
         return [(one + two) / 2, (one - two) / 2]
 
     def sufficient_terms(self) -> int:
-        """Return a number of products within the error, before coefficients are truncated."""
+        """Return a number of products that meets the error, before coefficients are truncated."""
         order = [(size, odd, i) for odd, (_, sizes, _) in enumerate(self.svd_parts)
                  for i, size in enumerate(sizes)]  # fmt: skip
         order.sort(reverse=True)
@@ -128,8 +128,8 @@ class _TanhKernel:
             )
             for odd, (left, _, right) in enumerate(self.svd_parts)
         ]
-        # The sum of the maxima of the omitted products bounds their sum. It gives an upper limit
-        # for the bisection, which is rarely far too large.
+        # The sum of the maxima of the omitted products bounds their sum. This gives the bisection
+        # an upper limit that is rarely much too large.
         most = [np.abs(left).max(1) * np.abs(right).max(1) for left, right in both]
         left_out = np.cumsum([most[odd][i] for _, odd, i in order[::-1]])[::-1]
         spare = (self.error - self.interpolation_error) / RISE_FACTOR - self.interpolation_error

@@ -1,6 +1,6 @@
-"""The factor functions of `tanh_factors.HiddenUnits`, evaluated on arrays of any framework.
+"""Evaluates the factor functions of `tanh_factors.HiddenUnits` on arrays of any framework.
 
-Includes their gradient.
+The functions have hand-written gradients.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _chebyshev_basis(y: Array, count: int) -> Array:
 
 
 class _GroupBasis:
-    """The polynomials of one group at x (u, 1, r); all groups share the buffer."""
+    """The Chebyshev polynomials of one group at x (u, 1, r). All groups share one buffer."""
 
     def __init__(self, flat: Array, groups: Sequence[UnitGroup], side: int) -> None:
         self.xp, self.flat, self.side = get_framework(flat).xp, flat, side

@@ -1,4 +1,4 @@
-"""A function of the caller as a score."""
+"""A user's function as a score."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UserScore(Score):
         """Accept all shapes: only the function knows what it can compare."""
 
     def numbers_per_pair(self, width: int) -> int:
-        return 2 * max(width, 1)  # assume that it builds a (…, n, m, d) array
+        return 2 * max(width, 1)  # assume that the function builds a (…, n, m, d) array
 
 
 def check_user_scores(who: str, s: Any, query: Array, key: Array) -> Array:
@@ -57,4 +57,4 @@ def check_user_scores(who: str, s: Any, query: Array, key: Array) -> Array:
             f"{who} returned shape {shape} for a query {fw.static_shape(query)} and a key "
             f"{fw.static_shape(key)}; expected {expected}"
         )
-    return s + 0.0  # the function may return an array it still uses, and engines overwrite blocks
+    return s + 0.0  # copy: engines overwrite blocks, and the function may still use its array

@@ -6,9 +6,10 @@
     def test_mine(check):
         check()
 
-This is one test for each check, framework and engine. The checks cover values, weights, gradients
-(by finite differences), masked keys, queries without a key, dropout, the order of blocks, and 16-
-and 32-bit dtypes. If an engine does not support a call, its test is skipped with the reason.
+The decorator makes one test for each check, framework and engine. The checks cover values, weights,
+gradients (by finite differences), masked keys, queries without a key, dropout, the order of blocks,
+and 16- and 32-bit dtypes. If an engine does not support a call, its test is skipped with the
+reason.
 `check_score`, `check_weighting` and `check_encoder` run all checks in one test. The tests of qkv
 run the same checks.
 """
@@ -42,7 +43,7 @@ QUERY_COUNT, KEY_COUNT, VALUE_WIDTH = 7, 9, 5
 
 @dataclass(frozen=True)
 class Check:
-    """One check. Call it to run it; its name contains the case, the framework and the engine."""
+    """One check. Call the object to run it. `name` contains the case, framework and engine."""
 
     name: str
     run: Callable[[], None]
@@ -208,20 +209,24 @@ def check_encoder(encoder: Any, keys: Sequence[Any]) -> None:
     fitted, keys = encoder.fit(keys), list(keys)
     encoded = fitted.encode(keys)
     for vectors in (encoded, fitted.encode_query(keys)):
-        assert vectors.shape == (len(keys), fitted.width), f"vectors of shape {vectors.shape}"
-        assert vectors.dtype == np.float32, f"vectors of {vectors.dtype}"
-        assert np.isfinite(vectors).all(), "vectors that are not finite"
-    assert fitted.encode([]).shape == (0, fitted.width), "no keys must give no vectors"
+        expected = (len(keys), fitted.width)
+        assert vectors.shape == expected, f"the vectors have shape {vectors.shape}, not {expected}"
+        assert vectors.dtype == np.float32, f"the vectors are {vectors.dtype}, not float32"
+        assert np.isfinite(vectors).all(), "some vectors are not finite"
+    empty = fitted.encode([]).shape
+    assert empty == (0, fitted.width), f"encode([]) has shape {empty}, not {(0, fitted.width)}"
     one_by_one = np.concatenate([fitted.encode([key]) for key in keys])
-    np.testing.assert_allclose(one_by_one, encoded, atol=1e-6, err_msg="keys one by one")
+    np.testing.assert_allclose(
+        one_by_one, encoded, atol=1e-6, err_msg="encoding one key at a time changes the vectors"
+    )
     np.testing.assert_allclose(fitted.encode(keys[::-1])[::-1], encoded, atol=1e-6)
     settings = json.loads(json.dumps(fitted.settings(), allow_nan=False))
-    assert settings.get("kind") == fitted.kind, "settings must have the encoder's kind"
+    kind = settings.get("kind")
+    assert kind == fitted.kind, f'settings()["kind"] is {kind!r}, not {fitted.kind!r}'
     again = type(fitted).build(settings, {k: x.copy() for k, x in fitted.arrays().items()})
-    np.testing.assert_array_equal(again.encode(keys), encoded, "settings and arrays")
-    np.testing.assert_array_equal(
-        again.encode_query(keys), fitted.encode_query(keys), "settings and arrays"
-    )
+    changed = "an encoder that was built from settings() and arrays() gives other vectors"
+    np.testing.assert_array_equal(again.encode(keys), encoded, changed)
+    np.testing.assert_array_equal(again.encode_query(keys), fitted.encode_query(keys), changed)
     assert again == fitted, f"{again!r} was built from the settings of {fitted!r}"
     score = fitted.default_score(len(keys))
     assert again.default_score(len(keys)) == score
@@ -231,6 +236,7 @@ def check_encoder(encoder: Any, keys: Sequence[Any]) -> None:
         heads = fitted.encode_head(keys)
     except CombinationError:
         return
-    assert heads.shape == (len(keys), fitted.head_width), f"as a head: shape {heads.shape}"
+    expected = (len(keys), fitted.head_width)
+    assert heads.shape == expected, f"encode_head has shape {heads.shape}, not {expected}"
     none_vector = fitted.encode_head([None, keys[0]], query=True)[0]
-    assert not none_vector.any(), "the query None must be a zero vector"
+    assert not none_vector.any(), "encode_head must encode the query None as a zero vector"

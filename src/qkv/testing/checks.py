@@ -95,7 +95,7 @@ class Case:
 
 @contextmanager
 def with_small_blocks(case: Case, fw: Framework, engine: str) -> Iterator[None]:
-    """Run with blocks that do not divide the call; skip the test if the engine does not support it.
+    """Run with block sizes that do not divide n and m; skip calls that the engine does not support.
 
     `dense` and `streaming` must support every call, except functions whose captured arrays the
     framework cannot find.
@@ -185,9 +185,10 @@ def check_merging(weighting: Weighting, nonnegative: bool = False) -> None:
 
 
 def check_without_key(weighting: Weighting, nonnegative: bool = False) -> None:
-    """Check the weights without one key against `divisor_without`.
+    """Check that leaving out a key gives the weights that `divisor_without` predicts.
 
-    Where it returns None, a sparse weighting must not change if the key had weight 0.
+    If `divisor_without` returns None and the weighting is sparse, check that leaving out a key of
+    weight 0 changes no weight.
     """
     scores = np.random.default_rng(4).normal(size=(4, 9))
     scores = np.abs(scores) if nonnegative else scores

@@ -26,14 +26,14 @@ class NumPy:
         """Return the gradient of each array; 0 for arrays that are not floats."""
         at = [i for i, x in enumerate(arrays) if "float" in str(x.dtype)]
 
-        def loss_of_floats(*chosen: Any) -> Any:
-            full = dict(enumerate(arrays)) | dict(zip(at, chosen, strict=True))
+        def loss_of_floats(*float_arrays: Any) -> Any:
+            full = dict(enumerate(arrays)) | dict(zip(at, float_arrays, strict=True))
             return loss(*full.values())
 
-        found = dict(
+        gradients = dict(
             zip(at, self.gradients_of_floats(loss_of_floats, [arrays[i] for i in at]), strict=True)
         )
-        return [_gradient_or_zeros(x, found.get(i)) for i, x in enumerate(arrays)]
+        return [_gradient_or_zeros(x, gradients.get(i)) for i, x in enumerate(arrays)]
 
     def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         """Return the gradient of each array, or None for an array without one."""
@@ -64,8 +64,8 @@ class Torch(NumPy):
     def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import torch
 
-        given = [x.clone().requires_grad_() for x in floats]
-        return torch.autograd.grad(loss(*given), given, allow_unused=True)  # type: ignore[no-any-return]
+        inputs = [x.clone().requires_grad_() for x in floats]
+        return torch.autograd.grad(loss(*inputs), inputs, allow_unused=True)  # type: ignore[no-any-return]
 
 
 class Jax(NumPy):
@@ -121,13 +121,13 @@ class MXNet(NumPy):
     def gradients_of_floats(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         from mxnet import autograd
 
-        given = [x.copy() for x in floats]
-        for x in given:
+        inputs = [x.copy() for x in floats]
+        for x in inputs:
             x.attach_grad()
         with autograd.record():
-            value = loss(*given)
+            value = loss(*inputs)
         value.backward()
-        return [x.grad for x in given]
+        return [x.grad for x in inputs]
 
 
 def _gradient_or_zeros(x: Any, gradient: Any) -> np.ndarray:

@@ -7,7 +7,8 @@ Every module-level cache of qkv is created here, under a name "<part>.<contents>
 - `register(name, cache)` adds any other object with `clear()` and a length.
 
 A cache holds only what can be computed again, so `clear_caches` never changes a result. Tables that
-hold state (registered names, open captures, thread-local buffers) are not caches and stay out.
+hold state (registered names, open captures, thread-local buffers) are not caches and do not belong
+here.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ def register(name: str, cache: ClearableCache) -> None:
 
 
 def create_table(name: str) -> dict[Any, Any]:
-    """Return a new registered dict. Add entries with `insert_bounded` where it could grow."""
+    """Return a new registered dict. Use `insert_bounded` if it could grow without a limit."""
     table: dict[Any, Any] = {}
     register(name, table)
     return table
 
 
 def insert_bounded(table: dict[K, V], key: K, entry: V, max_entries: int) -> None:
-    """Insert an entry; a table that holds `max_entries` already is emptied first.
+    """Insert an entry. If the table already holds `max_entries`, empty it first.
 
-    Emptying is cheaper than an eviction order, which every read would have to maintain. Do not
-    read the entry back from the table: another thread may have emptied it.
+    There is no eviction order, because every read would have to maintain it. Do not read the entry
+    back from the table: another thread may have emptied the table.
     """
     if len(table) >= max_entries:
         table.clear()
@@ -73,7 +74,7 @@ def insert_bounded(table: dict[K, V], key: K, entry: V, max_entries: int) -> Non
 def memoize(
     name: str, max_entries: int | None = None
 ) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
-    """Return a decorator that caches a function's results; None: without a limit."""
+    """Return a decorator that caches at most `max_entries` results; None: there is no limit."""
 
     def decorate(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
         cached = functools.lru_cache(maxsize=max_entries)(function)
@@ -86,8 +87,8 @@ def memoize(
 def clear_caches() -> None:
     """Empty every cache of qkv: plans, tilings, compiled kernels, loaded word vectors and others.
 
-    No result changes; the next calls choose, measure, compile and load again. Use it to free memory
-    or to measure the first call.
+    No result changes; the next calls choose, measure, compile and load again. Use this to free
+    memory, or before you measure the time of a first call.
 
     >>> import numpy as np
     >>> from qkv import attend, clear_caches

@@ -13,7 +13,7 @@ import numpy as np
 from qkv.errors import DtypeError, MissingExtraError
 
 INT64_LIMIT, FLOAT_EXACT_INT_LIMIT = 2**63, 2**53
-"""The first int beyond 64 bits; every int below the second is exact as a float."""
+"""Ints from the first on do not fit int64. Ints up to the second are exact as floats."""
 
 
 def frame_library(frame: Any) -> str | None:

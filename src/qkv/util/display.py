@@ -15,7 +15,7 @@ class Displayable:
     """
 
     def show(self) -> Any:
-        """Return a live view for a notebook, as `qkv.show` does."""
+        """Return an interactive view for a notebook, as `qkv.show` does."""
         return importlib.import_module("qkv.page").show(self)
 
     @overload
@@ -23,7 +23,7 @@ class Displayable:
     @overload
     def to_html(self, path: str | Path) -> None: ...
     def to_html(self, path: str | Path | None = None) -> str | None:
-        """Return the view as one HTML file that needs no network; with `path`, write it there."""
+        """Return the view as one HTML page that needs no network. With `path`, write it there."""
         html: str | None = importlib.import_module("qkv.page").to_html(self, path)
         return html
 
@@ -31,8 +31,8 @@ class Displayable:
 class HeadWeights(NamedTuple):
     """The weights α (layers, heads, rows, columns) as a NumPy array, and the names of the layers.
 
-    `lengths` are the numbers of queries and keys if rows and columns are pooled, `labels` their
-    words. `is_complete` is False if only some weights were stored.
+    `lengths` are the numbers of queries and keys; None: rows and columns are not pooled. `labels`
+    are the words of the sequence. `is_complete` is False if only some weights were stored.
     """
 
     weights: Any

@@ -1,4 +1,4 @@
-"""Errors for keywords that other libraries use, with our equivalent; and for torch.jit.script."""
+"""Errors for keywords of other libraries, with our equivalents, and for torch.jit.script."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ EntryPoint = TypeVar("EntryPoint", bound=Callable[..., Any])
 FOREIGN_KEYWORDS = {
     "alpha": "weighting=weightings.Entmax(alpha)",
     "attn_bias": "mask=attn_bias, floats that are added to the scores",
-    "attn_mask": "mask=attn_mask, where True may attend",
-    "attention_mask": "mask=, booleans where True may attend",
+    "attn_mask": "mask=attn_mask (True: may attend)",
+    "attention_mask": "mask= with booleans (True: may attend)",
     "bandwidth": "score=scores.Gaussian(bandwidth)",
     "bias": "mask=bias, floats that are added to the scores",
     "causal": "mask='causal'",
     "deterministic": "dropout_p=0.0 to disable dropout",
     "dropout_rate": "dropout_p=dropout_rate",
     "dropout_rng": "seed=dropout_rng",
-    "enable_gqa": "nothing: a key with fewer heads is shared",
+    "enable_gqa": "nothing: query heads share the heads of key and value by default",
     "implementation": "engine=, or nothing: the fastest supported engine is chosen",
     "inference": "dropout_p=0.0 to disable dropout",
     "is_causal": "mask='causal'",
     "k": "weighting=weightings.TopK(k)",
-    "key_padding_mask": "mask=masks.lengths(valid), or booleans where True may attend",
+    "key_padding_mask": "mask=masks.lengths(valid), or booleans (True: may attend)",
     "key_value_seq_lengths": "mask=masks.lengths(key_value_seq_lengths)",
     "kernel": "score=kernel",
     "lengths": "mask=masks.lengths(lengths)",
     "local_window_size": "mask=masks.window(left, right)",
     "mask_mod": "mask=masks.custom(mask_mod)",
-    "query_seq_lengths": "nothing: rows beyond a query's length may be cut off the output",
+    "query_seq_lengths": "nothing, and remove the padded rows from the output",
     "return_attention_scores": "return_weights=True",
     "return_residual": "return_lse=True",
     "scale": "score=scores.ScaledDot(scale)",
     "score_mod": "score=scores.Modified(score, score_mod)",
     "sigma": "score=scores.Gaussian(sigma)",
     "softcap": "score=scores.ScaledDot(softcap=softcap)",
-    "src_mask": "mask=src_mask, of booleans ~src_mask: True may attend here",
+    "src_mask": "mask=~src_mask for booleans, src_mask for floats",
     "temperature": "weighting=weightings.Softmax(temperature)",
-    "tgt_mask": "mask=tgt_mask, of booleans ~tgt_mask: True may attend here",
+    "tgt_mask": "mask=~tgt_mask for booleans, tgt_mask for floats",
     "training": "dropout_p=0.0 to disable dropout",
     "use_causal_mask": "mask='causal'",
     "valid_lens": "mask=masks.lengths(valid_lens)",
     "width": "score=scores.Boxcar(width)",
     "window": "mask=masks.window(window)",
 }
-"""Keywords of other libraries, and our equivalents."""
-AT_CALL_TEXT, AT_BUILD_TEXT = "where it is called", "where it is built"
+"""Keywords of other libraries, and our equivalents: texts that follow "pass" in an error."""
+AT_CALL_TEXT, AT_BUILD_TEXT = "in the call", "in the constructor"
 
 
 def suggest_keywords(kind: ClassType) -> ClassType:
     """Decorate a class so that an unknown keyword of `__init__` raises an error with a hint.
 
-    It replaces the `__init__` of the class itself, so write it above `@dataclass`, and above each
-    subclass that should have it.
+    The decorator replaces the `__init__` of the class itself. So write it above `@dataclass`, and
+    also above each subclass that needs it.
 
     >>> @suggest_keywords
     ... class Layer:
@@ -87,7 +87,7 @@ weighting=weightings.Softmax(temperature)
 def reject_init_keywords(instance: object, keywords: Iterable[str], known: Collection[str]) -> None:
     """Raise TypeError for unknown keywords of `__init__`.
 
-    The hint names another argument of `__init__`, or one of the call of a layer.
+    The hint names another argument of `__init__`, or an argument of the layer's call.
     """
     call_parameters = _call_parameters(instance)
     at_call = f" {AT_CALL_TEXT}"
@@ -100,7 +100,7 @@ def reject_init_keywords(instance: object, keywords: Iterable[str], known: Colle
 def reject_call_keywords(layer: object, keywords: Iterable[str]) -> None:
     """Raise TypeError for unknown keywords of the call of a layer.
 
-    The hint names another argument of the call, or one of `__init__`.
+    The hint names another argument of the call, or an argument of `__init__`.
     """
     call_parameters, kind = _call_parameters(layer), type(layer)
     init_parameters, at_build = init_keywords(kind), f" {AT_BUILD_TEXT}"
@@ -126,7 +126,7 @@ def _keyword_hints(
 ) -> dict[str, str]:
     """Return a hint for each keyword of other libraries.
 
-    It names a parameter of `__init__`, or the parameter of the call that accepts our masks.
+    The hint names a parameter of `__init__`, or the parameter of the call that accepts our masks.
     """
     mask = next((name for name, kind in call_parameters.items() if "MaskLike" in kind), None)
     hints = {}
@@ -173,6 +173,6 @@ def reject_torchscript(target: Any) -> Any:
 
 
 def forbid_torchscript(function: EntryPoint) -> EntryPoint:
-    """Return the function, marked so that torch.jit.script raises a clear error for it."""
+    """Return the function, marked so that torch.jit.script raises our error for it."""
     vars(function)["__prepare_scriptable__"] = functools.partial(reject_torchscript, function)
     return function

@@ -1,4 +1,4 @@
-"""Log to the logger "qkv": choices and reads at DEBUG, problems at WARNING."""
+"""Log to the logger "qkv": chosen engines and what was read at DEBUG, problems at WARNING."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def warn_log(text: str, *values: Any) -> None:
 
 
 def debug_logger() -> Any:
-    """Return the logger if DEBUG is enabled, otherwise None; do not import logging for it.
+    """Return the logger if DEBUG is enabled, otherwise None. This never imports `logging`.
 
     >>> import logging
     >>> logging.getLogger("qkv").setLevel(logging.DEBUG)

@@ -4,8 +4,8 @@
     @dataclass(frozen=True)
     class Mine(scores.Score): …
 
-A package that defines such classes names its module in the entry-point group `qkv.plugins`. qkv
-imports it when it meets an unknown name.
+A package that defines such classes names its module in the entry-point group `qkv.plugins`. When
+qkv meets an unknown name, it imports these modules.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ClassRegistry(dict[str, type[T]], Generic[T]):
     def register(self, name: str, kind: Any = None) -> Any:
         """Register a class under a name that every entry point then accepts; also as a decorator.
 
-        Return the class unchanged. Raise `ArgumentError` if another class has the name. A newer
-        version of the same class replaces it, so that a notebook cell can run again.
+        Return the class unchanged. Raise `ArgumentError` if another class has the name. A class
+        with the same module and name is replaced, so that a notebook cell can run again.
         """
         if kind is None:
             return lambda kind: self.register(name, kind)

@@ -127,8 +127,9 @@ ProgressCallback: TypeAlias = Callable[[int, int | None], None]
 class Span(NamedTuple):
     """Rows `start … start + size` of one axis.
 
-    If a framework needs spans of equal size, the last span overlaps the one before it; `first_new`
-    is its first row that is not in that one. With `is_unmasked`, no mask applies to the span.
+    If a framework needs spans of equal size, the last span overlaps the one before. Then
+    `first_new` is its first row that the one before does not have. `is_unmasked` says that the mask
+    allows all pairs of the span.
     """
 
     start: Any
@@ -150,7 +151,7 @@ class lazy_property(Generic[T]):
     """A property that is computed once, like `functools.cached_property` but without a lock.
 
     Before Python 3.12, `cached_property` takes one lock for all instances. torch.compile cannot
-    trace it, and a client that waits for a server in the same process can deadlock.
+    trace the lock, and a client that waits for a server in the same process can deadlock.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -167,8 +168,8 @@ class lazy_property(Generic[T]):
 class Block:
     """The position of a block of scores inside the n × m scores of a call.
 
-    `q` (r, 1) and `k` (1, c) are the positions of its queries and keys, `b` and `h` those of
-    its batch and head. They broadcast against (…, r, c), which has `lead_axes` leading axes.
+    `q` (r, 1) and `k` (1, c) are the positions of the queries and keys, `b` and `h` those of the
+    batch and the head. All four broadcast against (…, r, c), which has `lead_axes` leading axes.
     `make_positions(name)` computes them on first use. If several processes hold the keys, `rows`
     and all positions are global, and `cols` are local.
     """

@@ -60,9 +60,9 @@ __all__ = [
 
 
 def pair_score_with_weighting(score: Score, weighting: Weighting, biased: bool = False) -> Score:
-    """Check that a score fits a weighting, and return the score as the weighting needs it.
+    """Return the score in the form that the weighting needs; raise if they do not fit each other.
 
-    `biased` says whether a float mask is added to the score.
+    `biased` says whether a float mask is added to the scores.
     """
     reason = weighting.incompatible_reason(score, biased)
     if reason:

@@ -14,7 +14,7 @@ from qkv.weightings.base import State, Weighting, pool_by_weights
 @suggest_keywords
 @dataclass(frozen=True)
 class Average(Weighting):
-    """α = 1 / m over the m live rows
+    """α = 1 / m for each of the m keys that the mask allows
 
     >>> import numpy as np
     >>> Average()(np.zeros((1, 4)))

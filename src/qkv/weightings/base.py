@@ -16,9 +16,9 @@ State = tuple[Array, ...]
 
 INFINITY = float("inf")
 MAX_SCORES_PER_PIECE = 2**20
-"""Scores that are processed at once: they fit the processor's cache."""
+"""Scores that are processed at once, so that they fit the processor's cache."""
 NO_POSITION = 2**31 - 1
-"""Stands for no key; larger than every position."""
+"""The position that means "no key"; larger than every position."""
 
 
 FoldFunction = Callable[[Callable[..., State], MergeFunction, Callable[[Array], State]], State]
@@ -36,9 +36,9 @@ class Weighting(tree.Record):
     """α = weights(scores): (…, n, m) → (…, n, m), row by row.
 
     Over blocks of keys a weighting is a monoid. `partial_state` turns one block of scores and
-    values into a state, `merge` joins two states, `init` is the state of no keys, and `finish`
-    returns the output. A weighting that needs a fact about the whole row first, such as a
-    threshold, computes it in `find_threshold`.
+    values into a state. `merge` joins two states. `init` is the state of no keys. `finish` returns
+    the output. If a weighting must first know something about the whole row, such as a threshold,
+    `find_threshold` computes it.
 
     Arguments of the methods:
 
@@ -54,7 +54,7 @@ class Weighting(tree.Record):
     needs_nonnegative: ClassVar[bool] = False
     """Whether the scores must not be negative."""
     is_sparse: ClassVar[bool] = False
-    """Whether weights may be exactly 0; such a row's value, even NaN, does not reach the output."""
+    """Whether weights may be exactly 0. Then the value of a key with weight 0 may even be NaN."""
     has_lse: ClassVar[bool] = False
     """Whether the weighting has a log-sum-exp."""
     ignores_scores: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class Weighting(tree.Record):
     def __init_subclass__(cls, **options: Any) -> None:
         """Check that a class that overrides `weights` does not inherit methods for other weights.
 
-        `BLOCK_METHODS` compute the same weights block by block, `score_gradient` their gradient.
+        `BLOCK_METHODS` compute the weights block by block, `score_gradient` computes the gradient.
         """
         super().__init_subclass__(**options)
         if "weights" not in vars(cls):
@@ -83,14 +83,15 @@ class Weighting(tree.Record):
         if not has_block_methods and cls.block_weights not in generic:
             raise DtypeError(
                 f"{name} overrides `weights` but inherits block methods for other weights: "
-                "override `scale_scores` if you only transform each score, or define "
-                f"{', '.join(BLOCK_METHODS)} too, where they differ"
+                "override `scale_scores` if you only transform each score. Otherwise also override "
+                f"those of {', '.join(BLOCK_METHODS)} that must change"
             )
         owner: Any = next(x for x in cls.__mro__ if "score_gradient" in vars(x))
         if owner is not cls and owner.weights is not Weighting.weights:
             raise DtypeError(
                 f"{name} overrides `weights` but inherits `score_gradient` of {owner.__name__}: "
-                "define it too, or set `score_gradient = Weighting.score_gradient` to have none"
+                "define `score_gradient` too, or set `score_gradient = Weighting.score_gradient` "
+                "for a weighting without gradients in blocks"
             )
 
     @property
@@ -143,11 +144,11 @@ class Weighting(tree.Record):
             return fw.map_tiles(weigh_tile, tiling)[0]
 
     def incompatible_reason(self, score: Score, biased: bool) -> str | None:
-        """Return why this score cannot be used, or None; `biased`: a float mask is added to it."""
+        """Return why this score cannot be used, or None. `biased`: a float mask is added to it."""
         return None
 
     def adapt_score(self, score: Score) -> Score:
-        """Return the score as this weighting needs it."""
+        """Return the score in the form that this weighting needs."""
         return score
 
     def check_shapes(self, lead: Shape, n: int) -> None:
@@ -175,26 +176,27 @@ class Weighting(tree.Record):
     def pool_values(
         self, weight: Array, value: Array, live: LiveMask, dropout_mask: DropoutMask
     ) -> Array:
-        """Return Σᵢ αᵢ vᵢ for given weights."""
+        """Return Σᵢ αᵢ vᵢ (…, r, d_v) for these weights (…, r, c) and values (…, c, d_v)."""
         if live is dropout_mask is None and not self.is_sparse:
             return get_framework(weight).matmul(weight, value)
         return pool_by_weights(weight, value, live, dropout_mask, self.is_sparse)
 
     def value_gradient_weights(self, weight: Array) -> Array:
-        """Return the weights of the output's gradient in the gradient of the values."""
+        """Return the w (…, r, c) in ∂L/∂vⱼ = Σᵢ wᵢⱼ ∂L/∂outputᵢ, by default the weights."""
         return weight
 
     def divisor_without(self, remaining: Array) -> Array | None:
-        """Return the divisor of the other weights when one key is left out.
+        """Return the number that the other weights are divided by if one key is left out.
 
-        `remaining` is the sum of the other weights. None if they do not stay in proportion.
+        `remaining` is the sum of the other weights. Return None if leaving out a key changes the
+        ratios of the other weights.
         """
         return None
 
     def missing_methods_reason(self, learning: bool) -> str | None:
         """Return which method is missing to process rows in blocks, or None.
 
-        `learning`: with a gradient.
+        `learning` says that a gradient is needed.
         """
         kind, name = type(self), type(self).__name__
         if kind.block_weights is Weighting.block_weights and (
@@ -216,7 +218,7 @@ class Weighting(tree.Record):
         return self
 
     def find_threshold(self, fold: FoldFunction) -> State:
-        """Return the facts about a row that pooling needs first."""
+        """Return what `partial_state` must know about whole rows, such as a threshold, or ()."""
         return ()
 
     def init(self, rows: Array, width: int) -> State:
@@ -232,7 +234,7 @@ class Weighting(tree.Record):
         value: Array,
         dropout_mask: DropoutMask,
     ) -> State:
-        """Return the state of one block; the method may overwrite the scores."""
+        """Return the state of one block. The method may overwrite the scores."""
         return (
             self.pool_values(
                 self.block_weights(scores, live, k, row_facts), value, live, dropout_mask
@@ -246,7 +248,7 @@ class Weighting(tree.Record):
     def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         """Return the output, the row facts for `block_weights`, and the centre c.
 
-        The centre (…, r, d_v) is what `score_gradient` needs about the whole row; None: nothing.
+        The centre (…, r, d_v) is what `score_gradient` must know about the whole row, or None.
         """
         return state[0], row_facts, None
 
@@ -273,7 +275,7 @@ class Weighting(tree.Record):
     def weights_and_lse(
         self, scores: Array, live: LiveMask, k: Array
     ) -> tuple[Array, Array | None]:
-        """Return the weights and the log-sum-exp; None for a weighting that has none."""
+        """Return the weights and the log-sum-exp, or the weights and None if there is none."""
         lse = self.compute_lse(scores, live, k) if self.has_lse else None
         return self.weights(scores, live, k), lse
 
@@ -382,7 +384,7 @@ def pool_live_values(weight: Array, value: Array, live: Array) -> Array:
 
 
 def live_row_max(scores: Array, live: LiveMask) -> Array:
-    """Return the largest live score of each row (…, n, 1), detached; −∞ for a row without one."""
+    """Return the largest live score of each row (…, n, 1), detached; −∞ if no pair is live."""
     fw = get_framework(scores)
     scores = fw.detach(fw.fill_unless(scores, live, -INFINITY))
     if scores.shape[-1] == 0:

@@ -29,16 +29,16 @@ from qkv.weightings.power import (
 MAX_NEWTON_STEPS = 100
 SAMPLE_COUNT = 128
 NEWTON_TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
-"""Newton's method stops at a step of τ in (−1, 0) below this."""
+"""Newton's method stops when a step of τ is smaller than this. τ is in (−1, 0)."""
 MAX_SHORT_ROW_KEYS = 64
-"""Rows up to this length are iterated whole: gathering candidates would take longer."""
+"""In rows up to this length, Newton's method reads all scores: gathering some takes longer."""
 MIN_QUICK_ALPHA = 1.05
 """Smallest alpha for `Entmax` itself. The power of (alpha − 1) s amplifies rounding: in float32,
 7 digits remain at 1.5, 6 at this value, none at 1 + 1e-7."""
 MIN_DIVISOR = 1e-30
 """Replaces a divisor of 0 where the numerator is 0 too."""
 MAX_LOG_SUM = 80.0
-"""Above the logarithm of any number of keys; float32 can represent its exponential."""
+"""Larger than the logarithm of any number of keys. float32 can represent its exponential."""
 
 
 @suggest_keywords
@@ -132,8 +132,9 @@ class Entmax(Weighting):
         """Return the largest score of each row, and the threshold τ relative to it.
 
         With r = max(0, s − top − τ), ‖r‖ₑ is convex and decreasing in τ. Newton's method on
-        ‖r‖ₑ = 1 therefore increases τ from −1 to the root and never passes it. Scores below the
-        initial τ have no weight, so frameworks that can gather iterate over the others only.
+        ‖r‖ₑ = 1 therefore increases τ from −1 to the root and never passes the root. Scores below
+        the initial τ have no weight. The other scores are the candidates: frameworks that can
+        gather iterate over the candidates only.
         """
         top, start = fold(self.block_start, _merge_starts, _empty_start)
         fw = get_framework(top)
@@ -185,7 +186,7 @@ class Entmax(Weighting):
     ) -> Array:
         """Return the weights of scores · by, computed from the candidates only.
 
-        With `spend` they overwrite the scores.
+        With `spend`, the weights overwrite the scores.
         """
         fw = get_framework(scores)
         if live is None and 0 < scores.shape[-1] < MAX_SHORT_ROW_KEYS:
@@ -217,10 +218,10 @@ class Entmax(Weighting):
         return is_candidate if live is None else xp.logical_and(is_candidate, live)
 
     def newton_ascent(self, candidates: Array, tau: Array) -> Array:
-        """Return τ of the gathered scores (relative to the row's largest) by Newton's method.
+        """Return τ of the candidates (relative to the row's largest score) by Newton's method.
 
-        It starts below the root and only increases. So the mass is at least 1 in each step, or 0
-        in a row without keys.
+        τ starts below the root and only increases. So the mass is at least 1 in each step, or 0 in
+        a row without keys.
         """
         fw, e = get_framework(candidates), self.exponent
         tolerance = NEWTON_TOLERANCE[fw.dtype_name(candidates)]

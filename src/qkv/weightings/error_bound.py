@@ -1,4 +1,4 @@
-"""Error bounds of approximate weights. Like the states of weightings, they can be merged."""
+"""Error bounds of approximate weights. Bounds can be merged, like the states of weightings."""
 
 from __future__ import annotations
 

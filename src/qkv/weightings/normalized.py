@@ -16,7 +16,7 @@ from qkv.weightings.hard import Hard
 
 
 class NanWeights(Average):
-    """α = NaN for every live row"""
+    """α = NaN for every key that the mask allows"""
 
     def live_ones(self, scores: Array, live: LiveMask) -> Array:
         return get_framework(scores).fill_unless(
@@ -37,7 +37,7 @@ EMPTY_ROW_WEIGHTINGS: dict[str, Weighting | None] = {
     "nearest": Hard(),
     "raise": NanWeights(),
 }
-"""The weighting of a row whose scores are all 0. Each gives 0 for a row without live keys."""
+"""The weighting of a row whose scores are all 0. Each gives 0 if the mask allows no key."""
 
 
 @suggest_keywords
@@ -45,10 +45,16 @@ EMPTY_ROW_WEIGHTINGS: dict[str, Weighting | None] = {
 class Normalized(Weighting):
     """αᵢ = sᵢ / Σⱼ sⱼ, for nonnegative scores
 
-    `on_empty` defines the weights of a row whose scores are all 0: "zero", "nan", "uniform" (the
-    same for all live keys), "nearest" (1 for the nearest key, for window scores), or "raise" (an
-    error). The scores of such a row receive no gradient. Under "nearest", a negative score counts
-    as 0 and ranks the keys outside of the window.
+    `on_empty` defines the weights of a row whose scores are all 0:
+
+    - "zero": all weights are 0.
+    - "nan": all weights are NaN.
+    - "uniform": all keys that the mask allows have the same weight.
+    - "nearest": the nearest key has weight 1. The score must be a window.
+    - "raise": an error.
+
+    The scores of such a row receive no gradient. With "nearest", a negative score counts as 0 and
+    ranks the keys outside of the window.
 
     >>> import numpy as np
     >>> Normalized()(np.array([[1.0, 3.0], [0.0, 0.0]]))
@@ -83,8 +89,8 @@ class Normalized(Weighting):
         if known and not score.is_nonnegative:
             return (
                 f"{name} divides scores by their sum, but {own} can be negative: use "
-                "weighting='softmax', or a score that cannot (boxcar, triangular, epanechnikov, "
-                "constant, exact)"
+                "weighting='softmax', or a score that is never negative (boxcar, triangular, "
+                "epanechnikov, constant, exact)"
             )
         if biased:
             return (

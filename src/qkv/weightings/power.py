@@ -12,20 +12,20 @@ from qkv.frameworks import get_framework, is_array
 from qkv.util.types import Array, LiveMask, Shape
 
 SERIES_LIMIT = 0.1
-"""|x| below which log(1 + x)/x is computed by a series: its derivative would lose precision."""
+"""Below this |x|, log(1 + x)/x is computed by a series: the formula's derivative is imprecise."""
 MIN_ARGUMENT = -1e30
-"""Smaller arguments are replaced by this one: 0 · ∞ is NaN."""
+"""Smaller arguments are replaced by this one, because 0 · ∞ is NaN."""
 
 
 def scaled_log1p(u: Array, c: Array, live: LiveMask) -> tuple[Array, Array]:
-    """Return log(1 + c u)/c, 0 where it is undefined, and a mask of where it is defined."""
+    """Return log(1 + c u)/c, or 0 where that is undefined, and a boolean array: is it defined?"""
     fw = get_framework(u)
     xp, u = fw.xp, fw.fill_unless(u, live)
     never = u == -float("inf")
     u = fw.fill_unless(u, xp.logical_not(u < MIN_ARGUMENT), MIN_ARGUMENT)
     x = c * u
-    some = xp.logical_not(xp.logical_or(x <= -1, never))
-    some = some if live is None else xp.logical_and(some, live)
+    is_defined = xp.logical_not(xp.logical_or(x <= -1, never))
+    is_defined = is_defined if live is None else xp.logical_and(is_defined, live)
     short = xp.abs(x) < SERIES_LIMIT
     y = fw.fill_unless(x, short)
     ratio = y / (y + 2)
@@ -33,9 +33,9 @@ def scaled_log1p(u: Array, c: Array, live: LiveMask) -> tuple[Array, Array]:
     series = square / 13
     for k in (11, 9, 7, 5, 3):  # log(1 + y)/y = 2/(2 + y) · (1 + ratio²/3 + ratio⁴/5 + …)
         series = square * (series + 1 / k)
-    far = fw.fill_unless(x, xp.logical_and(some, xp.logical_not(short)))
+    far = fw.fill_unless(x, xp.logical_and(is_defined, xp.logical_not(short)))
     log = xp.where(short, u * (series + 1) * 2 / (y + 2), xp.log(far + 1) / fw.safe_divisor(c))
-    return fw.fill_unless(log, some), some
+    return fw.fill_unless(log, is_defined), is_defined
 
 
 def expm1_ratio(y: Array) -> Array:
@@ -68,7 +68,7 @@ def broadcast_to_rows(number: Any, like: Array) -> Array:
     if not shape:
         return fw.xp.reshape(number, (1,) * axes)  # MXNet cannot index a scalar with None
     rank = len(_row_shape(shape))
-    # By new axes and not by reshape: a graph may not know the sizes.
+    # Add axes by indexing: reshape needs the sizes, which a graph may not know.
     return number[(None,) * (axes - rank) + (...,) + (None,) * (rank - len(shape))]
 
 

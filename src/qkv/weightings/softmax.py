@@ -22,7 +22,7 @@ from qkv.weightings.base import (
 
 
 def shifted_exponentials(scores: Array, live: LiveMask, top: Array, spend: bool = False) -> Array:
-    """Return exp(s − top), and 0 for keys that are not live; `spend`: may overwrite the scores."""
+    """Return exp(s − top), and 0 for masked keys. With `spend`, the scores may be overwritten."""
     fw = get_framework(scores)
     return fw.exp_shifted(scores, fw.replace_nonfinite(top), live, spend)
 
@@ -190,7 +190,7 @@ class TopK(ExponentialWeighting):
         return Softmax().compute_lse(scores, self.top_mask(scores, live, k), k)
 
     def top_mask(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        """Return which pairs are among the k best of their row."""
+        """Return booleans (…, n, m), True for the k best pairs of each row."""
         fw, limited = get_framework(scores), self
         if not fw.has_unknown_length(scores) and (fw.needs_equal_spans or not fw.is_traced(scores)):
             limited = self.limit_to_keys(scores.shape[-1])

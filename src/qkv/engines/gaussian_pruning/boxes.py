@@ -23,16 +23,19 @@ KEYS_PER_BOX = 512
 """Approximate keys per box. Smaller boxes exclude more keys, but each box costs NumPy calls."""
 
 MAX_SCORES_PER_BLOCK = 2**18
-"""Scores in memory at once: they stay in the cache between product, exponential and sum."""
+"""Scores in memory at once. They stay in the CPU cache between product, exponential and sum."""
 
 MAX_NATIVE_TERM = 64.0
-"""Largest term of the expanded square that is precise in the call's dtype."""
+"""Largest term of ‖q‖² − 2qᵀk + ‖k‖² for which the call's dtype is precise enough."""
 
 MAX_FLOAT64_TERM = 1e8
-"""Largest term that is precise in float64 for float32 results; beyond, differences are squared."""
+"""Largest term for which float64 is precise enough for float32 results.
+
+For larger terms the differences q − k are squared.
+"""
 
 UNREAD_SHARE_FRACTION = 0.75
-"""The part of `share` for skipped boxes; the other part allows for the rounding of scores."""
+"""The part of `share` that skipped boxes may lose. The rest allows for the rounding of scores."""
 
 MAX_LOG_MASS_GAP = {"float32": 50.0, "float64": 600.0}
 """Largest distance of a row's log mass from its bound at which exponentials do not underflow."""
@@ -51,7 +54,7 @@ class Boxes(NamedTuple):
     - values (boxes, c, d_v + 1): the values, and 1.
     - order (boxes · c): the position of each key; m or more for padding.
 
-    Copies of a key pad the last box. Their values, and the last column of these, are 0.
+    Copies of a key pad the last box. In their rows of `values`, all columns are 0.
     """
 
     order: Numbers
@@ -78,11 +81,11 @@ class BoxSelection(NamedTuple):
 
 
 def pack_points(points: Numbers, size: int) -> tuple[Numbers, int]:
-    """Return an order of the points (d, m) in boxes of c ≈ size points, and c.
+    """Return an order (boxes · c,) of the points (d, m), and c ≈ `size`, the points per box.
 
-    Entries of m or more, at the end, are padding. Each axis is cut into parts with equal numbers of
-    points. An axis along which the points spread twice as far has twice as many parts, so that
-    boxes are nearly cubes.
+    Consecutive points of the order form a box. Entries of m or more, at the end, are padding. Each
+    axis is cut into parts with equal numbers of points. An axis along which the points spread twice
+    as far has twice as many parts, so that boxes are nearly cubes.
     """
     d, m = points.shape
     cuts = np.zeros(d, int)
@@ -112,7 +115,7 @@ def build_boxes(key: Numbers, value: Numbers, size: int | None = None) -> Boxes:
     """Return the keys (d, m), float64, and their values (m, d_v), in boxes."""
     d, m = key.shape
     order, c = pack_points(key, size or KEYS_PER_BOX)
-    filled = np.where(order < m, order, order[m - 1])  # copies of the last key of the last box
+    filled = np.where(order < m, order, order[m - 1])  # pad with copies of the last key
     points = np.stack([along.take(filled) for along in key]).reshape(d, -1, c)
     low, high = points.min(axis=-1), points.max(axis=-1)
     centre, half = (low + high) / 2, (high - low) / 2
@@ -135,14 +138,14 @@ def build_boxes(key: Numbers, value: Numbers, size: int | None = None) -> Boxes:
     offset = mean - centre
     square[-1, counts[-1] :] = 0
     variance = square.sum(axis=-1) / counts - np.einsum("db,db->b", offset, offset)
-    variance += 1e-14 * radius**2  # allow for rounding: it must stay an upper bound
+    variance += 1e-14 * radius**2  # rounded numbers must still be an upper bound
     return Boxes(order, counts, centre, half, mean, variance, radius, points, columns, values)
 
 
 def select_boxes(query: Numbers, boxes: Boxes, share: float) -> BoxSelection:
     """Return which boxes each query (d, r) must read to lose at most `share` of its weight."""
     nearest, mean_squares = box_distances(query, boxes, np.float32)
-    if not mean_squares.min(axis=1).max(initial=0) < 1e3:  # rounding to float32 would matter
+    if not mean_squares.min(axis=1).max(initial=0) < 1e3:  # float32 is not precise enough
         nearest, mean_squares = box_distances(query, boxes, np.float64)
     least = mean_squares.min(axis=1)  # the nearest key is at most this far
     mass = np.exp((mean_squares - least[:, None]) * -0.5) @ boxes.counts.astype(nearest.dtype)
@@ -150,7 +153,7 @@ def select_boxes(query: Numbers, boxes: Boxes, share: float) -> BoxSelection:
     shift = (-0.5 * nearest.min(axis=1)).astype(np.float64)
     far = shift - bottom > MAX_LOG_MASS_GAP[str(boxes.values.dtype)]
     if far.any():
-        # The bounds are too loose for these rows: find their nearest key.
+        # The bounds are too loose for these queries: find the nearest key of each.
         top = nearest_scores(query[:, far], boxes, nearest[far] <= least[far, None], share)
         shift[far] = top
         bottom[far] = np.maximum(bottom[far], top)
@@ -189,7 +192,10 @@ def box_distances(query: Numbers, boxes: Boxes, dtype: Any) -> tuple[Numbers, Nu
 
 
 def find_cutoff(nearest: Numbers, c: int, bottom: Numbers, share: float) -> tuple[Numbers, Numbers]:
-    """Return the ‖q − k‖² beyond which a row skips boxes, and U / L, where log L is `bottom`."""
+    """Return the ‖q − k‖² beyond which each row skips boxes, and the lost share U / L, both (r,).
+
+    log L is `bottom`.
+    """
     away = np.sort(nearest, axis=1)
     mass = away * -0.5 - (bottom - math.log(c))[:, None]
     # A box with a bound above 1 is never skipped, and a bound must not underflow to 0.
@@ -198,7 +204,7 @@ def find_cutoff(nearest: Numbers, c: int, bottom: Numbers, share: float) -> tupl
     dropped = np.sum(unread <= share, axis=1)
     rows = np.arange(len(nearest))
     cut = away[rows, np.maximum(away.shape[1] - 1 - dropped, 0)]
-    # Boxes at the same distance as the last one that is read are read too.
+    # A row also reads all boxes at the same distance as the last box that it reads.
     return cut, np.where(dropped > 0, unread[rows, dropped - 1], 0)
 
 
@@ -300,13 +306,16 @@ def iterate_weights(
 
 @memoize("engines.fast_exponential")
 def fast_exponential() -> tuple[Any, float]:
-    """Return f and c with eˣ = f(c x). f is exp2 if NumPy vectorizes it: it takes half the time."""
+    """Return f and c with eˣ = f(c x).
+
+    f is exp2 if NumPy vectorizes exp2, which then takes half the time of exp.
+    """
     try:
-        about = np.lib.introspect.opt_func_info(func_name="^exp2$")["exp2"]
-        in_vectors = all("baseline" not in about[kind]["current"] for kind in ("ff", "dd"))
+        info = np.lib.introspect.opt_func_info(func_name="^exp2$")["exp2"]
+        is_vectorized = all("baseline" not in info[kind]["current"] for kind in ("ff", "dd"))
     except (AttributeError, KeyError, TypeError):
-        in_vectors = False
-    return (np.exp2, math.log2(math.e)) if in_vectors else (np.exp, 1.0)
+        is_vectorized = False
+    return (np.exp2, math.log2(math.e)) if is_vectorized else (np.exp, 1.0)
 
 
 def float64_columns(boxes: Boxes, box: int) -> Numbers:
@@ -319,8 +328,8 @@ def float64_columns(boxes: Boxes, box: int) -> Numbers:
 def pool_queries(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, Numbers, Numbers]:
     """Return Σᵢ αᵢ vᵢ (r, d_v) and log Σᵢ exp(−‖q − kᵢ‖²/2) (r, 1) of queries (d, r), in float64.
 
-    The third result is a factor: α = exp(score − log-sum-exp) · factor. Far from all keys the
-    log-sum-exp is so large that its rounding error matters for α; the factor corrects it.
+    The third result is a factor (r, 1): α = exp(score − log-sum-exp) · factor. Far from all keys,
+    the log-sum-exp is so large that its rounding error matters for α. The factor corrects α.
     """
     selection = select_boxes(query, boxes, share)
     sums = np.zeros((query.shape[1], boxes.values.shape[-1]))
@@ -336,8 +345,8 @@ def pool_queries(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, N
 class BackwardInputs(NamedTuple):
     """The inputs of the backward pass for queries (d, r).
 
-    The first three are the results of `pool_queries`. `output_gradient` (r, d_v) and `lse_gradient`
-    (r, 1) are the gradients of its first two.
+    `out`, `lse` and `weight_factor` are the results of `pool_queries`. `output_gradient` (r, d_v)
+    and `lse_gradient` (r, 1) are the gradients of `out` and `lse`.
     """
 
     out: Numbers

@@ -1,8 +1,9 @@
 """The engine `near`: softmax of −‖q − k‖²/2σ² in few dimensions, on a CPU.
 
 This is the Nadaraya–Watson estimator. Keys are sorted into boxes (`boxes.py`). Each query skips
-boxes that provably hold at most `share` of its weight: the `tolerance`, or the precision of the
-dtype. Besides rounding, the error of the output is at most share × the diameter of the values.
+boxes that provably hold at most `share` of its weight. `share` is the `tolerance`, or else the
+precision of the dtype. Besides rounding, the error of the output is at most `share` times the
+diameter of the values.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MAX_DIMENSIONS = 8
 """Largest number of dimensions in which boxes exclude enough keys."""
 
 MIN_QUERIES, MIN_PAIRS = 16, 2**22
-"""Smallest call that pays for sorting the keys into boxes."""
+"""The smallest call for which sorting the keys into boxes saves time."""
 
 SAMPLED_QUERIES, SAMPLED_KEYS = 64, 2**13
 """Size of the sample that estimates how many pairs will be read."""
@@ -51,11 +52,11 @@ SAMPLED_QUERIES, SAMPLED_KEYS = 64, 2**13
 TRACED_REASON = "it reads array values, which are unknown while the call is traced"
 
 MAX_QUERIES_PER_CHUNK = 1024
-"""Queries that are processed together."""
+"""The most queries that one core processes together."""
 
 
 def shape_based_reason(call: Call) -> str | None:
-    """Return why this engine is not used, judged by shapes and types without array values."""
+    """Return the reason against this engine that follows from shapes and types, or None."""
     if call.fw.name not in ("numpy", "torch") or type(call.score) is not Gaussian:
         return None  # `unsupported_reason` gives the reason
     if call.fw.is_traced(call.query):
@@ -101,14 +102,17 @@ def unsupported_reason(call: Call) -> str | None:
     # The comparison is False for NaN.
     in_range = all(float(np.max(np.abs(x))) * scale < 1e150 for x in (query, key))
     if not (in_range and math.isfinite(np.sum(value, dtype=np.float64))):
-        return "an argument is not finite, or the bandwidth is too small for its range"
+        return "an argument is not finite, or the bandwidth is too small for the range of the keys"
     return None
 
 
 def slower_reason(call: Call) -> str | None:
     read, cost = estimate_work(call)
     if read * cost > 1 and not isinstance(call.lowering, str):
-        return f"{_format_share(read)} of the pairs have weight, in boxes that are slow to score"
+        return (
+            f"it would read {_format_share(read)} of the pairs, more slowly than dot products "
+            "compute all pairs"
+        )
     return None
 
 
@@ -118,7 +122,7 @@ def is_data_dependent(call: Call) -> bool:
 
 
 def describe(call: Call) -> str:
-    """Return which part of the pairs is read, and how much weight may be dropped."""
+    """Return text for `explain`: the share of pairs to read, and how much weight may be dropped."""
     read = _format_share(estimate_work(call)[0])
     return (
         f"reads {read} of the pairs, drops at most {droppable_share(call):.2g} of each row's weight"
@@ -130,9 +134,9 @@ def _format_share(read: float) -> str:
 
 
 def estimate_work(call: Call) -> tuple[float, float]:
-    """Return the estimated part of the pairs that is read, and the relative cost of a pair.
+    """Return the estimated share of the pairs that is read, and the relative cost of a pair.
 
-    The estimate uses a sample of the queries, and of the keys in smaller boxes.
+    The estimate uses a sample of the queries, and a sample of the keys in smaller boxes.
     """
     call = call.upcast()
     query_step, key_step = max(call.n // SAMPLED_QUERIES, 1), max(call.m // SAMPLED_KEYS, 1)
@@ -193,7 +197,7 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
 
 
 def _inverse_width(call: Call) -> float:
-    """Return 1 / σ√T; vectors times this factor have the score −‖q − k‖²/2."""
+    """Return 1 / σ√T. With vectors multiplied by this factor, the score is −‖q − k‖²/2."""
     sigma, temperature = (
         float(call.fw.to_numpy(x).reshape(())) if is_array(x) else float(x)
         for x in (call.score.bandwidth, call.weighting.temperature)  # type: ignore[attr-defined]
@@ -254,7 +258,7 @@ def _map_chunks(
 
 
 def _group_neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Tiling]:
-    """Return an order in which neighbouring queries are adjacent, and chunks of it."""
+    """Return an order of the queries in which neighbours are adjacent, and the chunks of it."""
     n = query.shape[1]
     size = max(
         min(MAX_QUERIES_PER_CHUNK, -(-n // threads.CORE_COUNT), 2**20 // len(boxes.counts)), 16

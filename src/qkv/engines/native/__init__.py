@@ -55,7 +55,7 @@ def slower_reason(call: Call) -> str | None:
             f"of width {widths[1]} would waste most of the work"
         )
     if _has_lookup_kernel(call) and call.m >= MIN_MANY_KEYS and streaming.has_few_queries(call):
-        return "for few queries and many keys it reads memory more slowly than triton"
+        return "triton reads memory faster for few queries and many keys"
     reason: str | None = _select_backend(call).slower_reason(call)
     return reason
 
@@ -69,14 +69,17 @@ def run(call: Call) -> tuple[Array, None, None]:
 
 
 def build_runner(call: Call) -> Callable[[Call], tuple[Array, None, None] | None]:
-    """Return `run` for later calls with this signature; it checks values and may return None."""
+    """Return a function that runs later calls with this signature.
+
+    The function checks the array values. It returns None if the kernel does not support them.
+    """
     kernels = _select_backend(call)
 
-    def run_bound(call: Call) -> tuple[Array, None, None] | None:
+    def run_guarded(call: Call) -> tuple[Array, None, None] | None:
         out = kernels.run_guarded(call)
         return None if out is None else (out, None, None)
 
-    return run_bound
+    return run_guarded
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:

@@ -15,7 +15,7 @@ from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array
 
 MIN_PRODUCTS_TO_MEASURE = 2**34
-"""Products of a call from which selecting a backend may pay off."""
+"""The number of multiplications in QKᵀ from which measuring the backends may save time."""
 
 SDPA: Any = torch._C._nn.scaled_dot_product_attention
 """PyTorch's operator itself. A program may have replaced the public
@@ -24,11 +24,11 @@ SDPA: Any = torch._C._nn.scaled_dot_product_attention
 _FASTEST_BACKENDS: dict[tuple[Any, ...], Any] = create_table("engines.fastest_sdpa_backends")
 MAX_CACHED_BACKENDS = 4096
 UNMEASURED = object()
-"""Stands for a signature without an entry: the entry None means PyTorch's own choice."""
+"""Marks a signature that has not been measured. The entry None means: let PyTorch choose."""
 
 
 def run_sdpa(
-    inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
+    inputs: Sequence[Array], mask: Array | None, is_causal: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """Return SDPA of arrays (batch, heads, rows, width), by the backend measured as the fastest."""
     query, key, value = inputs
@@ -38,7 +38,7 @@ def run_sdpa(
 
     def call_sdpa() -> Array:
         out: Array = SDPA(
-            query, key, value, mask, dropout, plain, scale=scale, enable_gqa=is_grouped
+            query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped
         )
         return out
 
@@ -46,7 +46,7 @@ def run_sdpa(
         return call_sdpa()
     if query.numel() * key.shape[-2] < MIN_PRODUCTS_TO_MEASURE or dropout:
         return call_sdpa()
-    signature = _backend_signature(query, key, value, plain)
+    signature = _backend_signature(query, key, value, is_causal)
     backend = _FASTEST_BACKENDS.get(signature, UNMEASURED)
     if backend is UNMEASURED:
         if torch.cuda.is_current_stream_capturing():
@@ -59,17 +59,17 @@ def run_sdpa(
         return call_sdpa()
 
 
-def describe_backend(inputs: Sequence[Array], plain: bool) -> str:
-    """Return the measured backend for calls like this one, as text for `explain`."""
+def describe_backend(inputs: Sequence[Array], is_causal: bool) -> str:
+    """Return text for `explain` that names the fastest measured backend, or an empty text."""
     query, key, value = inputs
-    backend = _FASTEST_BACKENDS.get(_backend_signature(query, key, value, plain))
+    backend = _FASTEST_BACKENDS.get(_backend_signature(query, key, value, is_causal))
     return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
 
 
-def _backend_signature(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
+def _backend_signature(query: Array, key: Array, value: Array, is_causal: bool) -> tuple[Any, ...]:
     needs_gradient = load_framework("torch").needs_gradient((query, key, value))
     shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
-    return (*shapes, query.dtype, query.device, plain, needs_gradient)
+    return (*shapes, query.dtype, query.device, is_causal, needs_gradient)
 
 
 def _measure_fastest(attend: Callable[[], Array], inputs: Sequence[Array]) -> Any:

@@ -22,7 +22,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.rule is not None and not is_plain_causal(call.rule):
         return "jax.nn returns the mean for a query that sees no key, where qkv returns 0"
     if call.fw.dtype_name(call.query) == "float64":
-        return "jax.nn always sums in float32"
+        return "jax.nn always sums in float32, and the arrays are float64"
     if len(call.lead) > 2:
         return "jax.nn supports only one batch axis and one head axis"
     return None
@@ -32,7 +32,7 @@ def slower_reason(call: Call) -> str | None:
     if not is_on_device(call):
         return "on a CPU jax.nn computes the whole n × m matrix and is not faster"
     if not _fits_cudnn(call):
-        return "cuDNN needs 16-bit vectors of width ≤ 128; without it jax.nn computes the matrix"
+        return "cuDNN needs 16-bit vectors of width ≤ 128; else jax.nn computes the whole matrix"
     return None
 
 
@@ -82,11 +82,11 @@ def run(call: Call) -> Array:
     arrays = (call.query, call.key, call.value)
     if call.rule is None:
         return run_kernel(*arrays)
-    # A masked NaN would be multiplied by 0, which is NaN.
+    # The kernel multiplies a masked NaN by the weight 0, which gives NaN.
     finite = jnp.isfinite(jnp.sum(call.key)) & jnp.isfinite(jnp.sum(call.value))
     pick: Callable[..., Array] = call.fw.cond
     return pick(finite, run_kernel, run_streaming, *arrays)
 
 
 run_guarded = run
-"""The function checks the values itself, on the device."""
+"""`run` itself checks the array values, on the device."""

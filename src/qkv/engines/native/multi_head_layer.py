@@ -14,8 +14,8 @@ from qkv.util.types import Array
 TORCH = load_framework("torch")
 
 MAX_CPU_QUERIES, MAX_PROJECTION_PRODUCTS = 64, 2**22
-"""Queries up to which the operator is faster on a CPU than separate steps; and products of a
-projection from which, without MKL, it is faster only if weights are requested."""
+"""Limits on a CPU: for more queries, separate steps are faster than the operator. Without MKL and
+weights, they are also faster from this many multiplications in a projection."""
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     NaN reached the output.
     """
     on_cpu = x.is_cpu
-    if not on_cpu and not (mask is weights is None):  # a check for NaN would wait for the device
+    if not on_cpu and not (mask is weights is None):  # the check for NaN would wait for the GPU
         return None
     if not _is_supported(x, heads, parameters):
         return None
@@ -58,7 +58,10 @@ def run(
 
 
 def _is_supported(x: Array, heads: int, parameters: Sequence[Array | None]) -> bool:
-    """Return whether the operator supports x and is faster: 16-bit on CUDA, small others on CPU."""
+    """Return whether the operator supports x and is faster than separate steps.
+
+    This is so for 16-bit arrays on CUDA, and for small arrays of other dtypes on a CPU.
+    """
     if x.is_nested or TORCH.apply_autocast(x) is not x:
         return False
     shape, dtype = x.shape, x.dtype

@@ -1,4 +1,4 @@
-"""PyTorch's kernel on spans of queries, each with the keys that the mask allows."""
+"""Runs PyTorch's kernel on each span of queries and the keys that the mask allows for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_MASK_NUMBERS = 2**24
 """Largest mask that is passed to the kernel in one call."""
 
 MAX_VISIBLE_SHARE = 0.75
-"""Smallest share of allowed pairs at which one call with the whole mask is used."""
+"""If the mask allows at least this share of the pairs, one call with the whole mask is used."""
 
 
 def spans_pay_off(call: Call, tiling: Any) -> bool:
-    """Return whether the mask excludes so much that many calls are faster than one."""
+    """Return whether one kernel call per span is faster than one call with the whole mask."""
     mask_arrays = call.rule.list_arrays()  # type: ignore[union-attr]
     lead = max((math.prod(x.shape[:-2]) for x in mask_arrays), default=1)
     if lead * call.n * call.m > MAX_MASK_NUMBERS:
@@ -36,7 +36,7 @@ def spans_pay_off(call: Call, tiling: Any) -> bool:
 
 
 def can_trim_keys(call: Call) -> bool:
-    """Return whether the call can be cut to the keys that any query sees."""
+    """Return whether `trim_keys` supports the call: a mask that is the same for all queries."""
     inputs = (call.query, call.key, call.value)
     if not (call.query.is_cpu and call.rule.is_shared_by_queries):  # type: ignore[union-attr]
         return False
@@ -44,7 +44,7 @@ def can_trim_keys(call: Call) -> bool:
 
 
 def trim_keys(call: Call) -> tuple[list[Any], Array | None]:
-    """Return query, key, value and mask, cut to the range of keys that any query sees."""
+    """Return (query, key, value) and mask, without the masked keys at both ends."""
     mask = kernel_mask(call, calls.make_block(call))
     inputs: list[Any] = [call.query, call.key, call.value]
     if mask is None or mask.shape[-1] != call.m:
@@ -64,7 +64,7 @@ def build_tiling(call: Call) -> Any:
     start, end = call.rule.key_extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
     keys_per_span = (
         call.m if end - start < call.m else QUERIES_PER_SPAN
-    )  # a contiguous range of keys, or blocks to select
+    )  # either one contiguous range of keys, or blocks of keys of which some are skipped
     return streaming.build_tiling(call, min(QUERIES_PER_SPAN, call.n), min(keys_per_span, call.m))
 
 
@@ -177,7 +177,7 @@ def _run_group(call: Call, group: SpanGroup, inputs: list[Array]) -> Array:
 
 
 def _concat_masks(blocks: list[Array | None], runs: list[Span]) -> Array:
-    """Return the masks of several key spans as one; None: all pairs of the span count."""
+    """Return the masks of several key spans as one mask. None in `blocks` allows all pairs."""
     first = next(x for x in blocks if x is not None)
     filled = [
         first.new_ones(1, run.size, dtype=torch.bool) if x is None else x

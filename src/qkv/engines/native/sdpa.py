@@ -1,4 +1,4 @@
-"""PyTorch's `scaled_dot_product_attention`: whole, by spans of queries or by parts of keys."""
+"""Runs PyTorch's `scaled_dot_product_attention`: at once, by spans of queries or parts of keys."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ QUERIES_PER_CORE = 32
 """Queries that PyTorch's CPU kernel assigns to one core."""
 
 MAX_SHORT_CAUSAL_QUERIES = 512
-"""Queries of a causal call up to which a second launch takes longer than the work."""
+"""Up to this many queries of a causal call, a second kernel launch takes longer than the work."""
 
 MIN_TILED_SCORES, MIN_TILED_GRADIENT_SCORES = 2**14, 2**16
-"""Scores per head from which our CUDA kernels are faster under a mask; with a gradient."""
+"""Scores per head from which our CUDA kernels are faster with a mask: without and with gradient."""
 
 MAX_FEW_OUTPUT_NUMBERS = 2**15
-"""Outputs up to this size are checked for NaN as a whole: slicing the last row takes longer."""
+"""Up to this size, a check of the whole output for NaN is faster than slicing its last row."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -54,7 +54,7 @@ def unsupported_reason(call: Call) -> str | None:
     if not on_cpu and (call.rule is None or _repairs_nan(call)):
         return None
     if (on_cpu or call.rule is not None) and not is_finite(call.query, call.key, call.value):
-        return "an argument is not finite, and the kernel would hide it or let it pass the mask"
+        return "an argument is not finite: the kernel may hide a NaN, or let a masked NaN through"
     return None
 
 
@@ -93,7 +93,7 @@ def tiled_reason(call: Call) -> str | None:
 
 
 def _is_faster_tiled(call: Call) -> bool:
-    """Return whether our CUDA kernels are faster, given the mask and the size.
+    """Return whether our CUDA kernels are faster than PyTorch's, given the mask and the size.
 
     PyTorch is faster for few queries, and for wide float32 with a gradient under an array.
     """
@@ -134,7 +134,7 @@ def is_on_device(call: Call) -> bool:
 
 
 def run(call: Call, lse_out: list[Array] | None = None) -> Array:
-    """Return the output. `run_kernel` appends the log-sum-exp to `lse_out`."""
+    """Return the output. `run_kernel` appends a log-sum-exp to `lse_out` if the kernel has one."""
     if _splits_keys(call):
         return _run_split_keys(call)
     is_causal = is_plain_causal(call.rule)
@@ -160,11 +160,12 @@ def run(call: Call, lse_out: list[Array] | None = None) -> Array:
 
 
 def run_guarded(call: Call) -> Array | None:
-    """Return the output; None if the kernel would hide a NaN or infinity or let it pass a mask.
+    """Return the output, or None if a NaN or infinity may make the output or a gradient wrong.
 
-    On a CPU, an argument that is not finite shows in the output, except in 16 bits and for fewer
-    than MIN_KEYS_SHOWING_NAN keys. A value that passes the mask shows as NaN. In the backward pass,
-    0 · ∞ may reach the gradient of a masked key, or of a query that sees no key.
+    The kernel may hide a NaN, or multiply a masked one by 0, which gives NaN. On a CPU the output
+    shows both, except in 16 bits and for fewer than MIN_KEYS_SHOWING_NAN keys. The output does not
+    show 0 · ∞ in the gradient of a masked key, or of a query that sees no key. So with a gradient,
+    key and query are checked too.
     """
     if call.query.device.type != "cpu" or _splits_keys(call):
         return None if unsupported_reason(call) else run(call)
@@ -183,7 +184,7 @@ def run_guarded(call: Call) -> Array | None:
     if is_plain_causal(call.rule) and call.n >= call.m:  # the last query sees every key
         checked.append(out[..., -1:, :])
     elif call.rule.is_shared_by_queries:
-        # A value that passes the mask shows in every row, a key in whole rows.
+        # A masked value that is not finite shows in every row, a masked key in every column.
         if lse_out:  # the log-sum-exp of a query that is not finite is not finite
             checked = checked[:1]
         checked += [out[..., :1, :], *(lse_out or [out[..., :1]])]
@@ -193,7 +194,7 @@ def run_guarded(call: Call) -> Array | None:
 
 
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
-    """Return SDPA as a function of `attend`'s arguments, for calls that need no preparation."""
+    """Return SDPA as a function of `attend`'s arguments; None if the arrays need preparation."""
     causal, mask_array = is_plain_causal(call.rule), None
     if call.rule is not None and not causal:
         mask_array = next(iter(call.rule.list_arrays()), None)
@@ -214,13 +215,13 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
     if call.query.device.type != "cpu" or call.query.dtype in HALF_DTYPES:
         return None
     sdpa, scale = backends.SDPA, effective_scale(call)
-    if scale != 1 / math.sqrt(shapes[0][-1]):  # the default: passing it would take longer
+    if scale != 1 / math.sqrt(shapes[0][-1]):  # SDPA is faster if the default is not passed
         sdpa = partial(sdpa, scale=scale)
     needs_gradient, is_short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
     if call.rule is None and not (needs_gradient or is_short):
         return ThreeArrayRunner(sdpa)
     is_unmasked, is_small = call.rule is None, call.query.numel() <= MAX_FEW_OUTPUT_NUMBERS
-    # The last query sees every key: a value that passes the causal mask shows there too.
+    # The last query sees every key, so its output shows every NaN.
     last = causal and call.m <= call.n and not is_small
 
     def run_checked(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
@@ -232,8 +233,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
         if is_unmasked:
             return out
         if is_small and not needs_gradient:
-            # A leak shows as NaN, and for small outputs `max` finds it fastest. (With a gradient,
-            # infinities matter too.)
+            # For small outputs, `max` is the fastest check for NaN. With a gradient, infinities
+            # must be found too.
             top = out.max().item()
             return out if top == top else None
         visible = out.detach().select(2, -1) if last else out
@@ -248,7 +249,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
 
 def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
-    """Return the direct runner on CUDA, which never waits for values."""
+    """Return the direct runner on CUDA, or None. It reads no array values, so it never waits."""
     causal, scale = is_plain_causal(call.rule), effective_scale(call)
     sdpa = backends.SDPA
     needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
@@ -256,7 +257,7 @@ def _build_device_runner(call: Call) -> ThreeArrayRunner | None:
         return None
     repair, width = import_nan_repair().repair_in_place if causal else None, call.query.shape[-1]
     has_default_scale = not causal and scale == 1 / math.sqrt(width)  # PyTorch's default
-    # Other calls of this plan have lengths with the same number of binary digits.
+    # A plan serves all lengths with the same number of binary digits: take the largest.
     max_products = math.prod(call.lead) * width << (call.n.bit_length() + call.m.bit_length())
 
     def run_arrays(query: Array, key: Array, value: Array) -> Array | None:
@@ -348,7 +349,7 @@ def import_triton_engine() -> Any:
 
 
 def _repairs_nan(call: Call) -> bool:
-    """Return whether a kernel repairs rows that a masked NaN reached."""
+    """Return whether our CUDA kernel can repair rows that a masked NaN reached."""
     is_supported = (
         is_plain_causal(call.rule)
         and call.fw.dtype_name(call.query) != "float64"
@@ -369,7 +370,7 @@ def _run_with_repair(call: Call) -> Array:
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         inner = [x.detach().requires_grad_() for x in arrays[:3]]
-        with torch.enable_grad():  # keeps the kernel's graph until backward
+        with torch.enable_grad():  # backward needs the kernel's autograd graph
             out = run_kernel(call, inner, None, True)
         graph[:] = [out, inner]
         repaired, repair_state = _repair_output(_rebuild_call(call, arrays), out.data)
@@ -390,7 +391,7 @@ def _rebuild_call(call: Call, arrays: Sequence[Array]) -> Call:
 
 
 def _visible_arrays(call: Call) -> list[Any]:
-    """Return query, and the keys and values that the last query sees, with four axes."""
+    """Return query, key and value with four axes, without the keys that no query sees."""
     key, value = call.key, call.value
     if key.shape[-3:-2] != value.shape[-3:-2]:  # type: ignore[union-attr]
         key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))

@@ -1,4 +1,4 @@
-"""One call of PyTorch's kernel: arrays with four axes, masks in its form, second derivatives."""
+"""One call of PyTorch's kernel: prepares the arrays and the mask, and adds second derivatives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_kernel(
     call: Call,
     inputs: Sequence[Array],
     mask: Array | None,
-    plain: bool,
+    is_causal: bool,
     lse_out: list[Array] | None = None,
 ) -> Array:
     """Return SDPA of query, key and value (…, rows, width), with first and second derivatives.
@@ -59,7 +59,7 @@ def run_kernel(
     if lse_out is not None and mask is not None and not call.dropout:
         out = _run_cpu_flash(inputs, mask, scale, lse_out)
     if out is None:
-        out = run_fused(inputs, mask, plain, scale, call.dropout)
+        out = run_fused(inputs, mask, is_causal, scale, call.dropout)
     if mask is not None and not mask.is_cpu:
         out = out.where(rows_with_keys(mask), 0.0)
     if width != out.shape[-1]:
@@ -68,33 +68,36 @@ def run_kernel(
 
 
 def run_fused(
-    inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
+    inputs: Sequence[Array], mask: Array | None, is_causal: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """Return SDPA with first and second derivatives."""
     if load_framework("torch").is_traced(inputs[0]):
-        return run_sdpa(inputs, mask, plain, scale, dropout)
+        return run_sdpa(inputs, mask, is_causal, scale, dropout)
     if inputs[0].is_cpu and MIN_DROPOUT_FOR_16_BITS <= dropout <= 1 - MIN_DROPOUT_FOR_16_BITS:
-        return _run_with_dropout(inputs, mask, plain, scale, dropout)
+        return _run_with_dropout(inputs, mask, is_causal, scale, dropout)
     return allow_second_derivative(
-        run_sdpa(inputs, mask, plain, scale, dropout), inputs, mask, plain, scale
+        run_sdpa(inputs, mask, is_causal, scale, dropout), inputs, mask, is_causal, scale
     )
 
 
 def _run_with_dropout(
-    inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float
+    inputs: Sequence[Array], mask: Array | None, is_causal: bool, scale: float, dropout: float
 ) -> Array:
-    """Return SDPA with dropout step by step, as PyTorch on a CPU, with fewer random numbers."""
+    """Return SDPA with dropout in separate steps, like PyTorch on a CPU.
+
+    It draws fewer random numbers than PyTorch.
+    """
     half = inputs[0].dtype in (torch.float16, torch.bfloat16)
     query, key, value = (x.float() if half else x for x in inputs)
     if key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     s = query * scale @ key.mT
-    if plain:
+    if is_causal:
         mask = s.new_ones(s.shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
         s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
     alpha = load_framework("torch").fused_softmax(s, None)
-    if alpha is None:  # a row is empty, or not finite
+    if alpha is None:  # a query may attend to no key, or a score is not finite
         alpha = torch._safe_softmax(s, -1)
     survivors, keep_probability = draw_survivors(alpha, dropout)
     return (torch.where(survivors, alpha, 0.0) @ (value / keep_probability)).to(inputs[0].dtype)
@@ -120,12 +123,12 @@ def _run_cpu_flash(
 
 
 def allow_second_derivative(
-    out: Array, inputs: Sequence[Array], mask: Array | None, plain: bool, scale: float
+    out: Array, inputs: Sequence[Array], mask: Array | None, is_causal: bool, scale: float
 ) -> Array:
     """Return the kernel's output with a gradient that can be differentiated again.
 
-    PyTorch's fused kernels have no second derivative. A hook on the kernel's node adds it. A custom
-    autograd function around the kernel would double the time of a small call.
+    PyTorch's fused kernels have no second derivative. A hook on the kernel's autograd node adds the
+    second derivative. A custom autograd function would double the time of a small call.
     """
     node = out.grad_fn
     name = type(node).__name__
@@ -134,22 +137,25 @@ def allow_second_derivative(
         return out
     if not name.startswith("ScaledDotProduct"):
         return out  # computed by operations that have all derivatives
-    # PyTorch saves the three arrays for backward. A hook that held them too would keep arrays that
-    # an activation checkpoint has freed, and a checkpoint returns each of them only once.
+    # PyTorch saves the three arrays for backward. The hook holds weak references, so that an
+    # activation checkpoint can free the arrays. (A checkpoint returns each saved array only once.)
     references = [weakref.ref(x) for x in inputs]
 
     def recompute_in_hook(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
         arrays: list[Any] = [x() for x in references]
-        return _recompute_gradients(arrays, masks.causal if plain else mask, scale, inner, outer[0])
+        return _recompute_gradients(
+            arrays, masks.causal if is_causal else mask, scale, inner, outer[0]
+        )
 
     node.register_hook(recompute_in_hook)
     return out
 
 
 def _before_backward(_: Array | None) -> None:
-    """Run before the node's backward and read its saved arrays.
+    """Add second derivatives to the current autograd node: the hook that runs before its backward.
 
-    So one hook serves all calls, which takes a third of the time of one hook for each call.
+    The hook reads the arrays that the node saved, so one hook serves all calls. That takes a third
+    of the time of a new hook for each call.
     """
     if not torch.is_grad_enabled():
         return
@@ -160,7 +166,7 @@ def _before_backward(_: Array | None) -> None:
         arrays = [node._saved_query, node._saved_key, node._saved_value]
         mask = masks.causal if node._saved_is_causal else _boolean_mask(node._saved_attn_mask)
         scale = node._saved_scale
-    except RuntimeError:  # freed or overwritten: the node raises its own error when it runs
+    except RuntimeError:  # an array was freed or overwritten: the node itself will raise an error
         return
     if scale is None:
         scale = 1 / math.sqrt(arrays[0].shape[-1])
@@ -183,7 +189,7 @@ def _boolean_mask(mask: Array | None) -> Array | None:
 def _recompute_gradients(
     arrays: Sequence[Any], mask: Any, scale: float, inner: Sequence[Array | None], outer: Array
 ) -> Any:
-    """Return the node's gradients computed by the equation, which can be differentiated."""
+    """Return the node's gradients from the dense equation, which can be differentiated again."""
     if not torch.is_grad_enabled():
         return None
     if any(x is None for x in arrays):
@@ -199,9 +205,9 @@ def _recompute_gradients(
 
 
 def _make_hook_holder() -> Any:
-    """Return a tensor with the hook `_before_backward`, from which nodes copy the hook.
+    """Return a tensor with the hook `_before_backward`, or None. Nodes copy the hook from it.
 
-    None if this version of PyTorch does not expose a node's saved arrays.
+    None if this version of PyTorch does not expose the arrays that a node saved.
     """
     try:
         _saved_tensor_hooks(True)
@@ -216,7 +222,7 @@ HOOK_HOLDER = _make_hook_holder()
 
 
 class _FirstDerivativeOnly(torch.autograd.Function):  # type: ignore[misc]
-    """An identity whose backward raises an error that explains what to do."""
+    """The identity. Its backward raises an error that says how to get second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, x: Array) -> Array:
@@ -257,7 +263,10 @@ def expand_mask_rows(mask: Array, m: int) -> Array:
 
 
 def rows_with_keys(mask: Array) -> Array:
-    """Return which rows (…, n, 1) see a key: for the others cuDNN returns a mean and not 0."""
+    """Return a boolean array (…, n, 1) that is True for queries that may attend to some key.
+
+    For other queries cuDNN returns the mean of the values, where qkv returns 0.
+    """
     counts = mask if mask.dtype == torch.bool else mask != -math.inf
     return counts.any(-1, keepdim=True)
 

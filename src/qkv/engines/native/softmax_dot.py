@@ -1,4 +1,4 @@
-"""Softmax of dot products: which calls compute it, and their scale."""
+"""Says which calls are a softmax of dot products, and with which scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkv.scores import Dot, ScaledDot
 from qkv.weightings import Softmax
 
 MIN_MANY_KEYS = 2**14
-"""Keys from which, for few queries, reading the keys dominates the time."""
+"""From this many keys, with few queries, reading the keys dominates the time."""
 
 
 def not_softmax_dot_reason(call: Call) -> str | None:

@@ -34,16 +34,18 @@ def run_dense(call: Call) -> tuple[Array, Array] | None:
     None if a masked NaN or infinity reached the output, or would reach a gradient.
     """
     live = calls.compute_live_pairs(call, calls.make_block(call))
-    return None if live is None else _bind_masked(call)(call.query, call.key, call.value, live)
+    return (
+        None if live is None else _build_masked_runner(call)(call.query, call.key, call.value, live)
+    )
 
 
 def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]:
     """Return `run_dense` as a function of `attend`'s arguments, for an array mask."""
-    masked = _bind_masked(call)
+    masked = _build_masked_runner(call)
     return lambda query, key, value, score, weighting, mask, seed: masked(query, key, value, mask)
 
 
-def _bind_masked(call: Call) -> Callable[..., tuple[Array, Array] | None]:
+def _build_masked_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]:
     needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
     average, scale = call.wants_weights == "mean", effective_scale(call)
     return partial(_run_masked, scale=scale, needs_gradient=needs_gradient, average=average)
@@ -69,8 +71,8 @@ def _run_masked(
     )
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value)
-    # A leak shows as NaN, and so does the row of a query that is not finite. But all scores of a
-    # key that is not finite may be −∞: that shows only in the gradient, as 0 · ∞.
+    # A masked NaN or infinity makes the output NaN, and so does a query that is not finite. But if
+    # all scores of an infinite key are −∞, only the gradient shows the key, as 0 · ∞.
     if not (is_finite(out, key) if needs_gradient else out.max().item() < math.inf):
         return None
     alpha = alpha.view(*lead, n, m)
@@ -118,7 +120,7 @@ def _run_with_gradient(
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         lse_out: list[Array] = []
         out, pull = fw.vjp(partial(_run_cpu_kernel, lse_out, scale), *arrays)
-        graph[:] = [pull]  # holds the kernel's graph until backward
+        graph[:] = [pull]  # backward needs the kernel's autograd graph
         return (out, _compute_weights(arrays[0], arrays[1], lse_out[0], scale, average)), (
             lse_out[0],
         )
@@ -171,7 +173,7 @@ _device_capability = memoize("engines.device_capabilities")(torch.cuda.get_devic
 
 
 def _row_slices(query: Array, key: Array) -> Iterator[slice]:
-    """Yield slices of the queries; weights of all heads fit in memory for each."""
+    """Yield slices of the queries with at most MAX_WEIGHTS_PER_BLOCK weights in all heads."""
     size = max(MAX_WEIGHTS_PER_BLOCK // max(query[:, :, 0, 0].numel() * key.shape[-2], 1), 1)
     return (slice(at, at + size) for at in range(0, query.shape[-2], size))
 

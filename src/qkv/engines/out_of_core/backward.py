@@ -13,7 +13,7 @@ from qkv.frameworks.stored_rows import RowReader, UnreadArray
 from qkv.util.types import Array, Arrays, Gradients
 
 MAX_SAVED_SCORES = 2**25
-"""Most scores that are saved for the backward pass; far fewer numbers than the keys have."""
+"""The most scores that are saved for the backward pass. The keys have far more numbers."""
 
 
 def load_all_rows(call: Call) -> Call:
@@ -26,15 +26,15 @@ def load_all_rows(call: Call) -> Call:
 
 
 def choose_loops(call: Call) -> Any:
-    """Return the object with the loops over blocks: a row reader or the framework."""
+    """Return the object whose methods loop over blocks: a `RowReader` or the framework."""
     return RowReader(call.fw) if isinstance(call.key, UnreadArray) else call.fw
 
 
 class SavedScores:
     """The scores (n, c) of each span of stored rows, saved by the forward pass.
 
-    For a linear score φ(q)·k, the gradient of φ(q) is Σ (∂L/∂s) k. With the scores saved, the
-    backward pass needs no second computation of them and reads the keys once.
+    For a linear score φ(q)·k, the gradient of φ(q) is Σ (∂L/∂s) k. With saved scores, the backward
+    pass does not compute the scores again, and it reads the keys once.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class SavedScores:
 
     @classmethod
     def create_for(cls, call: Call) -> SavedScores | None:
-        """Return an empty object, or None if scores cannot be saved for this call.
+        """Return an empty object, or None if this call cannot use saved scores.
 
-        They cannot if there are too many, if `scale_scores` changes them, or if an array other than
-        the query receives a gradient.
+        That is so if there are too many scores, if `scale_scores` changes them, or if an array
+        other than the query receives a gradient.
         """
         if (
             not isinstance(call.key, UnreadArray)
@@ -64,13 +64,13 @@ class SavedScores:
         self._blocks[start] = s + 0.0  # a copy: a weighting may overwrite its scores
 
     def take_blocks(self) -> Arrays:
-        """Return all saved scores, for the framework to save, and forget them here."""
+        """Return all saved scores and drop them here: the framework saves them for backward."""
         self._starts = sorted(self._blocks)
         blocks, self._blocks = self._blocks, {}
         return tuple(blocks[at] for at in self._starts)
 
     def split_saved(self, saved: Sequence[Array]) -> tuple[Sequence[Array], dict[int, Array]]:
-        """Split the saved arrays into row facts and scores, the latter by start of their span."""
+        """Split the saved arrays into row facts, and a dict from the start of a span to scores."""
         count = len(saved) - len(self._starts)
         return saved[:count], dict(zip(self._starts, saved[count:], strict=True))
 

@@ -7,7 +7,7 @@ E δ² ≤ σ² = ‖φ‖² λ and |δ| ≤ M = ‖φ‖ r. Every row of the bl
     gain:  E (e^δ − 1)₊ = E (1 − e^δ)₊ + E e^δ − 1 ≤ σ / 2 + V,
            with E e^δ − 1 = E (e^δ − 1 − δ) ≤ V = ½ σ² e^M by Taylor's theorem.
 
-They are the `loss` and the `gain` of an `ErrorBound`, summed over the blocks.
+Summed over the blocks, they are the `loss` and the `gain` of an `ErrorBound`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ROWS_PER_BLOCK = 4096
 """Rows per block."""
 
 PAYBACK_DIVISOR = 12
-"""Computing the sums takes as long as answering width / PAYBACK_DIVISOR queries by codes. The sums
-are computed once that many queries arrived for which they may suffice."""
+"""Computing the sums takes as long as answering width / PAYBACK_DIVISOR queries by codes. So they
+are computed after that many queries that the sums could have answered."""
 
 ROUND_UP_FACTOR = 1 + 1e-6
 """A factor above the relative error of a few roundings to float32."""
 
 
 class PendingBlockMeans(NamedTuple):
-    """Sums that are not computed yet.
+    """Block means that have not been computed yet.
 
-    `min_spread` estimates the smallest √λ of a block. `query_count` counts the queries so far for
-    which that estimate is small enough.
+    `min_spread` estimates the smallest √λ of a block. `query_count` counts the queries so far that
+    the block means could have answered, judged by this estimate.
     """
 
     min_spread: float
@@ -90,9 +90,10 @@ class BlockMeans(NamedTuple):
 def attend_by_blocks(
     rows: StoredRows, query: np.ndarray, score: Score, weighting: Weighting, tolerance: float
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the output (n, d_v) and for which queries (n,) its bound meets the tolerance.
+    """Return the output (n, d_v) and a boolean (n,): does its error bound meet the tolerance?
 
-    None if for no query. The score must be bounded by codes, and the rows must have codes.
+    Return None if the bound meets it for no query. The rows must have 8-bit codes, and the codes
+    must give a bound on the score.
     """
     form = score.affine_form(query.astype(float), np.ones(1))
     assert form is not None
@@ -134,9 +135,9 @@ def sum_blocks(rows: StoredRows) -> BlockMeans:
 
 
 def _estimate_min_spread(rows: StoredRows) -> float:
-    """Return √λ of isotropic keys as long as the first rows; other distributions have a larger √λ.
+    """Return a lower estimate of √λ: that of isotropic keys which are as long as the first rows.
 
-    Infinite if the keys are stored in 8 bits only: the sums would miss their quantization errors.
+    Return ∞ if the keys are stored in 8 bits only, since the sums would miss quantization errors.
     """
     first = rows.first_chunk()
     assert first is not None and first.quantized is not None

@@ -1,10 +1,11 @@
 """Weights with a guaranteed error bound, from 8-bit codes of the keys.
 
 The scan reads all codes, a quarter of the bytes of the keys. Each score then has an error of at
-most δ = ‖φ‖ · residual, and the weights one of at most Σ α (e^δ − 1). If that exceeds the
-tolerance, the keys of the rows with the largest share of it are read, and if necessary all keys.
-Nearly uniform weights have no such rows. For them the residuals of a block are bounded together:
-they point in many directions (`QuantizedKeys.block_spread`), so Σ α |e| ≤ ‖α‖ · spread · ‖φ‖.
+most δ = ‖φ‖ · residual, and the weights have an error of at most Σ α (e^δ − 1). If this bound
+exceeds the tolerance, the engine reads the keys of the rows with the largest terms of the sum, and
+if necessary all keys. Nearly uniform weights have no such rows. For them the residuals of a block
+are bounded together: residuals point in many directions (`QuantizedKeys.block_spread`), so
+Σ α |e| ≤ ‖α‖ · spread · ‖φ‖ for the score errors e.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FULL_READ_DIVISOR = 8
 """At most 1/FULL_READ_DIVISOR of the keys are read one by one. For more, reading all is faster."""
 
 INITIAL_WEIGHT_SHARE, SHARE_REFINEMENT = 1e-3, 3
-"""Smallest share of the weight at which a row's key is read, and the divisor of that share for each
-further round."""
+"""In the first round, keys of rows with at least this share of the weight are read. Each further
+round divides the share by SHARE_REFINEMENT."""
 
 UNREAD_TOLERANCE_FRACTION = 0.5
 """The part of the tolerance that is reserved for rows whose values are not read."""
@@ -40,10 +41,11 @@ SPARSE_READ_DIVISOR = 4
 """At most 1/SPARSE_READ_DIVISOR of the values are read one by one. For more, all are read."""
 
 MAX_TOLERANCE = 1 - 2**-20
-"""The largest tolerance that is a constraint: an error bound of 1 holds even for NaN."""
+"""Larger tolerances are reduced to this one. Every error is at most 1, so they would accept any
+weights, even NaN."""
 
 MAX_WEIGHTS_PER_BATCH = 2**26
-"""Most weights in memory at once."""
+"""The most weights in memory at once."""
 
 SAMPLED_ROWS = 4096
 """Rows that are drawn for a probabilistic error bound."""
@@ -83,7 +85,7 @@ def _weigh_quantized(
 def _weigh_with_bound(
     scores: QuantizedScores, tolerance: float, confidence: float | None
 ) -> WeighedRows | str:
-    """Return the weights with the smallest error bound that can be proven."""
+    """Return weights and a proven error bound, or the reason why nothing can be proven."""
     if scores.weighting.max_support is not None:
         return _weigh_top_k(scores, scores.weighting.max_support, tolerance)
     if scores.profile is not None:
@@ -167,7 +169,10 @@ def attend_rows(
 
 
 def _refusal_reason(rows: StoredRows, score: Score, weighting: Weighting) -> str | None:
-    """Return why codes give no error bound; raise if there are no exact keys either."""
+    """Return why codes give no error bound, or None.
+
+    Raise CombinationError if there is no bound and the exact keys are not stored either.
+    """
     first = rows.first_chunk()
     if first is not None and isinstance(first.key, SelectedRows) and not first.is_lossy:
         return "so few rows pass the condition that their keys are faster to read than codes"
@@ -194,7 +199,7 @@ def _unbounded_reason(
         return "a temperature that is an array has no error bound"
     form = score.affine_form(np.zeros((1, width)), np.ones(1))
     if form is None:
-        return f"{type(score).__name__} is not linear in the key, so codes do not bound it"
+        return f"{type(score).__name__} is not linear in the key, so 8-bit codes give no bound"
     if (kind is Normalized) != hasattr(score, "profile"):
         return f"{type(score).__name__} with {kind.__name__} has no error bound"
     if codes.norm is None and not form.key_factor is form.bias is None:
@@ -217,7 +222,7 @@ def _weigh_softmax(
         at = scan.unread_heavy_rows(share, weight_tolerance)
         read_count = scores.rows_read + len(at)
         if confidence is not None and read_count > min(SAMPLED_ROWS, m // FULL_READ_DIVISOR):
-            # This may be repeated; the failure probabilities of all rounds must add up to less
+            # Sampling may be repeated. The failure probabilities of all rounds must add up to less
             # than 1 − confidence.
             confidence = (1 + confidence) / 2
             statistical = _sample_error(scores, scan, bound, tolerance, confidence)
@@ -225,7 +230,7 @@ def _weigh_softmax(
                 return _answer_from_all_rows(scores, scan, bound, statistical)._replace(
                     bound_is_probabilistic=True
                 )
-        # Within the tolerance, a few more keys are still read if that may save reading values.
+        # Even if the bound meets the tolerance, reading a few more keys may save reading values.
         is_within = (bound.max_error <= tolerance).all()
         max_read = (
             max(2 * scores.rows_read, m // (32 * FULL_READ_DIVISOR))
@@ -286,11 +291,11 @@ def _sample_error(
     tolerance: float,
     confidence: float,
 ) -> np.ndarray:
-    """Return the error (n,) that each query exceeds with probability 1 − confidence at most.
+    """Return an error bound (n,) that each query exceeds with probability 1 − confidence at most.
 
     Rows are drawn with probabilities proportional to their share of the error bound, and their keys
-    are read. |e^error − 1| / (e^δ − 1) is in [0, 1]; its mean times the sum of all shares bounds
-    the error.
+    are read. For each, |e^error − 1| / (e^δ − 1) is in [0, 1]. The mean of this ratio times the sum
+    of all shares bounds the error.
     """
     out = bound.max_error.copy()
     rng = np.random.default_rng(0)
@@ -386,7 +391,7 @@ def _answer_from_all_rows(
 def _answer_from_few_rows(
     scores: QuantizedScores, scan: WeightScan, pruned: PrunedWeights
 ) -> WeighedRows:
-    """Build the answer from the heaviest rows; all others get weight 0."""
+    """Build the answer from the rows with the largest weights; all others get weight 0."""
     at, w, bound = pruned
     w = (w / bound.total[:, None]).astype(np.result_type(scores.query, np.float32))
     alpha = scan.keep_only(at, w)
@@ -421,7 +426,7 @@ def _weigh_exactly(
     """Return the answer of the exact scan for the selected queries.
 
     Used if no row is inside a query's window, if no row is allowed, or if nothing can be proven. If
-    the keys are lost, the scan uses their codes.
+    only codes are stored, the scan computes with their vectors.
     """
     rows = scores.rows
     weighed = forward.weigh_rows(rows, scores.query[selected], scores.score, scores.weighting)

@@ -1,7 +1,7 @@
 """Exact attention over stored rows: output, weights (n, m), entropy and log-sum-exp.
 
-The keys are read once. Memory holds one number for each query and row: first the score, which the
-weight then replaces. The weighting computes it by its usual passes over blocks.
+The keys are read once. Memory holds one number for each query and row: first the score, then the
+weight. The weighting turns scores into weights in its usual passes over blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CACHED_SCORES = 2**18
 """Scores of a block that fits the processor's cache."""
 
 MAX_VALUE_ROWS_PER_READ = 2**18
-"""Most rows of values that a core reads at a time."""
+"""The most rows of values that a core reads at a time."""
 
 PooledSums = tuple[Any, ...]
 """Σᵢ αᵢ vᵢ (n, d_v); for a mean also Σᵢ αᵢ (n,) and the common value of all rows with weight."""
@@ -37,7 +37,10 @@ PooledSums = tuple[Any, ...]
 def weigh_rows(
     rows: StoredRows, query: np.ndarray, score: Score, weighting: Weighting, part: bool = False
 ) -> WeighedRows:
-    """Return the exact weights of all rows, in float64 if scores overflow float32."""
+    """Return the exact weights of all rows. They are float64 if scores overflow float32.
+
+    `part` is that of `qkv.attention.weigh_rows`.
+    """
     query = query if calls.has_numbers_in_range((score, weighting)) else query.astype(float)
     weighed = weigh_scores(rows, score_rows(rows, query, score), weighting, part)
     largest = weighed.best_score if weighed.lse is None else weighed.best_score + weighed.lse
@@ -55,7 +58,7 @@ def weigh_rows(
 def find_nearest(rows: StoredRows, query: Array, score: Score, k: int) -> tuple[Array, Array]:
     """Return the k best scores of each query in descending order, and their positions, (n, k).
 
-    Scores are −∞ if there are fewer than k rows. Reads no values.
+    If there are fewer than k rows, the last scores are −∞. The values of the rows are not read.
     """
     best = TopK(k)
     call = Call(get_framework(query).detach(query), rows.key, None, score, best).upcast()
@@ -73,10 +76,10 @@ def find_nearest(rows: StoredRows, query: Array, score: Score, k: int) -> tuple[
 def weigh_scores(
     rows: StoredRows, scores: np.ndarray, weighting: Weighting, part: bool = False
 ) -> WeighedRows:
-    """Return output, weights and statistics of scores (n, m), which are overwritten.
+    """Return output, weights and statistics of scores (n, m). The weights overwrite the scores.
 
-    For a `part` of the rows the result also has the scaled scores: the weights among all rows are
-    computed from them.
+    With `part`, other shards hold more rows. Then the result also has the scaled scores, from which
+    the weights among all rows are computed.
     """
     scaled = None
     if part:
@@ -91,9 +94,9 @@ def weigh_scores(
             weighting.scale_scores(scores), rows.allowed, weighting
         )
     else:
-        some, spread, lse = _compute_weights(weighting.scale_scores(seen), None, weighting)
+        allowed, spread, lse = _compute_weights(weighting.scale_scores(seen), None, weighting)
         alpha = scores
-        for all_rows, allowed_rows in zip(alpha, some, strict=True):
+        for all_rows, allowed_rows in zip(alpha, allowed, strict=True):
             all_rows.fill(0)
             all_rows[at] = allowed_rows
     sums = pool_values(rows, alpha, mean=weighting.is_convex)
@@ -105,7 +108,10 @@ def weigh_scores(
 def _compute_weights(
     s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
 ) -> tuple[np.ndarray, np.ndarray | None, Array | None]:
-    """Return the weights of scores, their entropy if it was computed, and the log-sum-exp."""
+    """Return the weights of scores (n, m), their entropy (n,) or None, and the log-sum-exp.
+
+    The entropy is None if the weights were computed at once. Large weights overwrite the scores.
+    """
     if s.size <= MAX_CACHED_SCORES:
         live = None if allowed is None else allowed[None]
         alpha, lse = weighting.weights_and_lse(
@@ -158,9 +164,10 @@ def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
 
 
 class ScorePasses:
-    """The passes over scaled scores (n, c) of some rows; the first has the position `origin`.
+    """The passes over scaled scores (n, c) of some rows. The first row has the position `origin`.
 
-    Other shards may hold the other rows: their results of `fold` and `state` can be merged.
+    Other shards may hold the other rows. The results of `fold` and `state` of all shards can be
+    merged.
     """
 
     def __init__(
@@ -182,7 +189,7 @@ class ScorePasses:
         )
 
     def fold(self, lift: Any, merge: Any, init: Any) -> State:
-        """Reduce the scores of all blocks: the argument of `Weighting.find_threshold`."""
+        """Reduce the scores of all blocks to one state. `Weighting.find_threshold` calls it."""
         start = init(self.template)
         state: State = self.fw.reduce_spans(
             lambda x: lift(*self._slice_block(x)), merge, start, self.spans
@@ -216,7 +223,7 @@ class ScorePasses:
 
 
 def get_entropy(weighed: WeighedRows) -> np.ndarray:
-    """Return the entropy (n,) of the weights; compute it if it is not known yet."""
+    """Return the entropy (n,) of the weights, which is computed if `weighed` does not have it."""
     return compute_entropy(weighed.weights) if weighed.entropy is None else weighed.entropy
 
 
@@ -266,9 +273,9 @@ class SparseWeights(NamedTuple):
 def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool) -> PooledSums:
     """Return the sums over all rows, in the more precise dtype of weights and values.
 
-    Rows without weight are not read. `merge_sums` merges the sums of two sets of rows.
+    Rows with weight 0 are not read. `merge_sums` merges the sums of two sets of rows.
     """
-    width, few = rows.value_width, alpha if isinstance(alpha, SparseWeights) else None
+    width, sparse = rows.value_width, alpha if isinstance(alpha, SparseWeights) else None
     alpha = alpha.weights if isinstance(alpha, SparseWeights) else alpha
     start = np.zeros((len(alpha), width), alpha.dtype)
     none = (start, np.zeros(len(alpha), alpha.dtype), None)[: 3 if mean else 1]
@@ -276,10 +283,10 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
         return none
 
     def pool_cut(cut: RowSpan) -> PooledSums:
-        if few is not None:
-            begin, end = np.searchsorted(few.positions, (cut.start, cut.start + cut.size))
+        if sparse is not None:
+            begin, end = np.searchsorted(sparse.positions, (cut.start, cut.start + cut.size))
             value, weights = (
-                cut.read_values(few.positions[begin:end] - cut.start),
+                cut.read_values(sparse.positions[begin:end] - cut.start),
                 alpha[:, begin:end],
             )
         else:
@@ -298,7 +305,7 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
         )
 
     size = max(min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ), 512)
-    cuts = rows.iter_spans(size, prefetch_fields=("value",) if few is None else ())
+    cuts = rows.iter_spans(size, prefetch_fields=("value",) if sparse is None else ())
     sums: PooledSums = RowReader(get_framework(alpha)).reduce_spans(
         pool_cut, merge_sums, none, cuts
     )
@@ -306,15 +313,16 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
 
 
 def merge_sums(one: PooledSums, two: PooledSums) -> PooledSums:
+    """Return the sums over two sets of rows together."""
     added = [a + b for a, b in zip(one[:2], two[:2], strict=True)]
     return *added, *map(_merge_common, one[2:], two[2:])
 
 
 def finish_sums(sums: PooledSums) -> np.ndarray:
-    """Return the output from the sums over all rows.
+    """Return the output (n, d_v) from the sums over all rows.
 
-    A mean is divided by the sum of its weights, which rounding moves away from 1. The mean of equal
-    values is exactly that value.
+    Rounding moves the sum of the weights away from 1, so a mean is divided by that sum. The mean of
+    equal values is exactly that value.
     """
     out, *more = sums
     if more and more[1] is not None:
@@ -325,9 +333,9 @@ def finish_sums(sums: PooledSums) -> np.ndarray:
 
 
 def _common_value(value: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
-    """Return the value that all rows with weight share in each column, NaN where they differ.
+    """Return the common value (d_v,) of all rows with nonzero weight, NaN in columns that differ.
 
-    None if no row has weight.
+    None if all weights are 0.
     """
     used = np.logical_or.reduce(weight != 0, 0) if len(weight) > 1 else weight[0] != 0
     if not used.any():

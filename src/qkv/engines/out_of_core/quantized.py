@@ -1,4 +1,4 @@
-"""Scores of all rows from 8-bit codes, with their errors, and exact scores of a few rows."""
+"""Scores of all rows from 8-bit codes, with error bounds, and exact scores of a few rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from qkv.scores.base import AffineForm
 from qkv.weightings import Weighting
 
 MAX_CODED_ROWS_PER_BLOCK = 65536
-"""Rows whose codes a core scores at a time for up to four queries. For more queries the number
-falls with their square root: the scores stay in the cache, and the overhead per block stays
-small."""
+"""Rows whose codes a core scores at a time for up to four queries. For n > 4 queries the number is
+divided by √(n / 4). So the scores fit the cache, and the overhead per block stays small."""
 
 MAX_EXACT_KEYS_PER_BLOCK = 8192
 """Keys that are scored in float64 at a time."""
@@ -86,11 +85,11 @@ class QuantizedScores:
     def _window_rounding(self) -> tuple[float, float, np.ndarray | float]:
         """Return bounds on the rounding of r² near the edge of a window by the exact scan.
 
-        They are the factor of ‖k‖, the factor of ‖k‖² / width², and the constant (n,) of each
-        query. The exact scan subtracts queries and keys in the query's dtype with unit u. With
-        e = 2 u (‖q‖ + ‖k‖) / width, the length of a difference has an error of at most e, and r² at
-        r ≤ 1 one of 2 e + e², plus the rounding of the sum of d squares. For a row within that
-        distance of the edge, the exact scan may decide either way.
+        The bounds are the factor of ‖k‖, the factor of ‖k‖² / width², and the constant (n,) of each
+        query. The exact scan subtracts queries and keys in the query's dtype with unit u. Let
+        e = 2 u (‖q‖ + ‖k‖) / width. The length of a difference has an error of at most e. At r ≤ 1,
+        r² has an error of at most 2 e + e², plus the rounding of the sum of d squares. If a row is
+        within this distance of the edge, the exact scan may decide either way.
         """
         if self.profile is None:
             return 0.0, 0.0, 0.0
@@ -170,7 +169,7 @@ class QuantizedScores:
     def _plain_terms(self, cut: RowSpan, codes: QuantizedKeys) -> tuple[np.ndarray, ErrorTerms]:
         """Return the scales and error terms for a score without factor and bias.
 
-        They do not depend on the query and are cached; so are the columns, if memory can hold them.
+        They do not depend on the query, so they are cached.
         """
         cache_key, cache, columns = (
             (cut.start, cut.size),
@@ -234,7 +233,7 @@ class QuantizedScores:
         """Return the multipliers of the error terms of scores from codes."""
         length, unit = self.phi_norms, FLOAT32_ROUNDING
         query_residual = self.quantized_queries.residual_norm[: len(length)]
-        if self.gate_sensitivity:  # count the gate vector's error as one of the queries
+        if self.gate_sensitivity:  # treat the gate vector as one more query
             query_residual = np.maximum(
                 query_residual,
                 self.quantized_queries.residual_norm[-1]

@@ -32,7 +32,7 @@ SEARCH_DEPTH_FACTOR = 64
 a lower threshold does not read the weights again."""
 
 MAX_SCORE_RISE = 20.0
-"""Largest excess of an exact score over the block's largest; above it the block is rescaled."""
+"""If an exact score exceeds the largest score of its block by more, the block is rescaled."""
 
 
 class ErrorTerms(NamedTuple):
@@ -172,7 +172,7 @@ class WeightScan:
         if cut.allowed is not None:
             np.maximum(s, -200, out=s)  # 0 · −∞ must count as 0
         factors, maxima = self.factors, (*terms.maxima, terms.spread)
-        total, entropy_sum = np.add.reduce(w, 1), _row_dot(w, s)  # BLAS would add too coarsely
+        total, entropy_sum = np.add.reduce(w, 1), _row_dot(w, s)  # BLAS sums are too inaccurate
         largest_error = sum(a * b for a, b in zip(self._largest_factors, maxima, strict=False))
         has_wide_errors = (
             not largest_error + factors.rounding_error(np.abs(unit).max(initial=0.0))
@@ -370,7 +370,7 @@ class WeightScan:
         self.top[i] += rise
         self.peak = np.maximum(self.peak, self.top[i])
         self.factor = np.exp(self.top - self.peak)
-        self._reset_remembered()  # its weights have the old unit
+        self._reset_remembered()  # the cached weights have the old unit
 
     def prune_rows(self, tolerance: float, max_rows: int) -> PrunedWeights | None:
         """Omit as many light rows as the tolerance allows; None if more than `max_rows` remain."""
@@ -383,7 +383,7 @@ class WeightScan:
                 return None
             w = self.weights_at(at)
             total = w.sum(axis=1, dtype=float)
-            # The sum over all rows is known up to rounding, so the omitted part is, too.
+            # The sum over all rows is known up to rounding, and so is the omitted part.
             omitted = np.maximum(bound.total + rounding_error - total, 0.0)
             if (omitted <= spare).all():
                 return PrunedWeights(
@@ -393,7 +393,7 @@ class WeightScan:
         return None
 
     def keep_only(self, at: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Set the weights of the rows `at` to these (n, k) and all others to 0; return (n, m)."""
+        """Set the weights of the rows `at` to `weights` (n, k), all others to 0; return (n, m)."""
         self._map_blocks(lambda i: self._block_weights(i).fill(0))
         out = self.weights.astype(weights.dtype, copy=False)
         out[:, at] = weights

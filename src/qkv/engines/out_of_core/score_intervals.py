@@ -13,7 +13,7 @@ from qkv.util.types import Span
 from qkv.weightings.error_bound import ErrorBound
 
 MAX_CACHED_SCORES = 2**18
-"""Scores of a span of rows that fits the processor's cache."""
+"""Scores of a span of rows, so that the span fits the processor's cache."""
 
 
 class ScoreIntervals:
@@ -46,7 +46,7 @@ class ScoreIntervals:
             self.terms[:, self.excluded_rows] = 0
 
     def with_exact_scores(self, scores: np.ndarray, factors: ErrorFactors) -> ScoreIntervals:
-        """Return the same rows with scores computed from their keys."""
+        """Return an object for the same rows, with exact scores (n, m) that come from the keys."""
         intervals = ScoreIntervals(scores, factors)
         intervals.terms[1:], intervals.excluded_rows, intervals.rounded = (
             self.terms[1:],
@@ -75,7 +75,7 @@ class ScoreIntervals:
             lambda at: self.scores[:, at].max(axis=1), np.maximum, lower_bound
         )
         largest = np.where(np.isfinite(largest), largest, 0.0).astype(float)
-        # The subtraction of the largest score and the exponential round, too.
+        # Subtracting the largest score and the exponential also cause rounding errors.
         self.rounding_slack = (
             self.rounding_unit * (4 * np.abs(largest) + 16 + 8 * self.offset) + self.rounded
         )
@@ -121,7 +121,7 @@ class ScoreIntervals:
         self.total = bound.total
         if self.profile is None:
             return bound._replace(gain=bound.gain + UNDERFLOW_WEIGHT * m)
-        # The quotient and both of its numbers are rounded.
+        # Numerator, denominator and quotient are rounded.
         return bound._replace(gain=bound.gain + 8 * self.rounding_unit * bound.total)
 
     def _span_bound(self, at: slice) -> ErrorBound:
@@ -141,7 +141,7 @@ class ScoreIntervals:
             deltas = self.score_errors(slice(None)).astype(float)
             for i, s in enumerate(self.scores.astype(float)):
                 out[i] = softmax_error_from_largest(s, deltas[i])
-        return np.minimum(out + 8 * self.rounding_unit, 1.0)  # the quotients are rounded too
+        return np.minimum(out + 8 * self.rounding_unit, 1.0)  # allow for rounding of the quotients
 
     def fill_weights(self, out: np.ndarray) -> np.ndarray:
         """Write α to `out` (n, m) and return its entropy (n,)."""
@@ -164,9 +164,10 @@ class ScoreIntervals:
     # Selection of rows
 
     def rows_to_read(self, budget: float, max_rows: int) -> np.ndarray:
-        """Return the positions, ascending, of the rows to read so that the bound meets the budget.
+        """Return the ascending positions of the rows to read so that the bound meets the budget.
 
-        At most `max_rows`, those with the largest errors. Call `error_bound` first.
+        If these are more than `max_rows`, return about `max_rows` with the largest errors. Call
+        `error_bound` first.
         """
         max_shares = np.empty(self.scores.shape[1], np.float32)
         total = np.where(self.total > 0, self.total, 1e-30)[:, None]
@@ -187,7 +188,7 @@ class ScoreIntervals:
         self._update_top()
 
     def top_k_candidates(self, k: int) -> np.ndarray:
-        """Return the positions, ascending, of all rows that may be among a query's k largest."""
+        """Return the ascending positions of all rows whose score may be among a query's k best."""
         n, m = self.scores.shape
         lower_bounds = np.full((n, k), -np.inf)
 
@@ -225,9 +226,10 @@ def softmax_error_from_largest(s: np.ndarray, errors: np.ndarray) -> float:
 
 
 def _largest_over_budget(x: np.ndarray, budget: float, max_count: int) -> np.ndarray:
-    """Return the positions, ascending, of the numbers without which the sum meets the budget.
+    """Return the ascending positions of the largest numbers; the others sum to at most `budget`.
 
-    At most about `max_count`, the largest. Numbers are selected by bins of ⅛ octave.
+    Return at most about `max_count` positions. A bin holds the numbers of ⅛ octave, and bins are
+    returned whole.
     """
     x = np.where(np.isnan(x), np.float32(np.inf), x).astype(np.float32, copy=False)
     at = np.flatnonzero(x > budget / (2 * len(x)))

@@ -54,10 +54,10 @@ MAX_VALUE_WIDTH = 256
 TANH_FUNCTION_PAIRS = 8
 """Pairs of functions that approximate tanh in 16 bits."""
 TANH_ERROR = 2.0**-7
-"""Their largest error: about what rounding W₁q + W₂k to bfloat16 does to tanh. Without a gradient
-it is 1.5 times as large."""
+"""The largest error of these pairs: about the error of tanh if W₁q + W₂k is rounded to bfloat16.
+Without a gradient, 1.5 times this error is allowed."""
 TANH_ERROR_FRACTION = {"bfloat16": 1.0, "float16": 0.125}
-"""The fraction of that error within which fewer pairs are enough, by data type."""
+"""By dtype: fewer pairs are used if their error is at most this fraction of TANH_ERROR."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -166,7 +166,7 @@ def slower_reason(call: Call) -> str | None:
         return "Triton's interpreter is slow, for tests only"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
-    simple = simple and streaming.slower_reason(call) is None  # else `dense` would have it
+    simple = simple and streaming.slower_reason(call) is None  # otherwise `dense` is chosen
     if plain and simple and not call.dropout and (call.rule is None or is_plain_causal(call.rule)):
         return "the framework's own kernel is faster: the score is a plain dot product"
     return None
@@ -204,7 +204,7 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
 def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     """Return a function that runs calls like this one; lengths, batches and values may differ.
 
-    If values decide (`is_data_dependent`), check `unsupported_reason` for each call.
+    If `is_data_dependent(call)`, the caller must check `unsupported_reason` before each call.
     """
     from qkv.engines.triton.launching import precompile
 
@@ -245,7 +245,7 @@ def _build_plain_runner(call: Call) -> Callable[[Call], tuple[Array, Array | Non
 
 
 def _build_straight_through_runner(call: Call) -> Callable[[Call], tuple[Array, None, None]]:
-    """Return a function for `hard` with softmax's gradient: Σ hard v + (Σ soft v − detached)."""
+    """Return a function for `hard` with softmax's gradient: hard + soft − detached soft output."""
     kinds = Hard(), Softmax()
     hard, soft = (build_runner(replace(call, weighting=x)) for x in kinds)
 

@@ -27,7 +27,7 @@ from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Soft
 
 
 def batch_and_heads(call: Call) -> tuple[int, int]:
-    """Return the leading axes as (batch, heads); a single one is the batch, which has lengths."""
+    """Return the leading axes as (batch, heads). A single axis is the batch, as for `lengths`."""
     lead = call.lead
     if len(lead) == 2:
         return lead
@@ -204,10 +204,10 @@ def scale_mask_array(call: Call, pairs: Any, temperature: Any) -> Any:
 
 
 def drop_row_constants(query: Any, pairs: Any) -> tuple[Any, Any]:
-    """Return the query and a mask array in which row constants are 0, or −∞ if they exclude a row.
+    """Return the query, and a mask array with one number per row set to 0, or −∞ as before.
 
-    A row constant does not change the weights. Its gradient, exactly 0, goes through the query: a
-    sum of terms that cancel would leave rounding errors.
+    Such a number does not change the weights, so its gradient is exactly 0. That gradient goes
+    through the query. The kernels would sum terms that cancel, which leaves rounding errors.
     """
     out = pairs == -math.inf
     linked = 0 * pairs.masked_fill(out, 0.0)

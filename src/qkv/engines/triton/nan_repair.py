@@ -1,6 +1,6 @@
-"""Recompute rows into which PyTorch's kernel let a NaN or ∞ that a causal mask excludes.
+"""Recompute output rows of PyTorch's kernel that are NaN because of a masked NaN or ∞.
 
-PyTorch's kernel multiplies excluded values by 0, and 0 · NaN is NaN.
+Under a causal mask, PyTorch's kernel multiplies masked values by 0, and 0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def repair_query_gradient(
     dquery: Tensor, along: Tensor, out: Tensor, kept: Tensor,
     query: Tensor, key: Tensor, value: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Repair in place the gradient of the query from such a kernel.
+    """Repair in place the gradient of the query from the kernel that `repair_output` describes.
 
     `along` is ∂L/∂out, `out` the repaired output and `kept` the result of `repair_output`. The
     gradients of key and value need no repair: the last row sees every key, so they are not finite

@@ -35,7 +35,7 @@ def _locate_rows(rows, F):
 
 @triton.jit
 def _scale_to_range(x):
-    """Return x times a power of 2 that keeps squares in range, 1/‖…‖ (1 for 0), and the power."""
+    """Return y = x · power with squares in range, 1 / ‖y‖ (1 if y is 0), and the power of 2."""
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 1)
     power = tl.where(top > 1e15, 2.0**-90, 1.0)

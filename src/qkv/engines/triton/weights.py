@@ -82,7 +82,7 @@ def compute_weights(
 
     query (B, H, n, d), key (B, Hₖ, m, d), lse (B, H, n). With `upper`, the pair i, j counts if
     j − i ≤ upper; `pairs` is that of `attend_operator`. `lse` must be the log-sum-exp of these
-    scores: the gradient includes the one through it.
+    scores, because the gradient includes the part that goes through the log-sum-exp.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     given = (query, key, lse.float().contiguous(), pairs, scale, upper, times, mean)

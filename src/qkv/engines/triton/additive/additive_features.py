@@ -1,6 +1,7 @@
 """tanh(a + b) ≈ m(a) + m(b) + Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b): the additive score as a dot product.
 
-The functions eⱼ are even, oⱼ and m are odd. They are valid for |a|, |b| ≤ A.
+The functions eⱼ are even, oⱼ and m are odd. They are valid for |a|, |b| ≤ A. bent(x) is
+x / √(1 + x²/25).
 
 - `table` (G, 2·J + 1, K): coefficients of e, o / x and m / x for G half-ranges A, in powers
   1, y, y² … of y = 2x² − 1 with x = bent(a) / bent(A).
@@ -113,9 +114,9 @@ def _evaluate_series(row, there, y, F):
 
 @triton.jit
 def _tile_columns(start, F):
-    """Return the columns of a tile, two per thread with many rows.
+    """Return the columns of a tile. With many rows, each thread has two columns.
 
-    So a thread loads a coefficient once for all its rows. Triton does not infer the two for a
+    So a thread loads a coefficient once for all its rows. Triton does not infer two columns for a
     constant start.
     """
     col = start + tl.program_id(1) * F.BLOCK_H + tl.arange(0, F.BLOCK_H)
@@ -124,7 +125,7 @@ def _tile_columns(start, F):
 
 @triton.jit
 def _is_unit(col, F):
-    """Return which columns are units; all, at compile time, if they fill their tiles."""
+    """Return which columns hold units. If units fill their tiles, Triton knows that all do."""
     if F.H % F.BLOCK_H == 0:
         return tl.full(col.shape, True, tl.int1)
     return col < F.H

@@ -196,7 +196,7 @@ def _projection_constexprs(w: Tensor) -> dict[str, Any]:
 
 
 def _projection_sizes(query: Tensor, key: Tensor, h: int) -> tuple[int, ...]:
-    """Return the strides, heads, lengths and row counts of both, and the number of units."""
+    """Return strides, heads, lengths and row counts of query and key, and the number of units."""
     (b, heads, n, _), (few, m) = query.shape, key.shape[1:3]
     strides = (*query.stride()[:3], *key.stride()[:3])
     return (*strides, heads, few, n, m, b * heads * n, b * few * m, h)

@@ -205,7 +205,7 @@ def compute_centre(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tens
 
 
 def _split_query_loop(call: KernelCall, tile: Tile) -> tuple[int, int]:
-    """Return the parts into which the loop for the queries' gradients is split, and tiles each."""
+    """Return into how many parts the loop for query gradients is split, and the tiles per part."""
     programs = call.b * call.h * -(-call.n // tile.rows)
     return call.split_loop(programs, call.m, tile.cols, tile.waves)
 
@@ -261,7 +261,7 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
 
 
 def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None = None) -> None:
-    """Fill the gradients of key, value, key_bias and gate_key; with `wide`, `ds` instead of key's.
+    """Fill the gradients of key, value, key_bias and gate_key; with `wide`, `ds` but not key's.
 
     `some` selects pairs and keys: (first, count) of each; by default all.
     """

@@ -1,6 +1,6 @@
 """out = Σⱼ α(s)ᵢⱼ vⱼ in tiles: `pool_kernel` sums, `merge_kernel` joins parts of split keys.
 
-No kernel uses atomics: one program computes a sum.
+No kernel uses atomics: each sum is computed by one program.
 """
 
 from __future__ import annotations

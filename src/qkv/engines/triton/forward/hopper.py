@@ -38,7 +38,7 @@ from qkv.engines.triton.tile_functions.tiles import (
     UNSPECIALIZED_NAMES,
 )
 
-# The names from Triton 3.7 on, and before.
+# Triton 3.7 renamed these functions.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 

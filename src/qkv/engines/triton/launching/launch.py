@@ -28,11 +28,11 @@ MIN_BLOCK_COLUMNS = 64
 MAX_FORWARD_TILE_WIDTH = 256
 """The widest φ that a forward tile holds at once; a wider one is read in chunks."""
 MAX_BACKWARD_TILE_WIDTH = 128
-"""The same for the backward pass, where the tile also holds the gradients."""
+"""The widest φ that a backward tile holds at once. Such a tile also holds the gradients."""
 MAX_PACKED_ROWS = 64
 """The most query rows, over all heads that share the keys, that one tile stacks."""
 MIN_ROWS_PER_PART = 512
-"""Fewest rows in a part of a split loop: less does not pay for the kernel that joins the parts."""
+"""Fewest rows in a part of a split loop. Smaller parts save less time than joining them takes."""
 
 
 class Tile(NamedTuple):
@@ -89,7 +89,7 @@ def choose_tile(
 ) -> Tile:  # fmt: skip
     """Return the tile of a pass for φ of width w, values of width d and elements of `size` bytes.
 
-    Each is the fastest of those measured on an H200 at widths 64, 128 and, read in chunks, 768.
+    Each tile is the fastest one measured on an H200, at widths 64, 128 and (in chunks) 768.
     `plain`: no bias and no gate. `ruled`: a mask array is read. `quick`: bytes of a mask element on
     the fast path (`F.QUICK`), else 0.
     """
@@ -423,8 +423,9 @@ def split_loop(
 ) -> tuple[int, int]:
     """Return the number of parts that a loop over the rows is split into, and tiles per part.
 
-    With three quarters of the processors busy, a loop is not split if each program has a processor
-    or the parts would be few: the kernel that joins them costs more than it saves.
+    A loop is not split if all processors are busy or its parts would be short. It is not split
+    either if three quarters of the processors are busy and `waves` is 1 or the parts would be few:
+    then the kernel that joins the parts takes longer than splitting saves.
     """
     processors, tiles, least = (
         count_processors(device),

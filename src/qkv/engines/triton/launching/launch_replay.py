@@ -102,7 +102,7 @@ class LaunchListCache(dict[Any, LaunchList]):
 
         They can if only launches wrote the buffers and the results.
         """
-        if signature in self.unreplayable:  # a recording would keep arrays alive in vain
+        if signature in self.unreplayable:  # a recording would only keep arrays alive
             return run()
         before = [_write_count(x) for x in given]
         with workspace.record_launches() as recording:
@@ -134,10 +134,13 @@ def _write_count(x: Tensor) -> int:
 def _is_unreplayable(
     recording: LaunchRecording, given: Sequence[Tensor], found: Sequence[Tensor]
 ) -> bool:
-    """Return whether a replay would miss something.
+    """Return whether a replay would give wrong results.
 
-    That is: PyTorch allocated or wrote an array that launches use, a result shares memory with a
-    reused buffer, or nothing was recorded (as under the interpreter).
+    It would in these cases:
+
+    - PyTorch allocated or wrote an array that launches use.
+    - A result shares memory with a reused buffer.
+    - Nothing was recorded, as under the interpreter.
     """
     used = recording.used_pointers
     known = {None, 0, *[x.data_ptr() for x in (*given, *found, *recording.buffers)]}

@@ -147,7 +147,7 @@ def _initialize_driver() -> None:
 
 
 def _compute_triton_key() -> None:
-    with suppress(ImportError), frequent_thread_switches():  # other Tritons have it elsewhere
+    with suppress(ImportError), frequent_thread_switches():  # other versions define it elsewhere
         from triton.runtime.cache import triton_key
 
         triton_key()

@@ -21,8 +21,9 @@ class Operator:
     """A function and its node in `torch.ops.qkv`, for compile, export and fake tensors.
 
     Eager calls run the function directly, because PyTorch's dispatcher takes longer than a small
-    kernel. `fake` returns empty outputs. `pull` computes the gradients; without it there are none,
-    and with it all arguments are positional. `schema` replaces the one inferred from the function.
+    kernel. `fake` returns empty outputs. `pull` computes the gradients. Without `pull` there are no
+    gradients; with it, all arguments are positional. `schema` replaces the schema that PyTorch
+    infers from the function.
     """
 
     def __init__(

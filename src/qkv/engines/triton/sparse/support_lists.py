@@ -1,9 +1,10 @@
 """Lists of the pairs to which a sparse weighting gives weight, so that later passes skip the rest.
 
 The first pass of the threshold search gives a lower bound of each threshold. If few scores exceed
-it, the second pass sets one bit for each key that some query of a tile may use, and one for each
-query that may use some key of a tile. `fill_lists` turns the bits into lists. The sum and the
-gradients of queries loop over the keys of a list, the gradients of keys over the queries.
+it, the second pass sets bits: one for each key that some query of a tile may use, and one for each
+query that may use some key of a tile. `fill_lists` turns the bits into lists. The loops for the
+output and for the gradients of queries run over the keys of a list. The loop for the gradients of
+keys runs over queries.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from qkv.engines.triton.tile_functions.tiles import (
 )
 
 MAX_NEWTON_STEPS = tl.constexpr(16)
-"""The most passes for entmax's threshold. From the start of `_column_maxima`, one or two do."""
+"""The most passes for entmax's threshold. `_column_maxima` starts so close that two suffice."""
 MAX_BRACKET_STEPS = tl.constexpr(28)
 """The most passes for the k-th score. The first LINEAR_BRACKET_STEPS split the range of scores, the
 others split the range of their bit patterns."""
@@ -50,7 +50,7 @@ LINEAR_BRACKET_STEPS = tl.constexpr(8)
 BRACKET_PARTS = tl.constexpr(4)
 """A pass for the k-th score counts the scores above BRACKET_PARTS − 1 cuts."""
 COUNT_FIELD_SIZE = tl.constexpr(1024)
-"""More than the keys of a tile: one integer holds the three counts of a row."""
+"""More than the number of keys in a tile, because one integer holds three counts of a row."""
 LAST_POSITION = tl.constexpr(2**31 - 1)
 """A position after all others."""
 

@@ -92,9 +92,9 @@ def _fake_thresholds(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ..
 def find_thresholds(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row_a and row_b of `attend_operator`, and the lists and bits of `support_lists`.
 
-    The arguments are those of `attend_operator`, then whether to make lists; without them the last
-    two results are empty. No result has a gradient. query (B, H, n, w), key (B, Hₖ, m, w) →
-    (B, H, n).
+    The arguments are those of `attend_operator`, then a boolean that says whether to make lists. If
+    it is False, the last two results are empty. No result has a gradient. query (B, H, n, w),
+    key (B, Hₖ, m, w) → (B, H, n).
 
     *Entmax*, alpha in (1, 2]: row_a is the t with
     Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1. It is 0 for an empty row, and NaN if a score

@@ -92,8 +92,9 @@ def load_row_inputs(given, line, F):
 def load_query_tile(given, steps, tile, lane, z, F):
     """Return a tile of a lane's rows, and its position.
 
-    `heads` is the number of query heads; with PACKED of key heads, and the group is stacked in the
-    rows: row r is query r mod n of head r div n. Beyond the last row the tile repeats that row.
+    `heads` is the number of query heads. With PACKED, it is the number of key heads, and the rows
+    are the stacked queries of a group: row r is query r mod n of head r div n. Beyond the last row
+    the tile repeats the last row.
     """
     batch = tl.cast(lane // z.heads, tl.int64)
     head = tl.cast(lane % z.heads, tl.int64)

@@ -101,7 +101,8 @@ rows. The layout has blocks of `size` and `columns` blocks per row. `hashed` is 
 per batch in the hash of dropout. A loop has `splits` parts of `span` tiles."""
 
 NarrowSizes = _untyped_namedtuple("NarrowSizes", Sizes._fields)
-"""The same, compiled for n and rows_n too: with 200 columns ptxas then takes 3 s instead of 26."""
+"""`Sizes` for kernels that are also compiled for n and rows_n. With 200 columns, ptxas then takes
+3 s instead of 26 s."""
 
 _pair_fields = (*Sizes._fields, "list_b", "list_h", *(f"c{i}" for i in range(MAX_NUMBERS)))
 PairSizes = _untyped_namedtuple("PairSizes", _pair_fields)

@@ -214,7 +214,7 @@ def score_gradients(p, lean, along, centre, share, F):
 
 @triton.jit
 def load_row_statistics(back, line, F):
-    """Load what the forward pass kept of rows: top and share; and the centre."""
+    """Load the statistics of rows: top and share, which the forward pass saved, and the centre."""
     zero = line.to(tl.float32) * 0.0
     top = zero
     share = zero
@@ -240,7 +240,7 @@ def load_row_statistics(back, line, F):
 def is_all_finite(x):
     """Return whether all elements (rows, columns) are finite, by 0 · x, which is NaN if not.
 
-    One operation per element; a comparison and a count are five, and take longer to compile.
+    This takes one operation per element. A comparison and a count take five, and longer to compile.
     """
     none = tl.sum(tl.sum(x * 0.0, 1), 0)
     return none == none
