@@ -1,0 +1,102 @@
+"""Time several functions in turns; a slow one runs once, a fast one in bursts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+BURST = 4e-3
+"""Seconds of one turn, at least: the calls after the first do not share the cores with threads of
+another side that still wait for work."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 25
+
+
+class CallTimeoutError(RuntimeError):
+    """A call took longer than its limit."""
+
+
+@contextmanager
+def limit_seconds(seconds: float) -> Iterator[None]:
+    """Raise CallTimeoutError in the block after so many seconds, where the system has such timers.
+
+    A single operation is not interrupted: the error comes when it returns.
+    """
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise CallTimeoutError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], Any]],
+    settle: Callable[[], None],
+    seconds: float,
+    once: float,
+    first: Mapping[str, float] | None = None,
+    each: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Return the smallest seconds of a call of each side. They were called before.
+
+    seconds: how long the turns go on, after MIN_ROUNDS. once: a call that takes longer than these
+    seconds is not repeated. first: seconds of calls that were measured already. each: every call
+    of a burst is timed alone; otherwise a burst is timed as a whole, as calls that are queued on a
+    device are.
+    """
+    least: dict[str, float] = dict(first or {})
+    for name, side in sides.items():
+        if name not in least:
+            least[name] = _time_burst(side, 1, settle, each, clock)
+    turning = {name: side for name, side in sides.items() if least[name] <= once}
+    begin, rounds = time.perf_counter(), 0
+    while turning and rounds < MAX_ROUNDS:
+        if rounds >= MIN_ROUNDS and time.perf_counter() - begin > seconds:
+            break
+        for name, side in turning.items():
+            count = max(1, min(500, round(BURST / max(least[name], 1e-7))))
+            count = 2 if count == 1 and least[name] < 10 * BURST else count
+            least[name] = min(least[name], _time_burst(side, count, settle, each, clock))
+        rounds += 1
+        if sum(least[name] for name in turning) > seconds:
+            break  # one round takes longer than all were meant to
+    return least
+
+
+def _time_burst(
+    side: Callable[[], Any],
+    count: int,
+    settle: Callable[[], None],
+    each: bool,
+    clock: Callable[[], float],
+) -> float:
+    settle()
+    if each:
+        best = float("inf")
+        for _ in range(count):
+            begin = clock()
+            side()
+            settle()
+            best = min(best, clock() - begin)
+        return best
+    begin = clock()
+    for _ in range(count):
+        side()
+    settle()
+    return (clock() - begin) / count
