@@ -47,7 +47,7 @@ SHORTER = 8
 """How many times shorter the call is by which a long one is estimated."""
 CLOCK = [time.perf_counter]
 """The clock of the turns: `time.process_time` on a busy machine."""
-LIMIT = {"cpu": 40.0, "cuda": 20.0}
+LIMIT = {"cpu": 20.0, "cuda": 20.0}
 """Seconds that a first call may take."""
 FORMULA_BYTES = 2e9
 """The plain formula does not run on a CPU if it needs more bytes than that."""
