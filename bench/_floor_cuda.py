@@ -102,13 +102,13 @@ def bind_plain_sdpa(call: Call) -> Callable[[Arrays], Any]:
     return run
 
 
-def bind_flex(call: Call) -> Callable[[Arrays], Any] | None:
-    """Return compiled FlexAttention for a softmax of dot products with a score_mod; or None."""
+def bind_flex(call: Call, compiles: bool = True) -> Callable[[Arrays], Any] | None:
+    """Return FlexAttention for a softmax of dot products, perhaps with a score_mod; or None."""
     temperature = WEIGHTINGS[call.case["weighting"]].temperature
     if temperature is None or call.p or call.case["returns"] not in ("output", "lse"):
         return None
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     size, o = call.size, call.o
     scale = (call.score.scale or (lambda d: d**-0.5))(size.d) / temperature
@@ -119,28 +119,30 @@ def bind_flex(call: Call) -> Callable[[Arrays], Any] | None:
     block_mask = None
     if "allowed" in call.arrays:
         mask_mod = _find_mask_mod(call)
-        b = size.b if call.case["mask"] in ("lengths",) or "(b," in call.case["mask"] else None
+        b = size.b if call.arrays["allowed"].ndim == 4 else None
         block_mask = create_block_mask(
-            mask_mod, b, None, size.n, size.m, device="cuda", _compile=size.n * size.m > 2**24
+            mask_mod, b, None, size.n, size.m, device=o.device, _compile=size.n * size.m > 2**24
         )
-    attend = torch.compile(flex_attention, dynamic=False)
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, dynamic=False) if compiles else flex_attention
 
     def run(arrays: Arrays) -> Any:
-        return attend(
+        out = attend(
             arrays["query"],
             arrays["key"],
             arrays["value"],
-            score_mod=_find_score_mod(call, o, arrays),
+            score_mod=_find_score_mod(call, o, arrays, temperature),
             block_mask=block_mask,
             scale=scale,
             enable_gqa=size.h_key != size.h,
-            return_lse=wants_lse,
+            return_aux=AuxRequest(lse=True) if wants_lse else None,
         )
+        return (out[0], out[1].lse) if wants_lse else out
 
     return run
 
 
-def _find_score_mod(call: Call, o: Plain, arrays: Arrays) -> Any:
+def _find_score_mod(call: Call, o: Plain, arrays: Arrays, temperature: float) -> Any:
     mod: Any = None
     if call.case["score"] == "relative":
         mod = relative_mod(o)
@@ -150,7 +152,7 @@ def _find_score_mod(call: Call, o: Plain, arrays: Arrays) -> Any:
         mod = table_score(o, arrays).score_mod
     if call.mask.bias is None:
         return mod
-    bias = arrays["mask.bias"]
+    bias = arrays["mask.bias"] / temperature
 
     def biased(s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         s = s if mod is None else mod(s, b, h, i, j)

@@ -365,7 +365,7 @@ def compare_compiled(found: list[Row], o: Plain, sizes: Mapping[str, Size], seco
         call = Call({name: row[name] for name in FACTORS}, sizes[row["size"]], o)
         peers: dict[str, Callable[[Arrays], Any]] = {}
         try:
-            if (flex := bind_flex(call)) is not None:
+            if not o.each and (flex := bind_flex(call)) is not None:
                 peers["FlexAttention"] = flex
         except Exception as error:
             row.setdefault("peers", {})["FlexAttention"] = describe_error(error)
@@ -418,16 +418,17 @@ def _round(x: Any) -> Any:
     return float(f"{x:.4g}") if isinstance(x, float) else x
 
 
-def run_table(seconds: float) -> list[Row]:
-    """Measure the calls of `_floor_cuda.TABLE`; then FlexAttention in the time that is left."""
-    o, begin = load_plain("torch", "cuda"), time.perf_counter()
+def run_table(o: Plain, cases: Iterable[tuple[Case, Size]], seconds: float) -> list[Row]:
+    """Measure the calls; then FlexAttention in the time that is left. Print the table."""
+    begin = time.perf_counter()
     rows: list[Row] = []
-    for case, size in list_table_cases():
+    for case, size in cases:
         if time.perf_counter() - begin > seconds:
             break
         before = rows[-1] if rows and case["direction"] == "both" else {}
         if before.get("ms", 0.0) > 1e3 * SLOW_CALL:
-            rows.append(before | {"direction": "both", "note": "not run: the output alone is slow"})
+            work = Call(case, size, o).describe()
+            rows.append({**case, "work": work, "note": "not run: the output alone is slow"})
             continue
         try:
             call = Call(case, size, o)
@@ -489,7 +490,9 @@ def main() -> None:
         return
     device = "cuda" if given.cuda else "cpu"
     sizes = CUDA_SIZES if given.cuda else CPU_SIZES
-    table = run_table(given.table) if given.cuda else []
+    table: list[Row] = []
+    if given.cuda:
+        table = run_table(load_plain("torch", "cuda"), list_table_cases(), given.table)
     for framework in given.framework or (("torch",) if given.cuda else FRAMEWORKS):
         compiles = framework == "torch" and (given.cuda or given.compile)
         o = load_plain(framework, device)
