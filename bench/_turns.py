@@ -20,10 +20,11 @@ class CallTimeoutError(RuntimeError):
 
 
 @contextmanager
-def limit_seconds(seconds: float) -> Iterator[None]:
+def limit_seconds(seconds: float, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
     """Raise CallTimeoutError in the block after so many seconds, where the system has such timers.
 
-    A single operation is not interrupted: the error comes when it returns.
+    They are CPU seconds if the clock is `time.process_time`. A single operation is not interrupted:
+    the error comes when it returns.
     """
     if (
         not hasattr(signal, "setitimer")
@@ -35,13 +36,15 @@ def limit_seconds(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise CallTimeoutError(f"it took longer than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    kinds = (signal.ITIMER_REAL, signal.SIGALRM), (signal.ITIMER_PROF, signal.SIGPROF)
+    timer, event = kinds[clock is time.process_time]
+    before = signal.signal(event, stop)
+    signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(timer, 0)
+        signal.signal(event, before)
 
 
 def take_turns(

@@ -36,6 +36,7 @@ from qkv.errors import QkvError
 Row = dict[str, Any]
 FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
 PRINTED, WRITTEN = 30, 100
+COMPLAINTS = ("stopped", "wrong", "refused", "failed", "note")
 SHARES = (1.0, 1.2, 1.5, 2.0, 4.0)
 SLOW_CALL = 1.0
 """Seconds of a call that is not repeated."""
@@ -47,7 +48,7 @@ SHORTER = 8
 """How many times shorter the call is by which a long one is estimated."""
 CLOCK = [time.perf_counter]
 """The clock of the turns: `time.process_time` on a busy machine."""
-LIMIT = {"cpu": 20.0, "cuda": 20.0}
+LIMIT = {"cpu": 30.0, "cuda": 12.0}
 """Seconds that a first call may take."""
 FORMULA_BYTES = 2e9
 """The plain formula does not run on a CPU if it needs more bytes than that."""
@@ -87,22 +88,21 @@ def measure(
     """Run qkv and the other sides of a call in turns; return the row."""
     o = call.o
     row: Row = {"work": call.describe(), **call.case}
-    sides, first = {"qkv": bind_side(call, bind_attend(call, row))}, {}
-    begin, got = time.perf_counter(), None
+    clock, sides = CLOCK[0], {"qkv": bind_side(call, bind_attend(call, row))}
+    begin, got, first = clock(), None, {}
     try:
-        with limit_seconds(limit):
+        with limit_seconds(limit, clock):
             got = sides["qkv"]()
             o.settle()
     except CallTimeoutError:
-        first["qkv"] = time.perf_counter() - begin
-        row["note"] = f"stopped after {first['qkv']:.0f} s"
-    row["first"] = time.perf_counter() - begin
-    if not o.each and row["first"] > limit / 2:
+        row["stopped"] = f"after {clock() - begin:.0f} s"
+    row["first"] = clock() - begin
+    if "stopped" in row or (not o.each and row["first"] > limit / 2):
         first["qkv"] = row["first"]  # with its compilation, but a second one would take as long
     for name, function in (list_peers(call) if peers is None else peers).items():
         try:
             side = bind_side(call, function)
-            with limit_seconds(limit):
+            with limit_seconds(limit, CLOCK[0]):
                 side()
                 o.settle()
             sides[name] = side
@@ -114,14 +114,14 @@ def measure(
         except Exception as error:
             row["not compared"] = describe_error(error)
     del got
-    return add_ratio(row, take_turns(sides, o.settle, seconds, SLOW_CALL, first, o.each, CLOCK[0]))
+    return add_ratio(row, take_turns(sides, o.settle, seconds, SLOW_CALL, first, o.each, clock))
 
 
 def add_ratio(row: Row, times: Mapping[str, float]) -> Row:
     row["ms"] = 1e3 * times["qkv"]
     row["sides"] = {name: 1e3 * x for name, x in times.items()}
     peers = {name: x for name, x in times.items() if name != "qkv"}
-    if peers:
+    if "stopped" not in row and peers:
         best = min(peers, key=lambda name: peers[name])
         row["peer"], row["peer ms"] = best, 1e3 * peers[best]
         row["ratio"] = times["qkv"] / peers[best]
@@ -282,6 +282,7 @@ def summarize(rows: list[Row], planned: int, seconds: float) -> Row:
         "worst": ratios[0] if ratios else None,
         "median": ratios[len(ratios) // 2] if ratios else None,
         "wrong": sum(bool(row.get("wrong")) for row in rows),
+        "stopped": sum("stopped" in row for row in rows),
         "refused": sum("refused" in row for row in rows),
         "failed": sum("failed" in row for row in rows),
         "slowest first call": max((row.get("first", 0.0) for row in rows), default=0.0),
@@ -297,7 +298,7 @@ def print_report(name: str, rows: list[Row], summary: Row) -> None:
         told = f"{milliseconds(row['ms'])} beside {milliseconds(row['peer ms'])} {row['peer']}"
         print(f"{row['ratio']:8.2f}×  {row.get('engine', ''):<9} {row['work']}  ({told})")
     print("  ".join(f"{name}: {100 * x:.1f} %" for name, x in summary["shares"].items()))
-    for kind in ("wrong", "refused", "failed", "note"):
+    for kind in COMPLAINTS:
         for row in rows:
             if row.get(kind):
                 print(f"{kind}: {row['work']}: {row[kind]}")
@@ -378,15 +379,15 @@ def compare_compiled(found: list[Row], o: Plain, sizes: Mapping[str, Size], seco
 
 
 def write_results(name: str, rows: list[Row], summary: Row, table: Sequence[Row]) -> None:
-    keys = ("work", "ratio", "ms", "peer", "peer ms", "engine", "wrong", "note")
+    keys = ("work", "ratio", "ms", "peer", "peer ms", "engine", "wrong")
     kept = [
         {key: _round(row[key]) for key in keys if row.get(key) is not None}
         for row in rank_rows(rows)[:WRITTEN]
     ]
     told = [
-        {key: row[key] for key in ("work", "wrong", "refused", "failed") if row.get(key)}
+        {key: row[key] for key in ("work", *COMPLAINTS) if row.get(key)}
         for row in rows
-        if row.get("wrong") or row.get("refused") or row.get("failed")
+        if any(row.get(key) for key in COMPLAINTS)
     ]
     most, worst = (1.2 if name.endswith("cuda") else 1.5), summary["worst"]
     head = {
