@@ -399,10 +399,12 @@ def _average(p: Pairs) -> Array:
 
 
 def _pool_average(p: Pairs, v: Array) -> Array:
+    o, n = p.o, p.scores.shape[-2]
     if p.live is None:
-        return p.o.mean_rows(v, p.scores.shape[-2])
-    live = p.o.cast(p.live, v)
-    return p.o.matmul(live / p.o.sum(live), v)
+        return o.expand_rows(o.mean_rows(v), n)
+    live = o.cast(p.live, v)
+    out = o.matmul(live / o.sum(live), v)
+    return out if out.shape[-2] == n else o.expand_rows(out, n)
 
 
 def _top(k: int) -> Callable[[Pairs], Array]:

@@ -144,9 +144,12 @@ class Plain:
     def softplus(self, s: Array) -> Array:
         return np.logaddexp(s, 0)
 
-    def mean_rows(self, x: Array, n: int) -> Array:
-        mean = x.mean(-2, keepdims=True)
-        return self.xp.broadcast_to(mean, (*x.shape[:-2], n, x.shape[-1]))
+    def mean_rows(self, x: Array) -> Array:
+        return x.mean(-2, keepdims=True)
+
+    def expand_rows(self, x: Array, n: int) -> Array:
+        """Return the one row of x n times."""
+        return self.xp.broadcast_to(x, (*x.shape[:-2], n, x.shape[-1]))
 
     def mean_heads(self, x: Array) -> Array:
         return x.mean(-3)
@@ -287,8 +290,8 @@ class PlainTorch(Plain):
     def softplus(self, s: Array) -> Array:
         return self.torch.nn.functional.softplus(s)
 
-    def mean_rows(self, x: Array, n: int) -> Array:
-        return x.mean(-2, keepdim=True).expand(*x.shape[:-2], n, x.shape[-1])
+    def expand_rows(self, x: Array, n: int) -> Array:
+        return x.expand(*x.shape[:-2], n, x.shape[-1])
 
     def ones(self, shape: tuple[int, ...], like: Array) -> Array:
         return like.new_ones(shape)
@@ -478,8 +481,11 @@ class PlainTensorFlow(Plain):
     def softplus(self, s: Array) -> Array:
         return self.tf.nn.softplus(s)
 
-    def mean_rows(self, x: Array, n: int) -> Array:
-        return self.tf.repeat(self.tf.reduce_mean(x, -2, keepdims=True), n, -2)
+    def mean_rows(self, x: Array) -> Array:
+        return self.tf.reduce_mean(x, -2, keepdims=True)
+
+    def expand_rows(self, x: Array, n: int) -> Array:
+        return self.tf.repeat(x, n, -2)
 
     def mean_heads(self, x: Array) -> Array:
         return self.tf.reduce_mean(x, -3)
