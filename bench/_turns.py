@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 BURST = 4e-3
 """Seconds of one turn, at least: the calls after the first do not share the cores with threads of
 another side that still wait for work."""
-MIN_ROUNDS, MAX_ROUNDS = 3, 25
+MIN_ROUNDS, MAX_ROUNDS = 4, 25
 
 
 class CallTimeoutError(RuntimeError):
@@ -56,30 +57,39 @@ def take_turns(
     each: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return the smallest seconds of a call of each side. They were called before.
+    """Return the seconds of a call of each side, which were called before.
+
+    It is the smallest of several times. Of CPU time it is the median, because that clock may stand
+    still for milliseconds where the processor is shared.
 
     seconds: how long the turns go on, after MIN_ROUNDS. once: a call that takes longer than these
     seconds is not repeated. first: seconds of calls that were measured already. each: every call
     of a burst is timed alone; otherwise a burst is timed as a whole, as calls that are queued on a
     device are.
     """
-    least: dict[str, float] = dict(first or {})
+    counts_cpu = clock is time.process_time
+    summarize = statistics.median if counts_cpu else min
+    burst = 3 * BURST if counts_cpu else BURST
+    once_each, waited = dict(first or {}), dict(first or {})
     for name, side in sides.items():
-        if name not in least:
-            least[name] = _time_burst(side, 1, settle, each, clock)
-    turning = {name: side for name, side in sides.items() if least[name] <= once}
+        if name not in once_each:
+            begin = time.perf_counter()
+            once_each[name] = _time_burst(side, 1, settle, each, clock)
+            waited[name] = max(time.perf_counter() - begin, once_each[name])
+    turning = {name: side for name, side in sides.items() if once_each[name] <= once}
+    found: dict[str, list[float]] = {name: [] for name in turning}
+    counts = {name: max(1, min(500, round(burst / waited[name]))) for name in turning}
     begin, rounds = time.perf_counter(), 0
     while turning and rounds < MAX_ROUNDS:
         if rounds >= MIN_ROUNDS and time.perf_counter() - begin > seconds:
             break
         for name, side in turning.items():
-            count = max(1, min(500, round(BURST / max(least[name], 1e-7))))
-            count = 2 if count == 1 and least[name] < 10 * BURST else count
-            least[name] = min(least[name], _time_burst(side, count, settle, each, clock))
+            short = counts[name] == 1 and once_each[name] < 10 * burst
+            found[name].append(_time_burst(side, 2 if short else counts[name], settle, each, clock))
         rounds += 1
-        if sum(least[name] for name in turning) > seconds:
+        if sum(once_each[name] for name in turning) > seconds:
             break  # one round takes longer than all were meant to
-    return least
+    return once_each | {name: summarize(times) for name, times in found.items()}
 
 
 def _time_burst(
@@ -89,8 +99,9 @@ def _time_burst(
     each: bool,
     clock: Callable[[], float],
 ) -> float:
+    """Return the seconds of one of `count` calls: the smallest, or the mean if not `each`."""
     settle()
-    if each:
+    if each and clock is time.perf_counter:
         best = float("inf")
         for _ in range(count):
             begin = clock()
@@ -102,4 +113,4 @@ def _time_burst(
     for _ in range(count):
         side()
     settle()
-    return (clock() - begin) / count
+    return max((clock() - begin) / count, 1e-6)

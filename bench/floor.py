@@ -412,7 +412,7 @@ def write_results(name: str, rows: list[Row], summary: Row, table: Sequence[Row]
         | {key: row[key] for key in ("engine", "note", "failed") if key in row}
         for row in table
     ]
-    write(f"floor_{name}", [head, *first, *kept], whole=True)
+    write(f"floor_{name}", [head, *first, *kept], replace=True)
 
 
 def _round(x: Any) -> Any:
