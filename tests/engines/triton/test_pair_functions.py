@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from qkv import masks, scores, weightings
 from qkv.attention import build_call
 from qkv.engines import triton as engine
 from qkv.engines.call import Call
+from qkv.util.types import ShardPosition
 
 if not (engine.is_interpreted() or torch.cuda.is_available()):
     pytest.skip("no interpreter, no CUDA", allow_module_level=True)
@@ -253,6 +255,21 @@ def test_what_has_no_translation_is_told(reason):
 def test_a_learned_temperature_divides_what_score_mod_returns(shape):
     mask = (lambda kind: torch.ones(N, M, dtype=kind).tril() * 0.7) if shape == () else SAME
     check(both_ways(alibi, {"warm": shape, "mask": mask}))
+
+
+def test_positions_of_a_shard_are_left_to_others():
+    call = replace(built(softcap), at=ShardPosition(0, 300, 300, 600))
+    assert "spread over processes" in engine.unsupported_reason(call)
+
+
+def test_rows_that_score_mod_excludes_are_empty():
+    def late(s, b, h, q, k, **_):
+        return torch.where(q > 4, s, -float("inf"))
+
+    found = both_ways(late, {"return_lse": True})
+    check(found)
+    assert not found[0]["result 0"][:, :, :5].any()
+    assert (found[0]["result 1"][:, :, :5] == -float("inf")).all()
 
 
 def test_a_mask_without_translation_is_an_array():

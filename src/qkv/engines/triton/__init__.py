@@ -115,6 +115,8 @@ def _score_mod_reason(call: Call) -> str | None:
     inner, score_mods = split_score(call)
     if call.fw.is_traced(call.query):
         return "a traced graph holds no functions, so score_mod is not compiled into the kernels"
+    if call.at is not None:
+        return "the keys are spread over processes, and the kernels know no positions of the whole"
     weighting = call.weighting
     if is_array(getattr(weighting, "temperature", 1.0)):
         weighting = Softmax()
