@@ -24,8 +24,8 @@ MOST_MODULES = 3
 
 PROTOCOLS = {
     # the functions of an engine, which `engines.choice` calls
-    "build_direct_runner", "describe", "is_data_dependent", "run", "slower_reason", "shape_based_reason",
-    "unsupported_reason",
+    "build_direct_runner", "describe", "is_data_dependent", "run", "shape_based_reason",
+    "slower_reason", "unsupported_reason",
     # the arguments of `Framework.custom_gradient` and of autograd functions
     "_save_for_backward", "backward", "forward", "pull_back", "reference",
     # a kernel's launch with one tile, and the table of names of scores, weightings, masks, encoders

@@ -710,14 +710,18 @@ class Torch(Framework):
         return self._has_plain_rows(query, query)
 
     def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
-        if not (query.is_cpu and self._has_plain_rows(query, key)):  # a GPU would wait
+        if not self._has_plain_rows(query, key):
             return None
         total: Array = DifferenceSums.apply(query, key, 2, needs_exact)
         return total
 
     def _has_plain_rows(self, query: Array, key: Array) -> bool:
-        """Return whether both are float32 or float64 tensors with data, outside transforms."""
-        is_plain = type(query) in PLAIN_TYPES and type(key) in PLAIN_TYPES
+        """Return whether both are float32 or float64 tensors on a CPU, outside transforms.
+
+        On a GPU, the gradient of `torch.cdist` accesses illegal memory for many pairs, and a
+        selection of pairs would wait for the device.
+        """
+        is_plain = type(query) in PLAIN_TYPES and type(key) in PLAIN_TYPES and query.is_cpu
         if not is_plain or query.dtype not in (torch.float32, torch.float64):
             return False
         if query.dtype != key.dtype or query.device != key.device:
