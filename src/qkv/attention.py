@@ -233,6 +233,7 @@ def explain(
     engine: dense (the whole matrix at once)
     call:   ScaledDot() → Softmax(temperature=1.0), scores (2, 2), float64 on numpy
     work:   about 80 FLOP forward, 192 B in and out
+    not single_row: the weights depend on the query
     not weights: the call does not return weights
     not native: numpy has no fused attention kernel
     not linear: the weights of Softmax are not the scores, so the sum cannot be rearranged
