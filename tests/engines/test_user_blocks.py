@@ -92,3 +92,18 @@ def test_a_measurement_does_not_disturb_that_of_the_caller():
         assert streaming.numbers_per_pair(call) == 12 and tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("weights", [True, "mean"])
+def test_a_captured_tensor_of_16_bits_has_its_gradient_with_weights(weights):
+    """1,024 queries are computed in blocks, whose captured tensors become arguments."""
+    q, k, v = (torch.randn(1, 2, 1024, 16, dtype=torch.bfloat16) for _ in range(3))
+    slopes = torch.tensor([0.1, 0.05], dtype=torch.bfloat16, requires_grad=True)
+    score = qkv.scores.Modified(
+        qkv.scores.ScaledDot(), lambda s, b, h, i, j: s + slopes[h] * (j - i).to(s.dtype)
+    )
+    gradients = []
+    for engine in (None, "dense"):
+        out = qkv.attend(q, k, v, score=score, return_weights=weights, engine=engine)[0]
+        gradients += torch.autograd.grad(out.float().sin().sum(), slopes)
+    torch.testing.assert_close(*gradients, rtol=0.05, atol=1.0)
