@@ -289,15 +289,17 @@ class KernelCall:
             for kind, some in ((1, tile), (2, few))
         ]
 
-    def listed_loop(self, tile: Tile, by_key: bool = False) -> TileLoop:
+    def listed_loop(self, tile: Tile, by_key: bool = False, in_order: bool = False) -> TileLoop:
         """Return the loop over the tiles that the mask does not exclude.
+
+        With `in_order`, they keep their order, and all are compared.
 
         Without lists, all tiles are visited and compared, if the mask is more than a band.
         """
         lists = self.tile_lists
         if not lists.is_possible:
             return TileLoop(tile, None, None, 0, {"MANY": 0, "EDGES": lists.has_rules})
-        at, counts = lists.fill_lists(tile.rows, tile.cols, by_key)
+        at, counts = lists.fill_lists(tile.rows, tile.cols, by_key, in_order)
         own = {"MANY": 0, "TILED": True, "SKIPS_PAIRS": self.constexprs["PAIRS"] == 1}
         return TileLoop(tile, at, counts, at.shape[-1], own)
 

@@ -221,7 +221,7 @@ def _locate_bits(marks, across, lists, spot, edges, found, bad, z, F):
 
 @jit_kernel
 def entmax_kernel(
-    given, out, marks, across, lists, scales, steps, z, F: tl.constexpr
+    given, out, marks, across, lists, counts, scales, steps, z, F: tl.constexpr
 ):  # fmt: skip
     """Find the thresholds of one tile of rows: a first pass for the start, then steps.
 
@@ -234,7 +234,7 @@ def entmax_kernel(
     """
     if is_skipped(given, lists, z, F):
         return
-    rows, keys, spot, edges, _ = begin_row_program(given, lists, None, steps, z, F)
+    rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
     slim = scales.alpha - 1.0
     inner = 1.0 if F.HAS_MOD else slim  # a score_mod gets the scores themselves
     scales = Scales(scales.scale * inner, scales.alpha, scales.times * slim, inner)
@@ -349,7 +349,8 @@ def _count_fitting_columns(equal, max_ties):
 
 @jit_kernel
 def topk_kernel(
-    given, out, position, marks, across, lists, scales, steps, z, top_k, F: tl.constexpr
+    given, out, position, marks, across, lists, counts, scales, steps, z, top_k,
+    F: tl.constexpr,
 ):  # fmt: skip
     """Find the k-th score of one tile of rows by narrowing a bracket until k scores are ≥ low.
 
@@ -358,7 +359,7 @@ def topk_kernel(
     finds the position up to which they count. In PHASE 1 that pass sets the bits of
     `support_lists`.
     """
-    rows, keys, spot, edges, _ = begin_row_program(given, lists, None, steps, z, F)
+    rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
     scales = Scales(scales.scale, scales.alpha, scales.times, 1.0)
     peaks, _, floor, count = _column_maxima(rows, keys, edges, scales, z, F, False, True)
     bad = _has_nan_or_inf(peaks)
@@ -432,7 +433,8 @@ def topk_kernel(
         if ties > 0:
             equal = (s == foot[:, None]).to(tl.int32)
             fit = _count_fitting_columns(equal, max_ties - seen)
-            last = tl.where(seen <= max_ties, tile * F.COLS + fit - 1, last)
+            start, _ = tile_positions(tile, keys.at, F.COLS, F)
+            last = tl.where(seen <= max_ties, start + fit - 1, last)
             seen += tl.sum(equal, 1)
     # Half way to the next score, so that rounding in another tile shape cannot exclude the k-th.
     half = 0.5 * least + 0.5 * tl.where(below == NEG_INFINITY, least, below)

@@ -42,23 +42,32 @@ def _launch_search(
 ) -> None:  # fmt: skip
     """Launch a search kernel with the largest tile that the device supports."""
     call = KernelCall(*given, *numbers)
-    sizes = call.build_sizes(at_columns=0 if outs[-1] is None else outs[-1].shape[-1])
     # A float32 product is one instruction per term in each loop, which compiles slowly at full
     # width. In chunks, the order of the sum is the same.
     wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or call.query.dtype == torch.float32
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
-    call.constexprs |= {"SPLIT": False, "PACKED": False, "EDGES": call.tile_lists.has_rules}
+    call.constexprs |= {"SPLIT": False, "PACKED": False}
 
     def run_tile(tile: Tile) -> None:
-        known = call.constexprs | {
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "TMA": tile.uses_descriptors and call.can_use_descriptors,
-            "BLOCK_W": tile.chunk if wide else max(16, launch.next_power_of_2(call.w)),
-        }
+        *others, lists = outs
+        counts, own = None, {}
+        if lists is None:  # ties count in the order of the keys
+            _, lists, counts, _, own = call.listed_loop(tile, in_order=kernel is topk_kernel)
+        sizes = call.build_sizes(at_columns=0 if lists is None else lists.shape[-1])
+        known = (
+            call.constexprs
+            | own
+            | {
+                "ROWS": tile.rows,
+                "COLS": tile.cols,
+                "TMA": tile.uses_descriptors and call.can_use_descriptors,
+                "BLOCK_W": tile.chunk if wide else max(16, launch.next_power_of_2(call.w)),
+            }
+        )
         programs = call.b * call.h * -(-call.n // tile.rows)
-        call.launch_kernel(kernel, programs, outs, None, (sizes, *whole), known, tile)
+        arrays = (*others, lists, counts)
+        call.launch_kernel(kernel, programs, arrays, None, (sizes, *whole), known, tile)
 
     call.run_with_fitting_tile(kernel.__name__, _choose_tile(call.query, kernel, phase), run_tile)
 
