@@ -91,6 +91,11 @@ def _sparse_pattern(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return ((q + 2 * k + h) % 3 != b % 2) | (k < 2)
 
 
+def _window(kind: Any, w: int, wide: Any = 1.0) -> Any:
+    """Return a window that holds more than half of the keys."""
+    return kind(wide * (2.2 * w) ** 0.5)
+
+
 SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
     "scaled_dot": ("", lambda w: "scaled_dot"),
     "dot": ("", lambda w: "dot"),
@@ -116,13 +121,22 @@ SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "bent gaussian": ("", lambda w: scores.Modified(_gaussian(w), _bend)),
     "bent gate": ("gg", lambda w, a, b: scores.Modified(scores.Gated(a, b), _bend)),
+    "boxcar": ("", lambda w: _window(scores.Boxcar, w)),
+    "triangular": ("", lambda w: _window(scores.Triangular, w)),
+    "epanechnikov": ("", lambda w: _window(scores.Epanechnikov, w)),
+    "wide triangular": ("+", lambda w, wide: _window(scores.Triangular, w, wide)),
+    "wide epanechnikov": ("+", lambda w, wide: _window(scores.Epanechnikov, w, wide)),
+    "laplace": ("", lambda w: scores.Laplace(float(w) ** 0.5)),
+    "wide laplace": ("+", lambda w, wide: scores.Laplace(wide * w**0.5)),
+    "constant": ("", lambda w: "constant"),
+    "exact": ("", lambda w: "exact"),
 }  # fmt: skip
 """Scores by name: the kinds of their arrays, and what makes one for rows of w numbers of these."""
 PER_HEAD = "st"
 """Kinds of arrays that a score_mod indexes by its head."""
 WEIGHTINGS = (
     "softmax", "entmax15", "entmax", "sparsemax", "topk", "all of them", "hard", "straight",
-    "average", "sigmoid", "raw", "warm",
+    "average", "sigmoid", "raw", "normalized", "warm",
 )  # fmt: skip
 
 
@@ -279,6 +293,7 @@ def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, T
     context = CONTEXTS[drawn.context if dtype is None and engine != "dense" else "plain"]
     outs: Any = context(attend, given)
     outs = dict(zip(("out", "lse"), outs if isinstance(outs, tuple) else (outs,), strict=False))
+    learned = {name: x for name, x in outs.items() if x.requires_grad}  # no lse of equal scores
     make = torch.Generator(device=outs["out"].device).manual_seed(3)
     found: list[tuple[Tensor | None, ...]] = []
     for _ in range(ROUNDS if outs["out"].is_cuda else 1):
@@ -287,11 +302,11 @@ def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, T
             .to(drawn.arrays["query"].dtype)
             .to(x.dtype)
             .where(x.isfinite(), 0.0)  # of a row that sees nothing the logarithm is −∞
-            for x in outs.values()
+            for x in learned.values()
         ]
         found.append(
             torch.autograd.grad(
-                tuple(outs.values()), tuple(given.values()), along, retain_graph=True,
+                tuple(learned.values()), tuple(given.values()), along, retain_graph=True,
                 allow_unused=True,
             )
         )  # fmt: skip

@@ -14,7 +14,15 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-MOST = {"gaussian": 2, "entmax15": 2, "topk": 2, "additive": 2, "additive entmax15": 6}
+MOST = {
+    "gaussian": 2,
+    "triangular": 2,
+    "laplace": 2,
+    "entmax15": 2,
+    "topk": 2,
+    "additive": 2,
+    "additive entmax15": 6,
+}
 """Keys of one pass, over forty lengths; of products in place of tanh, over those of their widths
 too."""
 
@@ -33,6 +41,8 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
     launch.count_processors = lambda device: 132  # of an H200
     hows = {
         "gaussian": lambda x: (scores.Gaussian(1.5), "softmax"),
+        "triangular": lambda x: (scores.Triangular(1.5), "raw"),
+        "laplace": lambda x: ("laplace", "softmax"),
         "entmax15": lambda x: ("scaled_dot", "entmax15"),
         "topk": lambda x: ("scaled_dot", weightings.TopK(8)),
         "additive": lambda x: (scores.Additive(x(64, 64), x(64, 64), x(64)), "softmax"),
@@ -125,11 +135,16 @@ def compiled() -> dict[str, list]:
     )
     jobs |= {key: job for key, job in found.items() if key.name == "backward_mask_kernel"}
     jobs |= precompile.find_missing_kernels(hopped, False)
+    for score in ("triangular", "laplace"):
+        found = engine.find_missing_kernels(
+            build_call(x, x, x, score, "softmax", None, 0.0, None, None)
+        )
+        jobs |= {key: job for key, job in found.items() if key.name == "pool_kernel"}
     made = []
     for kernel, grid, given, named, _ in (job.args for job in jobs.values()):
         arrays = type(given[0])(*map(triton.MockTensor.wrap_dtype, given[0]))
         made.append(kernel.warmup(arrays, *given[1:], grid=grid, **named))
-    assert len(made) == 7
+    assert len(made) == 9
     made += [inner, merge]
     return {
         "bytes": [len(x.asm["cubin"]) for x in made],

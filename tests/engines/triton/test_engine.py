@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCORES = ("dot", "scaled_dot", "softcap", "learned_scale", "cosine", "learned_cosine",
-          "multiplicative", "gaussian", "learned_gaussian", "additive", "gated")  # fmt: skip
+          "multiplicative", "gaussian", "learned_gaussian", "additive", "gated", "laplace",
+          "learned_laplace", "boxcar", "triangular", "epanechnikov", "learned_window", "constant",
+          "exact")  # fmt: skip
 COVERING = [case for case in cases.covering() if case[0] in SCORES]
 
 
@@ -191,9 +193,9 @@ def test_a_query_that_is_not_a_number_stays_one_where_its_length_counts():
 
 
 def test_what_it_refuses_it_explains(monkeypatch):
-    x = torch.ones(2, 4, 6, 3, device=DEVICE)
+    x, w = torch.ones(2, 4, 6, 3, device=DEVICE), torch.ones(3, device=DEVICE)
     for how, reason in (
-        ({"score": "laplace"}, "no dot product form"),
+        ({"score": scores.Gated(w, w, None, scores.Laplace())}, "no dot product form"),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
     ):

@@ -33,6 +33,7 @@ from qkv.engines.triton.call_arrays import (
     split_score,
     translate_functions,
 )
+from qkv.engines.triton.distance_arrays import kernel_form
 from qkv.engines.triton_import import triton_missing_reason
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
@@ -92,9 +93,10 @@ def unsupported_reason(call: Call) -> str | None:
         return _score_mod_reason(call)
     if _is_plain_additive(call):
         return None
-    found = kernel_lowering(call)
-    if isinstance(found, str):
-        return found
+    if not kernel_form(call.score):
+        found = kernel_lowering(call)
+        if isinstance(found, str):
+            return found
     temperature: Any = getattr(call.weighting, "temperature", 1.0)
     if is_array(temperature):
         many = math.prod(temperature.shape) * math.prod(getattr(call.bias, "shape", (0,)))
@@ -189,7 +191,7 @@ def describe(call: Call) -> str:
             f"tanh by up to {TANH_FUNCTION_PAIRS} pairs of functions, error at most "
             f"{TANH_ERROR:.1g}; exact tanh beyond their range"
         )
-    parts = ["dot products tile by tile, no n × m matrix"]
+    parts = [_describe_scores(kernel_form(call.score))]
     if isinstance(call.score, Modified):
         parts.append("score_mod compiled into the kernels")
     for rule in split_mask(call).rules:
@@ -197,6 +199,19 @@ def describe(call: Call) -> str:
         if reason is not None:
             parts.append(f"{rule!r} read as an array: {reason}")
     return "; ".join(parts)
+
+
+def _describe_scores(form: str | None) -> str:
+    if form == "constant":
+        return "equal scores tile by tile, no n × m matrix"
+    if form in ("laplace", "exact"):
+        return "comparisons column by column, tile by tile, no n × m matrix"
+    if form:
+        return (
+            "distances from dot products tile by tile, no n × m matrix; from differences where "
+            "rounding could change a score"
+        )
+    return "dot products tile by tile, no n × m matrix"
 
 
 def run(call: Call) -> tuple[Array, Array | None, None]:
@@ -336,6 +351,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
             if additive_projection.is_supported(*arrays[:2], *held)
             else None
         )
+    if kernel_form(score):
+        return None
     score = kernel_lowering(call)[0]
     if type(score) not in (Dot, ScaledDot, ExpandedGaussian):
         return None

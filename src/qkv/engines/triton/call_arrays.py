@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from qkv.engines import call as calls
 from qkv.engines.call import Call
+from qkv.engines.triton.distance_arrays import build_distance_form, kernel_form
 from qkv.frameworks import is_array, tree
 from qkv.masks.band import Band
 from qkv.masks.base import AndMask, ArrayMask, Mask
@@ -454,9 +455,14 @@ def build_kernel_arrays(
     if score_mods and is_array(learned):  # the translated functions divide by it
         call = replace(call, weighting=Softmax())
     score = cast(Any, call.score)
+    distance = kernel_form(score)
     expanded = expanded and not score_mods
     expanded = expanded and not is_array(score.bandwidth) and not needs_merged_squares(call)
-    if not expanded:
+    square_scale, caps = 1.0, cast(Any, None)
+    if distance:
+        call, query, key, scale, square_scale, caps = build_distance_form(call)
+        form = DotProductForm(query, key, scale=scale)
+    elif not expanded:
         call, form = call_with_form(call, bool(score_mods))
     weighting: Any = call.weighting
     temperature: Any = getattr(weighting, "temperature", 1.0)
@@ -464,9 +470,10 @@ def build_kernel_arrays(
     before = 1.0 if score_mods else share  # a score_mod gets the scores without temperature
     if expanded:
         form = expanded_form(call, score.bandwidth, share)
-    scale = form.scale * before
-    caps: Any = None
-    if cap < 0:
+    scale = form.scale if distance else form.scale * before
+    if distance:
+        cap = 0.0 if caps is None else -1.0
+    elif cap < 0:
         form, caps = capped_form(call, form)
         scale = form.scale
     elif is_array(temperature):  # in float32, for the gradient of the temperature
@@ -501,6 +508,12 @@ def build_kernel_arrays(
         pairs = add_row_offsets(call, pairs, form.offset)
     elif added and pairs.shape[-1] == 1 and not call.wants_lse:
         query, pairs = drop_row_constants(query, pairs)
+    terms: tuple[Any, ...] = (None, None)
+    if distance not in (None, "constant"):
+        from qkv.engines.triton.row_terms import collect_row_terms
+
+        squared = distance not in ("laplace", "exact")
+        terms = tuple(collect_row_terms(x.detach(), squared) for x in (query, key))
     value, seed = as_four_axes(call, call.value, few), call.seed if call.dropout else None
     chosen = weighting.alpha if isinstance(weighting, Entmax) else getattr(weighting, "k", 1)
     numbers = Numbers(
@@ -510,6 +523,8 @@ def build_kernel_arrays(
         cap * before if cap > 0 else cap,
         functions,
         None if captured is None else captured.numbers,
+        distance or "product",
+        square_scale,
     )  # fmt: skip
     arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
     if captured is not None:
@@ -521,4 +536,5 @@ def build_kernel_arrays(
     offset = as_aligned_rows(
         call, None if offset is None else divide_by_temperature(offset, temperature), heads
     )
+    arrays = arrays._replace(query_terms=terms[0], key_terms=terms[1])
     return arrays._replace(caps=as_aligned_rows(call, caps, heads)), numbers, offset

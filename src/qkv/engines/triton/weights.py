@@ -59,7 +59,7 @@ def weights_kernel(given, lse, out, scales, steps, z, F: tl.constexpr):
         top, share, _ = load_row_statistics(SavedRows(None, None, lse, None), spot.line, F)
         start, j, here, live, extra = load_mask_tile(t, rows, keys, scales.times, z, F, True)
         x, _ = compute_product(rows, keys, start, here, F)
-        s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, F.BASE, F)
+        s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
         if F.PAIRS == 2:
             s += extra
         alpha, _ = tile_weights(

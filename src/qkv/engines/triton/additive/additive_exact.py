@@ -17,7 +17,7 @@ from torch import Tensor
 from qkv.engines.triton.backward import backward
 from qkv.engines.triton.forward import forward
 from qkv.engines.triton.launching import launch
-from qkv.engines.triton.launching.kernel_call import KernelCall, Numbers
+from qkv.engines.triton.launching.kernel_call import MIN_VALUE_COLUMNS, KernelCall, Numbers
 from qkv.engines.triton.launching.launch import Tile
 from qkv.engines.triton.tile_functions.records import Arrays
 from qkv.engines.triton.tile_functions.tiles import INFINITY, jit_kernel
@@ -25,9 +25,6 @@ from qkv.engines.triton.tile_functions.tiles import INFINITY, jit_kernel
 TILE_ROWS = 64
 """Queries or keys of a tile."""
 
-MIN_VALUE_COLUMNS = 32
-"""Columns of a tile of values. With 8 warps and float32 tiles of 16 columns, Triton 3.6 addresses
-shared memory out of range (H200)."""
 ROW_TILE = Tile(TILE_ROWS, 1, 1, 4, 3)
 """The tile of kernels that process rows only."""
 

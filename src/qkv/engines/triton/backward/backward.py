@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qkv.engines.triton import row_terms
 from qkv.engines.triton.backward import (
     backward_keys,
     backward_mask,
@@ -75,6 +76,7 @@ def attend_backward(
     broad = call.w > launch.MAX_BACKWARD_TILE_WIDTH or call.d > launch.MAX_BACKWARD_TILE_WIDTH
     call.constexprs = call.constexprs | {"CENTRED": centred}
     bent = call.gate_query is not None or call.constexprs["CAP"] or call.constexprs["HAS_MOD"]
+    bent = bent or call.form != "product"
     fused = call.weighting == "entmax" and for_queries and not broad and not bent
     fused = fused and _split_query_loop(call, call.choose_tile("to_queries", call.n))[0] == 1
     # Softmax's centre comes from the rounded output. That is precise enough unless the sum of a
@@ -84,7 +86,8 @@ def attend_backward(
     if for_captured and call.functions is not None:  # sums over keys of a row
         whole = whole or any("k" not in x.positions for x in call.functions.captured)
     near = fused or not whole
-    way = BackwardState(call, along, None, kept, grads, broad and call.weighting != "average")
+    wide = (broad or not call.has_product) and call.weighting != "average"
+    way = BackwardState(call, along, None, kept, grads, wide)
     way = way._replace(centre=_row_centre(way, along_lse, out, near, known))
     if fused:
         way = way._replace(centre=_launch_queries(way, fused))
@@ -98,6 +101,10 @@ def attend_backward(
         for x in (*grads[:2], *grads[3:]):
             x.zero_()
         for_queries = False
+    elif not (call.has_product or call.constexprs["SLOPED"]):
+        for x in grads[:2]:
+            if x.numel():
+                wide_gradients.fill_zeros(x)
     _launch_both_sides(way, for_queries and not fused, for_keys)
     return grads
 
@@ -137,7 +144,7 @@ def units_backward(
 
 
 def _launch_both_sides(way: BackwardState, for_queries: bool, for_keys: bool) -> None:
-    if way.wide:
+    if way.wide and way.call.has_product:
         _launch_wide_products(way, for_queries, for_keys)
         more = way.call.gate_query is not None or way.call.caps is not None
         for_queries, for_keys = for_queries and more, False
@@ -219,6 +226,7 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
     call, along, centre, kept, grads, wide = way
     lines = call.b * call.h * call.n
     one = two = kept
+    columns = _allocate_columns(call, None if grads is None else grads.query)
 
     def run_tile(tile: Tile) -> None:
         nonlocal one, two
@@ -235,6 +243,7 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
                 dquery = grads.query
             if dquery is not None and splits > 1:
                 dquery = call.allocate_buffer(splits * call.b, call.h, call.n, call.w)
+            dquery = dquery if columns is None else columns
         for own, at, counts, at_columns, more in call.tile_loops(tile, splits):
             facts = call.pass_constexprs(own, wide, splits) | {"PACKED": False} | more
             facts["LAID"] = facts["LAID"] and facts["QUICK"]
@@ -246,7 +255,9 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
             call.launch_kernel(
                 backward_queries.backward_queries_kernel, grid, arrays, dquery, sizes, facts, own
             )
-        if dquery is not None and grads is not None and splits > 1:
+        if columns is not None and grads is not None:
+            row_terms.restore_rows(columns, call.column_factor, grads.query)
+        elif dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
     call.run_with_fitting_tile("to_queries", call.choose_tile("to_queries", call.n), run_tile)
@@ -260,6 +271,17 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
     return one
 
 
+def _allocate_columns(call: KernelCall, grad: Tensor | None) -> Tensor | None:
+    """Return a buffer for the sums by column of a gradient, if the kernels compute them so.
+
+    They take the place of a gradient (B, H, rows, W) that is needed.
+    """
+    by_column = call.constexprs["BY_COLUMN"] and call.constexprs["SLOPED"]
+    if grad is None or not by_column or call.weighting == "average":
+        return None
+    return row_terms.allocate_columns(grad, call.w)
+
+
 def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None = None) -> None:
     """Fill the gradients of key, value, key_bias and gate_key; with `wide`, `ds` but not key's.
 
@@ -267,6 +289,7 @@ def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None =
     """
     call, along, centre, kept, grads, wide = way
     assert grads is not None
+    columns = _allocate_columns(call, grads.key)
     (first_pair, count), (first_key, keys_n) = some or ((0, call.b * call.hk), (0, call.m))
     lines = call.b * call.hk * call.m
     rows = call.b * call.h * call.n if call.constexprs["ALONG"] else kept.stride(0)
@@ -274,7 +297,10 @@ def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None =
     def run_tile(tile: Tile) -> None:
         programs = count * -(-keys_n // tile.cols)
         splits, span = call.split_loop(programs, call.n, tile.rows, tile.waves)
-        places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
+        if columns is not None:
+            splits, span = 1, -(-call.n // tile.rows)
+        key = grads.key if columns is None else columns
+        places = (key, grads.value, grads.key_bias, grads.gate_key)
         targets = list(places)
         if splits > 1:
             written = (
@@ -304,6 +330,8 @@ def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None =
                 at = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
                 part = part.view(splits, call.b * call.hk, call.m, -1)[:, *at]
                 place.view(call.b * call.hk, call.m, -1)[at] = part.sum(0).to(place.dtype)
+        if columns is not None:
+            row_terms.restore_rows(columns, call.column_factor, grads.key)
 
     call.run_with_fitting_tile("to_keys", call.choose_tile("to_keys", call.m), run_tile)
 
@@ -353,12 +381,15 @@ def _launch_wide_products(way: BackwardState, for_queries: bool, for_keys: bool)
             ):  # a dry run launches no other products
                 continue
             ds = ds[..., : call.n].flatten(2)
+            window = call.constexprs["WINDOW"]
             if for_keys:
                 place = grads.key.view(pairs, call.m, call.w)[pair_slice, span]
                 if fits_all_keys and place.dtype == dtype:
                     torch.matmul(ds, _zero_nonfinite(call, phi[pair_slice]), out=place)
                 else:
                     place.copy_(torch.matmul(ds, _zero_nonfinite(call, phi[pair_slice])))
+                if window:
+                    place -= _scale_rows(psi[pair_slice, span], ds.sum(-1, keepdim=True))
             if for_queries:
                 back, there = ds.transpose(1, 2), _zero_nonfinite(call, psi[pair_slice, span])
                 place = grads.query.view(pairs, wide_n, call.w)[pair_slice]
@@ -366,9 +397,17 @@ def _launch_wide_products(way: BackwardState, for_queries: bool, for_keys: bool)
                     torch.matmul(back, there, out=place)
                 else:
                     total += torch.matmul(back, there)
+                if window:
+                    place = place if total is None else total
+                    place -= _scale_rows(phi[pair_slice], back.sum(-1, keepdim=True))
                 del back
         if total is not None:
             grads.query.view(pairs, wide_n, call.w)[pair_slice] = total.to(dtype)
+
+
+def _scale_rows(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x · factor, with 0 for a factor of 0 and rows that are not finite."""
+    return torch.where(factor == 0, 0.0, x * factor)
 
 
 def _zero_nonfinite(call: KernelCall, x: Tensor) -> Tensor:

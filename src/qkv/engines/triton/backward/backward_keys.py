@@ -9,6 +9,13 @@ import triton.language as tl
 
 from qkv.engines.triton.sparse.support_lists import LIST_TILE, has_list
 from qkv.engines.triton.tile_functions import score_tile, tiles
+from qkv.engines.triton.tile_functions.distance import (
+    add_column_gradients,
+    apply_distance_form,
+    clear_column_sums,
+    finish_product_gradient,
+    locate_terms,
+)
 from qkv.engines.triton.tile_functions.program import (
     align_strides,
     compute_product,
@@ -22,10 +29,13 @@ from qkv.engines.triton.tile_functions.tanh import (
     is_disabled,
     load_units,
     locate_side,
+    padded_rows,
 )
 from qkv.engines.triton.tile_functions.tiles import LN2, jit_kernel
 
-KeyTile = namedtuple("KeyTile", "base offset held v j at bias b end stored line first width")
+KeyTile = namedtuple(
+    "KeyTile", "base offset held v j at bias b end stored line first width terms room near"
+)
 """A tile of keys, as rows.
 
 - base, offset: pointer (or descriptor) of ψ and the offset of each row.
@@ -33,13 +43,16 @@ KeyTile = namedtuple("KeyTile", "base offset held v j at bias b end stored line 
 - (COLS, 1) each: j position, at offset in the mask array, bias, b gate half.
 - end: keys from here on do not count. stored: which keys are written. line: their rows in `ds`.
 - first: the first key.
+- terms, room, near: those of `records.QueryTile`.
 """
 
 
-QueryRange = namedtuple("QueryRange", "base step along line pairs lane member at top middle side")
+QueryRange = namedtuple(
+    "QueryRange", "base step along line pairs lane member at top middle side terms room"
+)
 """The queries of one head, as columns: pointers to φ, ∂L/∂out, the rows' statistics and the mask
 array; the lane and the index in its group (member); the list of tiles (at); with LINED, descriptors
-of top and centre; and a `tanh.UnitSide`."""
+of top and centre; a `tanh.UnitSide`; and the terms of `records.KeyRange`."""
 
 
 @triton.jit
@@ -98,9 +111,15 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
             x, q = compute_product(own, head, start, here, F)
-            gated, steep, bend = score_tile.apply_score_form(
-                x, scales.scale, own.bias, a[None, :], own.b, cap[None, :], F.BASE, F
-            )
+            if F.FORM == "product":
+                gated, steep, bend = score_tile.apply_score_form(
+                    x, scales.scale, own.bias, a[None, :], own.b, cap[None, :], F.BASE, F
+                )
+            else:
+                gated, bend = apply_distance_form(
+                    x, own, head, start, here, cap[None, :], scales, F.BASE, F
+                )
+                steep = gated
             s = score_tile.modify_scores(gated, b, h, i, own.j, given, scales.times, z, F)
             peak = top[None, :]
             if QUICK:
@@ -134,15 +153,24 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
                 dbias += tl.sum(ds, 1)
             if F.TANH:
                 add_unit_gradients(ds_out, None, ds, own.held, q, F, False)
-            elif F.WIDE:
+            elif F.BY_COLUMN:
+                if F.SLOPED:
+                    add_column_gradients(ds_out, ds, own, head, start + here, F)
+            elif F.WIDE and F.SLOPED:
                 spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
                 spot += (head.member * steps.o_n + start + near)[None, :]
-                ds = (ds * score_tile.remaining_scale(scales.scale, F)).to(ds_out.dtype.element_ty)
+                ds = ds * score_tile.remaining_scale(scales.scale, F)
+                if F.WINDOW:
+                    ds = ds * (-2.0 * scales.square_scale)
+                ds = ds.to(ds_out.dtype.element_ty)
                 tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
-            else:
+            elif F.SLOPED:
                 if RULED:
                     q = tl.where(tiles.is_finite(q), q, 0.0)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PRECISION)
+                ds = ds.to(q.dtype)
+                if F.WINDOW:  # of the rounded gradients, so that Σ g (q − k) has no other error
+                    dbias += tl.sum(ds.to(tl.float32), 1)
+                dk = tl.dot(ds, q, dk, input_precision=F.PRECISION)
     return dk, dv, dbias, dgate
 
 
@@ -183,6 +211,11 @@ def locate_queries(given, back, listing, pair, g, first, steps, z, F):
     if F.LINED:  # reads 16 bytes at a time, which Triton cannot infer for pointers
         top = tl.make_tensor_descriptor(back.kept, [back.lines], [1], [F.ROWS])
         middle = tl.make_tensor_descriptor(back.centre, [back.lines], [1], [F.ROWS])
+    terms = query
+    room = 0
+    if F.TERMS:
+        room = padded_rows(z.n, F)
+        terms = locate_terms(given.query_terms, lane, z.n, F)
     side = query
     if F.TANH:
         side = locate_side(given.ea, given.peak_a, given.v, lane, z.n, F)
@@ -193,7 +226,9 @@ def locate_queries(given, back, listing, pair, g, first, steps, z, F):
         d = tl.cast(F.D, tl.int64)
         along = back.along + lane * z.n * F.D
         along = tiles.make_descriptor(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
-    return QueryRange(query, q_n, along, lane * z.n, pairs, lane, g, listing, top, middle, side)
+    return QueryRange(
+        query, q_n, along, lane * z.n, pairs, lane, g, listing, top, middle, side, terms, room
+    )
 
 
 @jit_kernel
@@ -242,6 +277,15 @@ def backward_keys_kernel(
         ds = clear_unit_sums(dkey, pair, first, z.m, F)
     elif not F.WIDE and F.WEIGHTING != "average":
         k = tiles.load_rows(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
+    terms = j
+    room = 0
+    if F.TERMS:
+        room = padded_rows(z.m, F)
+        terms = locate_terms(given.key_terms, pair, z.m, F)
+        if F.WINDOW:
+            terms = tl.load(terms + first + here)[:, None]
+        elif F.SLOPED and F.WEIGHTING != "average":
+            ds = clear_column_sums(dkey, pair, first, z.m, F.COLS, F)
     bias = j
     if F.BIAS:
         there = given.key_bias + batch * steps.bias_b + head * steps.bias_h
@@ -274,7 +318,7 @@ def backward_keys_kernel(
     key = tiles.make_descriptor(key, z.m - first, k_m, F.W, F.COLS, F.BLOCK_W, FLAT)
     own = KeyTile(
         key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first,
-        tiles.load_width(given.width, F),
+        tiles.load_width(given.width, F), terms, room, first + here,
     )  # fmt: skip
     back = score_tile.SavedRows(along, centre, kept, tl.cast(lines, tl.int64))
     call = (given, back, ds, scales, steps)
@@ -325,6 +369,7 @@ def backward_keys_kernel(
         tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < F.D))
     if F.WEIGHTING != "average":
         if not F.WIDE:
+            dk = finish_product_gradient(dk, k, db, scales, F)
             dk = dk * score_tile.remaining_scale(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]
             where = dkey + line[:, None] * F.W + column

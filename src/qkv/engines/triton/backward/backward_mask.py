@@ -167,7 +167,7 @@ def backward_mask_kernel(
             do = tiles.load_rows(along, at, F.D, F.BLOCK_D)  # (ROWS, d)
             v = tiles.load_rows(value, at_value, F.D, F.BLOCK_D)  # (COLS, d)
             dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
-        s, _, _ = compute_tile_scores(x, rows, keys, at_j, here_j, scales.scale, F.BASE, F)
+        s, _, _ = compute_tile_scores(x, rows, keys, at_j, here_j, scales, F.BASE, F)
         s = modify_scores(s, rows.b, rows.h, rows.i, j, given, scales.times, z, F)
         p, lean = tile_weights(
             s + extra, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b,
@@ -221,6 +221,7 @@ def fill_mask_gradient(
         # pass that computed the centre.
         much = call.constexprs["APART"] and call.weighting == "topk"
         wide = max(call.w, call.d) > launch.MAX_BACKWARD_TILE_WIDTH or much
+        wide = wide or not call.has_product
         facts = call.constexprs | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {
             "WIDE": wide,

@@ -6,6 +6,11 @@ import triton
 import triton.language as tl
 
 from qkv.engines.triton.tile_functions import tiles
+from qkv.engines.triton.tile_functions.distance import (
+    add_column_gradients,
+    clear_column_sums,
+    finish_product_gradient,
+)
 from qkv.engines.triton.tile_functions.program import (
     begin_row_program,
     compute_product,
@@ -42,9 +47,7 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
     for t in tl.range(lo, hi):
         start, j, here, live, extra = load_mask_tile(t, rows, keys, scales.times, z, F, MASKED)
         x, k = compute_product(rows, keys, start, here, F)
-        gated, steep, bend = compute_tile_scores(
-            x, rows, keys, start, here, scales.scale, F.BASE, F
-        )
+        gated, steep, bend = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
         s = modify_scores(gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
         peak = top
         if QUICK:
@@ -86,10 +89,16 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
                 two += tl.sum(own, 1)[:, None]
             if F.TANH:
                 add_unit_gradients(slopes, along, ds, rows.held, k, F, True)
-            elif not F.WIDE:
+            elif F.BY_COLUMN:
+                if F.SLOPED:
+                    add_column_gradients(slopes, ds, rows, keys, start + here, F)
+            elif F.SLOPED and not F.WIDE:
                 if RULED:
                     k = tl.where(tiles.is_finite(k), k, 0.0)
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
+                ds = ds.to(k.dtype)
+                if F.WINDOW:  # of the rounded gradients, so that Σ g (q − k) has no other error
+                    one += tl.sum(ds.to(tl.float32), 1)[:, None]
+                dq = tl.dot(ds, k, dq, input_precision=F.PRECISION)
     return dq, one, two, lean_keys
 
 
@@ -126,6 +135,8 @@ def backward_queries_kernel(
     if F.TANH:
         slopes = clear_unit_sums(dquery, lane, spot.first, z.n, F)
         ones = clear_unit_sums(one_out, lane, spot.first, z.n, F)
+    if F.BY_COLUMN and F.SLOPED and F.CENTRE == 0:
+        slopes = clear_column_sums(dquery, lane, spot.first, z.n, F.ROWS, F)
     back = (do, top[:, None], share[:, None], middle, slopes, ones)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
     PARTS: tl.constexpr = (
@@ -184,6 +195,7 @@ def backward_queries_kernel(
             two = two / tl.where(cap == 0, 1.0, cap)
             tl.store(two_out + line, two, mask=spot.inside)
         if not F.WIDE:
+            dq = finish_product_gradient(dq, rows.held, one, scales, F)
             dq = dq * remaining_scale(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]
             where = dquery + there[:, None] + column

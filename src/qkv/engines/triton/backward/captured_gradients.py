@@ -113,7 +113,7 @@ def captured_gradients_kernel(
                 do = tiles.load_rows(along, at, F.D, F.BLOCK_D)  # (ROWS, d)
                 v = tiles.load_rows(value, at_value, F.D, F.BLOCK_D)  # (COLS, d)
                 dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
-            before, _, _ = compute_tile_scores(x, rows, keys, at_j, here, scales.scale, F.BASE, F)
+            before, _, _ = compute_tile_scores(x, rows, keys, at_j, here, scales, F.BASE, F)
             s = modify_scores(before, rows.b, rows.h, rows.i, j, given, scales.times, z, F)
             if F.PAIRS == 2:
                 s = s + extra

@@ -75,7 +75,7 @@ def pool_tiles(
                 base = tl.where(new == NEG_INFINITY, 0.0, new)
                 p = tl.exp2(s * factor - base[:, None])
             else:
-                s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, F.BASE, F)
+                s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
                 s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
                 if F.PAIRS == 2:
                     s = s + extra
@@ -305,6 +305,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
         wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or (
             call.w > 64 and call.constexprs["SCORES"] != call.constexprs["PRECISION"]
         )
+        wide = wide or not call.has_product
         targets = (out, lse, kept)
         if splits > 1:
             shape = (splits, lanes * rows)

@@ -27,13 +27,21 @@ from qkv.engines.triton.tile_functions.records import (
 from qkv.util.caches import memoize
 
 LOG2E = 1.4426950408889634
+WINDOWS = ("boxcar", "triangular", "epanechnikov")
+FORMS = ("product", *WINDOWS, "laplace", "exact", "constant")
+"""Kinds of scores: a dot product, or one of `tile_functions.distance`."""
+FLAT_FORMS = ("boxcar", "exact", "constant")
+"""Those that are piecewise constant."""
+PADDED_ROWS = 128
+"""The terms per row of a distance are padded to a multiple of this."""
 
 
 class Numbers(NamedTuple):
     """The arguments after `Arrays`; see `attend_operator`.
 
     `alpha` is also the k of top-k. `hashed` is the number of heads per batch in the hash of
-    dropout. A call with a `cap` has no bias. Under a transform, there are no `functions`.
+    dropout. A call with a `cap` has no bias. Under a transform, there are no `functions`. `form` is
+    one of FORMS.
     """
 
     scale: float
@@ -49,6 +57,8 @@ class Numbers(NamedTuple):
     cap: float = 0.0
     functions: PairFunctions | None = None
     captured_numbers: tuple[int, ...] | None = None
+    form: str = "product"
+    square_scale: float = 1.0
 
     @property
     def has_score_mod(self) -> bool:
@@ -60,7 +70,8 @@ class Numbers(NamedTuple):
         base = LOG2E if self.weighting == "softmax" else 1.0
         inner = 1.0 if self.has_score_mod else base  # a score_mod gets the scores in base e
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return Scales(float(self.scale) * inner, float(self.alpha), self.times * base, share)
+        factors = float(self.scale) * inner, float(self.alpha), self.times * base, share
+        return Scales(*factors, self.square_scale)
 
 
 _TYPES = {
@@ -121,6 +132,7 @@ class KernelCall:
             row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
             caps=self.caps, captured_floats=arrays.captured_floats,
             captured_integers=arrays.captured_integers,
+            query_terms=arrays.query_terms, key_terms=arrays.key_terms,
         )  # fmt: skip
         self.functions = numbers.functions
         has_rule = self.functions is not None and self.functions.rule is not None
@@ -150,25 +162,36 @@ class KernelCall:
             *shared_strides(self.pairs),
         )  # fmt: skip
         self.gradient_strides: tuple[int, ...] = (0, 0, 0)
+        self.form = numbers.form
+        self.has_product = self.form == "product" or self.form in WINDOWS
         even, unit = self._row_alignment(), 16 // self.query.element_size()
-        self.can_use_descriptors = launch.has_tma(self.query.device) and even > 0
-        plain = not (numbers.cap or self.functions or self.tile_lists.is_possible)
-        self.float_mask_bytes = self._measure_float_mask(numbers.times) if plain else 0
+        plain = self.form == "product"
+        self.can_use_descriptors = plain and launch.has_tma(self.query.device) and even > 0
+        quick = plain and not (numbers.cap or self.functions or self.tile_lists.is_possible)
+        self.float_mask_bytes = self._measure_float_mask(numbers.times) if quick else 0
         known = [x is not None for x in there]
         facts = _base_constexprs(
             self.w, self.d, self.query.dtype, self.weighting, alpha, kind, *known
         )
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
-        self.constexprs = facts | own | {"CAP": numbers.cap}
+        self.constexprs = facts | own | {"CAP": numbers.cap} | _form_constexprs(self.form, self.w)
+        if self.constexprs["BY_COLUMN"]:
+            self.constexprs["BLOCK_D"] = max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS)
         if self.functions is not None:
             self.constexprs |= _function_constexprs(self.functions)
         has_mod = numbers.has_score_mod
         if has_mod:
             self.constexprs["BASE"] = 1.0
-        self.is_plain_product = self.key_bias is None and self.gate_key is None and not numbers.cap
-        self.is_plain_product = self.is_plain_product and not has_mod
+        plain = plain and self.key_bias is None and self.gate_key is None and not numbers.cap
+        self.is_plain_product = plain and not has_mod
         plain = self.is_plain_product and (kind < 2 or self.float_mask_bytes > 0)
         self.folds_scale = self.weighting == "softmax" and plain and scale > 0
+
+    @property
+    def column_factor(self) -> float:
+        """The factor still missing from sums of score gradients by column: the scale."""
+        base = LOG2E if self.weighting == "softmax" else 1.0
+        return self.scales.scale / base
 
     def _measure_float_mask(self, times: float) -> int:
         """Return the bytes of a mask element if the fast path applies (`F.QUICK`), else 0.
@@ -214,10 +237,16 @@ class KernelCall:
             self.query.element_size(),
             self.constexprs["LOWER"] or self.constexprs["UPPER"],
         )
-        return launch.TILE_OVERRIDES.get(name) or launch.choose_tile(
+        if self.constexprs["BY_COLUMN"]:
+            return launch.TILE_OVERRIDES.get(name) or launch.choose_column_tile(name, rows)
+        window = self.constexprs["WINDOW"]
+        tile = launch.TILE_OVERRIDES.get(name) or launch.choose_tile(
             name, self.w, self.d, size, rows, self.is_plain_product, banded, self.pairs is not None,
-            self.gate_key is not None or self.constexprs["HAS_MOD"], self.float_mask_bytes,
+            self.gate_key is not None or window or self.constexprs["HAS_MOD"],
+            self.float_mask_bytes,
         )  # fmt: skip
+        # The second sum of a window takes registers: more threads need fewer each.
+        return tile._replace(warps=8) if window and tile[:2] == (128, 64) else tile
 
     def run_with_fitting_tile(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
         """Run with this tile, or with the largest smaller one that the device supports."""
@@ -329,6 +358,20 @@ def _function_constexprs(functions: PairFunctions) -> dict[str, Any]:
         "MOD": functions.function(functions.modify),
         "MOD_GRADIENT": functions.function(functions.gradient),
     }
+
+
+MIN_VALUE_COLUMNS = 32
+"""Columns of a tile of values, if eight warps compute a tile. With float32 tiles of 16 columns,
+Triton 3.6 addresses shared memory out of range (H200)."""
+
+
+@memoize("triton.form_constexprs")
+def _form_constexprs(form: str, w: int) -> dict[str, Any]:
+    """Return the compile-time constants of a kind of score; TERMS is the number of row terms."""
+    by_column, window = form in ("laplace", "exact"), form in WINDOWS
+    facts: dict[str, Any] = {"FORM": form, "WINDOW": window, "BY_COLUMN": by_column}
+    facts |= {"TERMS": w if by_column else int(window), "SLOPED": form not in FLAT_FORMS}
+    return facts | ({"BLOCK": PADDED_ROWS} if facts["TERMS"] else {})
 
 
 @memoize("triton.base_constexprs")

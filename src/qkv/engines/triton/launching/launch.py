@@ -149,6 +149,19 @@ def choose_tile(
     return Tile(128, 64, 64, 4, 2, uses_descriptors=True)
 
 
+def choose_column_tile(name: str, rows: int) -> Tile:
+    """Return the tile of a pass that compares the columns of rows one after the other.
+
+    With one own row per thread, a thread reads one number of its row and, 16 bytes at a time, those
+    of all others: four fifths of the instructions are then sums. `name` "search": a fixed height.
+    """
+    if name == "split":
+        return Tile(max(16, next_power_of_2(min(rows, MAX_PACKED_ROWS))), 64, 16, 4, 1)
+    if name == "search":
+        return Tile(64, 64, 16, 4, 1)
+    return Tile(64, 128, 16, 4, 1) if name == "to_keys" else Tile(128, 64, 16, 4, 1)
+
+
 def shrink_tile(tile: Tile) -> Tile:
     """Return the next smaller tile, for a device with too little shared memory."""
     if tile.stages > 2:

@@ -66,7 +66,7 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     j = (start + near)[None, :]
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = compute_product(rows, keys, start, here, F)
-    s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales.scale, scales.share, F)
+    s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, scales.share, F)
     s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
     if F.PAIRS:
         live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
@@ -237,7 +237,9 @@ def entmax_kernel(
     rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
     slim = scales.alpha - 1.0
     inner = 1.0 if F.HAS_MOD else slim  # a score_mod gets the scores themselves
-    scales = Scales(scales.scale * inner, scales.alpha, scales.times * slim, inner)
+    scales = Scales(
+        scales.scale * inner, scales.alpha, scales.times * slim, inner, scales.square_scale
+    )
     if F.PHASE == 2:
         t = tl.load(out + spot.line)
         bad = t != t
@@ -360,7 +362,7 @@ def topk_kernel(
     `support_lists`.
     """
     rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
-    scales = Scales(scales.scale, scales.alpha, scales.times, 1.0)
+    scales = Scales(scales.scale, scales.alpha, scales.times, 1.0, scales.square_scale)
     peaks, _, floor, count = _column_maxima(rows, keys, edges, scales, z, F, False, True)
     bad = _has_nan_or_inf(peaks)
     few = count <= top_k

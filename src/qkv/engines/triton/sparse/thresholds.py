@@ -23,8 +23,10 @@ from qkv.engines.triton.sparse.threshold_search import LAST_POSITION, entmax_ker
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
 
 
-def _choose_tile(query: Tensor, kernel: Any, phase: int) -> Tile:
+def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False) -> Tile:
     w = query.shape[-1]
+    if by_column:
+        return launch.choose_column_tile("search", ROWS_PER_LIST)
     if phase:
         return Tile(ROWS_PER_LIST, ROWS_PER_LIST, 64, 4, 3, registers=128 if w <= 64 else 168)
     if query.element_size() == 4:
@@ -45,6 +47,7 @@ def _launch_search(
     # A float32 product is one instruction per term in each loop, which compiles slowly at full
     # width. In chunks, the order of the sum is the same.
     wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or call.query.dtype == torch.float32
+    wide = wide or not call.has_product
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
     call.constexprs |= {"SPLIT": False, "PACKED": False}
@@ -69,7 +72,8 @@ def _launch_search(
         arrays = (*others, lists, counts)
         call.launch_kernel(kernel, programs, arrays, None, (sizes, *whole), known, tile)
 
-    call.run_with_fitting_tile(kernel.__name__, _choose_tile(call.query, kernel, phase), run_tile)
+    tile = _choose_tile(call.query, kernel, phase, call.constexprs["BY_COLUMN"])
+    call.run_with_fitting_tile(kernel.__name__, tile, run_tile)
 
 
 def _allocate_outputs(

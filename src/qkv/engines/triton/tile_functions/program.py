@@ -10,6 +10,11 @@ import triton.language as tl
 
 from qkv.engines.triton.sparse.support_lists import LIST_TILE, has_list
 from qkv.engines.triton.tile_functions import tiles
+from qkv.engines.triton.tile_functions.distance import (
+    apply_distance_form,
+    compare_columns,
+    locate_terms,
+)
 from qkv.engines.triton.tile_functions.records import (
     CapturedPointers,
     KeyRange,
@@ -18,7 +23,13 @@ from qkv.engines.triton.tile_functions.records import (
     TilePosition,
 )
 from qkv.engines.triton.tile_functions.score_tile import apply_score_form, prepare_gate_half
-from qkv.engines.triton.tile_functions.tanh import is_disabled, load_units, locate_side, tanh_scores
+from qkv.engines.triton.tile_functions.tanh import (
+    is_disabled,
+    load_units,
+    locate_side,
+    padded_rows,
+    tanh_scores,
+)
 
 
 @triton.jit
@@ -163,13 +174,25 @@ def load_query_tile(given, steps, tile, lane, z, F):
         q = load_units(side, query, first, pos - first, F)
     elif not F.WIDE and F.WEIGHTING != "average":
         q = tiles.load_rows(query, offset, F.W, F.BLOCK_W)
+    terms = i
+    room = 0
+    if F.TERMS:
+        room = padded_rows(z.n, F)
+        if F.PACKED:
+            terms = locate_terms(given.query_terms, lane * z.group + r // z.n, z.n, F)
+        else:
+            terms = locate_terms(given.query_terms, lane, z.n, F)
+        if F.WINDOW:
+            terms = tl.load(terms + pos)[:, None]
+        elif F.PACKED:
+            terms = terms[:, None]
     FLAT: tl.constexpr = F.WIDE and F.TMA
     step = tl.cast(steps.q_n, tl.int64)
     query = tiles.make_descriptor(query, z.n - first, step, F.W, F.ROWS, F.BLOCK_W, FLAT)
     rows = QueryTile(
         query, offset, q, i, a[:, None], cap[:, None], row_a[:, None], row_b[:, None], pairs, at,
         drawn, tiles.load_width(given.width, F), b, h,
-        CapturedPointers(floats, integers),
+        CapturedPointers(floats, integers), terms, room, pos,
     )  # fmt: skip
     return rows, TilePosition(batch, own, shared, line, pos, inside, first, last)
 
@@ -201,9 +224,19 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
     if F.TANH:
         lane = batch * (z.heads // z.group) + shared
         side = locate_side(given.eb, given.peak_b, given.v, lane, z.m, F)
+    terms = key
+    room = 0
+    if F.TERMS:
+        heads = z.heads
+        if not F.PACKED:
+            heads = z.heads // z.group
+        room = padded_rows(z.m, F)
+        terms = locate_terms(given.key_terms, batch * heads + shared, z.m, F)
     key = tiles.make_descriptor(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
     value = tiles.make_descriptor(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
-    return KeyRange(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side)
+    return KeyRange(
+        key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side, terms, room
+    )
 
 
 @triton.jit
@@ -308,11 +341,18 @@ def load_mask_tile(t, rows, keys, times, z, F, MASKED: tl.constexpr):
 def compute_product(own, others, start, here, F):
     """Return φ·ψ of a tile (`own` rows × the `here` others), and the loaded others.
 
-    With TANH: the exact additive score, and the `UnitTile` of the others.
+    With TANH: the exact additive score, and the `UnitTile` of the others. With BY_COLUMN: what
+    `compare_columns` returns. For the constant: 1.
     """
     if F.TANH:
         y = load_units(others.side, others.base + start * others.step, start, here, F)
         x = tanh_scores(own.held, y, F)
+    elif F.BY_COLUMN:
+        x = compare_columns(own, others, start + here, F)
+        y = x
+    elif F.FORM == "constant":
+        x = tl.full((own.offset.shape[0], here.shape[0]), 1.0, tl.float32)
+        y = x
     elif F.WIDE:
         x = tl.zeros((own.offset.shape[0], here.shape[0]), tl.float32)
         if F.TMA:
@@ -330,11 +370,14 @@ def compute_product(own, others, start, here, F):
 
 
 @triton.jit
-def compute_tile_scores(x, rows, keys, start, here, scale, times, F):
+def compute_tile_scores(x, rows, keys, start, here, scales, times, F):
     """Return s of a tile from φ(q)·ψ(k), and its two derivatives (`apply_score_form`).
 
     Bias and cap are multiplied by `times`. With ENDED, keys beyond the end have bias −∞.
     """
+    if F.FORM != "product":
+        s, bend = apply_distance_form(x, rows, keys, start, here, rows.cap, scales, times, F)
+        return s, s, bend
     bias = here
     b = here
     if F.BIAS:
@@ -346,4 +389,4 @@ def compute_tile_scores(x, rows, keys, start, here, scale, times, F):
         bias = bias[None, :] * times
     if F.GATE:
         b = prepare_gate_half(tl.load(keys.gate_key + start + here), F.FAST)[None, :]
-    return apply_score_form(x, scale, bias, rows.a, b, rows.cap, times, F)
+    return apply_score_form(x, scales.scale, bias, rows.a, b, rows.cap, times, F)

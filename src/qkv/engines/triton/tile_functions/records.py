@@ -67,18 +67,22 @@ class Arrays(NamedTuple):
     caps: Tensor | None = None
     captured_floats: Tensor | None = None
     captured_integers: Tensor | None = None
+    query_terms: Tensor | None = None
+    key_terms: Tensor | None = None
 
 
 ARRAY_COUNT = len(Arrays._fields)
 
 
 class Scales(NamedTuple):
-    """Factors: of φ·ψ, entmax's alpha, of the mask array, and of weights that survive dropout."""
+    """Factors: of φ·ψ, entmax's alpha, of the mask array, of weights that survive dropout, and of
+    squared distances."""
 
     scale: float
     alpha: float
     times: float
     share: float
+    square_scale: float = 1.0
 
 
 Strides = namedtuple(
@@ -120,7 +124,8 @@ SPECIALIZED_SIZES = {
 """Indices of the sizes that kernels are compiled for: heads and group; also n and rows_n."""
 
 QueryTile = namedtuple(
-    "QueryTile", "base offset held i a cap row_a row_b pairs at drawn width b h captured"
+    "QueryTile",
+    "base offset held i a cap row_a row_b pairs at drawn width b h captured terms room near",
 )
 """A tile of queries.
 
@@ -129,6 +134,8 @@ QueryTile = namedtuple(
 - (ROWS, 1) each: i position, a gate half, cap, row_a and row_b thresholds, at offset in `pairs`,
   drawn dropout hash.
 - b, h, captured: batch, head and `CapturedPointers`, for pair functions.
+- terms: of a window ‖φ‖² (ROWS, 1). For Laplace and exact match the pointer to the first column;
+  columns are `room` elements apart, and `near` are the rows in them.
 """
 
 CapturedPointers = namedtuple("CapturedPointers", "captured_floats captured_integers")
@@ -139,6 +146,9 @@ TilePosition = namedtuple("TilePosition", "batch head shared line row inside fir
 of each row in an array with one number per row (line), the row's position, whether it exists
 (inside), and the first and last position."""
 
-KeyRange = namedtuple("KeyRange", "base step value v_m bias gate_key layout at p_m end side")
+KeyRange = namedtuple(
+    "KeyRange", "base step value v_m bias gate_key layout at p_m end side terms room"
+)
 """The keys of a head, their values, bias and gate, with strides. Keys from `end` on do not count.
-`at` lists the tiles of a layout, or the keys of a support list. `side` is a `tanh.UnitSide`."""
+`at` lists the tiles of a layout, or the keys of a support list. `side` is a `tanh.UnitSide`.
+`terms` and `room` are those of `QueryTile`, for all keys of the head."""

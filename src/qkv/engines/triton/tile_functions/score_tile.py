@@ -258,7 +258,7 @@ def product_gradients(ds, live, gated, steep, bend, scale, F, RULED: tl.constexp
         own = ds * gated
     if F.GATE:
         logit, ds = gate_gradients(ds, gated, steep, scale, F)
-    if F.CAP != 0:
+    if F.CAP != 0 or F.WINDOW:
         ds = ds * bend
     if RULED:  # excluded pairs may not be finite
         logit = tl.where(live, logit, 0.0)

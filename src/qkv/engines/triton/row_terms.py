@@ -1,0 +1,107 @@
+"""What the kernels of distances read of each row: ‖x‖², or its columns; and gradients by column.
+
+A column's rows lie side by side, so that a tile reads one column of all its rows at a time. Heads
+start at multiples of `TILE_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching.kernel_call import PADDED_ROWS
+from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.torch_operator import register_operator
+from qkv.engines.triton.tile_functions.tanh import padded_rows
+from qkv.engines.triton.tile_functions.tiles import jit_kernel
+
+TILE_ROWS = PADDED_ROWS
+"""Rows of a program."""
+TILE = launch.Tile(TILE_ROWS, 1, 64, 4, 1)
+
+
+@triton.jit
+def _locate_tile(rows, F):
+    """Return this program's lane, its rows, and the padded rows of a lane."""
+    room = padded_rows(rows, F)
+    count = room // F.BLOCK
+    lane = (tl.program_id(0) // count).to(tl.int64)
+    return lane, tl.program_id(0) % count * F.BLOCK + tl.arange(0, F.BLOCK), room
+
+
+@jit_kernel
+def collect_kernel(x, out, x_b, x_h, x_n, lanes_own, rows, F: tl.constexpr):
+    """Write ‖x‖² or the columns of a tile of rows of x (B, H, rows, W), which has any strides."""
+    lane, row, room = _locate_tile(rows, F)
+    x += lane // lanes_own * x_b + lane % lanes_own * x_h
+    there = x + row[:, None] * tl.cast(x_n, tl.int64)
+    total = tl.zeros((F.BLOCK,), tl.float32)
+    for start in range(0, F.W, F.BLOCK_W):
+        column = start + tl.arange(0, F.BLOCK_W)[None, :]
+        inside = (row < rows)[:, None] & (column < F.W)
+        y = tl.load(there + column, mask=inside, other=0.0).to(tl.float32)
+        if F.SQUARED:
+            total += tl.sum(y * y, 1)
+        else:
+            to = out + (lane * F.W + column) * room + row[:, None]
+            tl.store(to, y, mask=column < F.W)
+    if F.SQUARED:
+        tl.store(out + lane * room + row, total)
+
+
+@jit_kernel
+def restore_kernel(columns, out, factor, rows, F: tl.constexpr):
+    """Write factor · columns (lanes, W, padded rows) as rows (lanes, rows, W)."""
+    lane, row, room = _locate_tile(rows, F)
+    for start in range(0, F.W, F.BLOCK_W):
+        column = start + tl.arange(0, F.BLOCK_W)[None, :]
+        inside = (row < rows)[:, None] & (column < F.W)
+        at = (lane * F.W + column) * room + row[:, None]
+        y = tl.load(columns + at, mask=inside, other=0.0) * factor
+        to = out + (lane * rows + row[:, None]) * F.W + column
+        tl.store(to, y.to(out.dtype.element_ty), mask=inside)
+
+
+def allocate_columns(like: Tensor, width: int) -> Tensor:
+    """Return an empty float32 buffer (B, H, width, padded rows) for x (B, H, rows, W)."""
+    b, h, rows, _ = like.shape
+    return workspace.allocate_buffer(like, (b, h, width, -(-rows // TILE_ROWS) * TILE_ROWS))
+
+
+def _fake_terms(x: Tensor, squared: bool) -> Tensor:
+    return allocate_columns(x, 1 if squared else x.shape[-1])
+
+
+@register_operator(_fake_terms)
+@replay_launches
+def collect_row_terms(x: Tensor, squared: bool) -> Tensor:
+    """Return ‖x‖² (B, H, 1, padded rows) or the columns (B, H, W, padded rows), in float32.
+
+    x is (B, H, rows, W) with a contiguous last axis. There is no gradient.
+    """
+    out = _fake_terms(x, squared)
+    b, h, rows, w = x.shape
+    programs = b * h * (out.shape[-1] // TILE_ROWS)
+    if programs:
+        facts = {"W": w, "BLOCK": TILE_ROWS, "BLOCK_W": _block_width(w), "SQUARED": squared}
+        with launch.use_device(x.device):
+            launch.launch_kernel(
+                collect_kernel, programs, (x, out), (), (*x.stride()[:3], h, rows), facts, TILE
+            )
+    return out
+
+
+def restore_rows(columns: Tensor, factor: float, out: Tensor) -> None:
+    """Fill the contiguous `out` (B, H, rows, W) with factor · columns (B, H, W, padded rows)."""
+    b, h, rows, w = out.shape
+    facts: dict[str, Any] = {"W": w, "BLOCK": TILE_ROWS, "BLOCK_W": _block_width(w)}
+    programs = b * h * (columns.shape[-1] // TILE_ROWS)
+    launch.launch_kernel(restore_kernel, programs, (columns, out), (factor,), (rows,), facts, TILE)
+
+
+def _block_width(w: int) -> int:
+    return min(max(launch.next_power_of_2(w), 16), 64)
