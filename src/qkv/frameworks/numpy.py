@@ -355,7 +355,7 @@ def _count_pair_numbers(function: Any, query: Array, key: Array) -> int | None:
     width = max(query.shape[-1], key.shape[-1], 1)
     rows = MAX_MEASURED_QUERIES, max(MAX_MEASURED_NUMBERS // MAX_MEASURED_QUERIES // width, 16)
     arrays = [
-        numpy.zeros((size, x.shape[-1]), x.dtype)
+        numpy.zeros((size, x.shape[-1]), numpy.result_type(x, numpy.float32))
         for size, x in zip(rows, (query, key), strict=True)
     ]
     tracemalloc.start()

@@ -205,6 +205,7 @@ def count_pair_numbers(function: Any, query: Array, key: Array, learns: bool) ->
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             arguments = [fake.from_tensor(x.detach()) for x in (query, key)]
+            arguments = [x.float() if x.dtype in HALF_DTYPES else x for x in arguments]
             with _SizeRecorder() as recorder:
                 function(*arguments)
     except Exception:  # the caller's function may need data

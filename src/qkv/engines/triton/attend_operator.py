@@ -20,8 +20,9 @@ Query head h uses key head h // (H // Hₖ). key_bias (B, Hₖ, m), gate_query (
 
 *Distances.* `form` names a score that is no dot product (`tile_functions.distance`): s = scale ·
 profile. The profile of a window is a function of `square_scale` · ‖q − k‖². `query_terms` and
-`key_terms` are those of `row_terms.collect_row_terms`: squares for a window, columns for Laplace and
-exact match. With `cap` = −1, `caps` is a factor of each row. These scores have no bias and no gate.
+`key_terms` are those of `row_terms.collect_row_terms`: squares for a window, columns for Laplace
+and exact match. With `cap` = −1, `caps` is a factor of each row. These scores have no bias and no
+gate.
 
 *Dropout.* A hash of `seed` (int32) and the position decides which weights are dropped.
 
