@@ -397,10 +397,10 @@ def topk_kernel(
             three_counts = tl.where(s >= first, 1, 0)
             three_counts += tl.where(s >= second, COUNT_FIELD_SIZE, 0)
             three_counts += tl.where(s >= third, COUNT_FIELD_SIZE * COUNT_FIELD_SIZE, 0)
-            counts = tl.sum(three_counts, 1)
-            above_one += counts % COUNT_FIELD_SIZE
-            above_two += counts // COUNT_FIELD_SIZE % COUNT_FIELD_SIZE
-            above_three += counts // (COUNT_FIELD_SIZE * COUNT_FIELD_SIZE)
+            tile_counts = tl.sum(three_counts, 1)
+            above_one += tile_counts % COUNT_FIELD_SIZE
+            above_two += tile_counts // COUNT_FIELD_SIZE % COUNT_FIELD_SIZE
+            above_three += tile_counts // (COUNT_FIELD_SIZE * COUNT_FIELD_SIZE)
         bracket = (low, high, count, count_high)
         bracket = _narrow_bracket(bracket, one, above_one, top_k)
         bracket = _narrow_bracket(bracket, two, above_two, top_k)
