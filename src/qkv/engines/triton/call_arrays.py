@@ -145,7 +145,7 @@ def translate_functions(
         return TranslatedCall(array_rules=bounds.rules)
     temperature: Any = getattr(call.weighting, "temperature", None)
     temperature = temperature if score_mods and is_array(temperature) else None
-    fixed = tuple(x for x in bounds.rules if isinstance(x, ArrayMask))
+    fixed: tuple[Mask, ...] = tuple(x for x in bounds.rules if isinstance(x, ArrayMask))
     rules = tuple(x for x in bounds.rules if not isinstance(x, ArrayMask))
     if not (rules or score_mods):
         return TranslatedCall(array_rules=fixed)

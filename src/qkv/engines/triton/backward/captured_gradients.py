@@ -268,7 +268,7 @@ def _launch_sums(
         "TMA": False,
         "PACKED": False,
         "QUICK": False,
-        "CAPTURED_GRADIENT": call.functions.function(captured.gradient),
+        "CAPTURED_GRADIENT": call.functions.function(captured.gradient_function),
     }
     sizes = (
         call.build_sizes(splits=splits, span=span), call.b * call.h * call.n, *own, rows_tiles,
@@ -291,7 +291,7 @@ def _scatter(
     facts: dict[str, Any] = {
         "BLOCK": INDICES_PER_PROGRAM,
         "BY_DISTANCE": captured.by_distance,
-        "CAPTURED_INDEX": call.functions.function(captured.index),
+        "CAPTURED_INDEX": call.functions.function(captured.index_function),
         "FAST": False,
     }
     call.launch_kernel(

@@ -36,11 +36,12 @@ PAIR_PARAMETERS = "b, h, i, j, given, z, F"
 class CapturedGradient(NamedTuple):
     """A captured number that is learned: its functions and what its index depends on.
 
-    `gradient` returns its part of a score's gradient, `index` its place in `captured_floats`.
+    `gradient_function` names the function that returns its part of a score's gradient, and
+    `index_function` the one that returns its place in `captured_floats`.
     """
 
-    gradient: str
-    index: str
+    gradient_function: str
+    index_function: str
     positions: frozenset[str]
     by_distance: bool
 
@@ -218,7 +219,8 @@ def _pack_captured(
         offsets[tensor] if what == "offset" else tensors[tensor].shape[axis]
         for what, tensor, axis in numbers
     ]
-    return CapturedArrays(*packed, (*found, *[0] * (MAX_NUMBERS - len(found))))
+    floats, integers = packed
+    return CapturedArrays(floats, integers, (*found, *[0] * (MAX_NUMBERS - len(found))))
 
 
 def _join_flat(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -154,7 +154,7 @@ class RuleTranslator:
     def _as_tensor(self, values: Any) -> Tensor:
         device = self.call.query.device
         if is_array(values) and get_framework(values) is self.call.fw:
-            return values.to(device)  # type: ignore[no-any-return]
+            return values.to(device)
         return torch.as_tensor(values, device=device)
 
     _METHODS: ClassVar[dict[type, Any]] = {

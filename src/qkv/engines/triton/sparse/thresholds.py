@@ -54,7 +54,8 @@ def _launch_search(
 
     def run_tile(tile: Tile) -> None:
         *others, lists = outs
-        counts, own = None, {}
+        counts: Tensor | None = None
+        own: dict[str, Any] = {}
         if lists is None:  # ties count in the order of the keys
             _, lists, counts, _, own = call.listed_loop(tile, in_order=kernel is topk_kernel)
         sizes = call.build_sizes(at_columns=0 if lists is None else lists.shape[-1])
