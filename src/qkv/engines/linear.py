@@ -128,6 +128,7 @@ def run(call: Call) -> tuple[Array, None, None]:
 def _sum_keys(call: Call) -> tuple[Array, Array]:
     """Return φ (…, n, w) and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over the keys that the mask allows."""
     fw, key, value = call.fw, call.key, call.value
+    assert value is not None
     heads = {fw.static_shape(x)[-3] for x in (key, value) if len(x.shape) > 2} - {1}
     if call.rule is not None or len(heads) > 1:
         key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
@@ -161,8 +162,8 @@ def run_stored(call: Call) -> Array | None:
     from one product.
     """
     assert isinstance(call.key, UnreadArray) and call.value is not None
-    call = call.upcast()
     (m, width), value_width = call.key.shape, call.value.shape[-1]
+    call = call.upcast()
     is_linear = type(call.score) in STORED_SCORES and not getattr(call.score, "softcap", None)
     if type(call.weighting) is not Raw or not is_linear or not m:
         return None

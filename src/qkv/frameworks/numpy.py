@@ -367,7 +367,8 @@ def _count_pair_numbers(function: Any, query: Array, key: Array) -> int | None:
         return None
     finally:
         tracemalloc.stop()
-    return max(round(peak / query.dtype.itemsize / math.prod(rows)), 1)
+    size: int = arrays[0].dtype.itemsize
+    return max(round(peak / size / math.prod(rows)), 1)
 
 
 def _argsort_descending(x: Array) -> Array:

@@ -67,7 +67,8 @@ class RowChunk(NamedTuple):
 
     def slice_rows(self, at: slice) -> RowChunk:
         quantized = None if self.quantized is None else self.quantized.slice_rows(at)
-        value, live, scale = (None if x is None else x[at] for x in self[1:4])
+        value = None if self.value is None else self.value[at]
+        live, scale = (None if x is None else x[at] for x in (self.live, self.scale))
         return RowChunk(self.key[at], value, live, scale, quantized, self.check_readable)
 
     def live_keys_and_scale(self) -> tuple[np.ndarray, np.ndarray | None]:
@@ -125,7 +126,8 @@ def select_from_chunks(chunks: Iterable[RowChunk], positions: np.ndarray) -> Ite
         at = at if chunk.live is None else np.flatnonzero(chunk.live)[at]
         key: Any = chunk.key
         key = key[at] if isinstance(key, DenseAndSparse) else SelectedRows(key, at)
-        value: Any = None if chunk.value is None else SelectedRows(chunk.value, at)
+        values: Any = chunk.value
+        value = None if values is None else SelectedRows(values, at)
         scale = None if chunk.scale is None else chunk.scale[at]
         quantized = None
         if chunk.quantized is not None and chunk.scale is not None:
@@ -266,7 +268,7 @@ class StoredRows:
         values: list[np.ndarray] = []
         for chunk in self.read_chunks():
             live = slice(None) if chunk.live is None else chunk.live
-            value = np.empty((len(chunk.key), 0)) if chunk.value is None else chunk.value
+            value: Any = np.empty((len(chunk.key), 0)) if chunk.value is None else chunk.value
             keys.append(chunk.live_vectors())
             values.append(value[live])
         key, value = (to_framework_array(fw, np.concatenate(x), like) for x in (keys, values))
