@@ -22,9 +22,11 @@ MOST = {
     "topk": 2,
     "additive": 2,
     "additive entmax15": 6,
+    "documents": 4,
+    "score_mod": 4,
 }
-"""Keys of one pass, over forty lengths; of products in place of tanh, over those of their widths
-too."""
+"""Keys of one pass, over forty lengths; of lists of tiles those of each pass; of products in place
+of tanh, over those of their widths too."""
 
 
 def keys_of(kind: str, lengths: list[int]) -> list[str]:
@@ -32,7 +34,7 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
     entmax's centre has another key than that of the queries, and tanh another than products."""
     import torch
 
-    from qkv import scores, weightings
+    from qkv import masks, scores, weightings
     from qkv.engines import triton
     from qkv.engines.triton.launching import launch
     from qkv.engines.validation import build_call
@@ -52,10 +54,20 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
     def normal(*shape):
         return torch.randn(shape, dtype=torch.bfloat16)
 
+    def relative(n):
+        table = normal(2, 2 * n)
+        score_mod = lambda s, b, h, q, k: s + table[h, q - k + n]  # noqa: E731
+        return scores.Modified("scaled_dot", score_mod), "softmax"
+
     jobs: dict = {}
     for n in lengths:
+        mask = None
+        hows["score_mod"] = lambda x, n=n: relative(n)
+        hows["documents"] = hows["entmax15"]
+        if kind == "documents":
+            mask = masks.documents(torch.arange(n) // 50) & masks.causal
         arrays = [(normal(2, 2, n, 64) / 32).requires_grad_() for _ in "qkv"]
-        call = build_call(*arrays, *hows[kind](normal), None, 0.0, None, None)
+        call = build_call(*arrays, *hows[kind](normal), mask, 0.0, None, None)
         jobs |= triton.find_missing_kernels(call)
     return [
         f"{key.name} {key.dtypes[-6:-3] if key.name == 'backward_queries_kernel' else ''} "

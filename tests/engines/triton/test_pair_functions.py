@@ -239,7 +239,7 @@ WRONG = {
     "writes into": lambda s, b, h, q, k: TALLY.add_(s),
     "float64": lambda s, b, h, q, k: s + torch.ones(4, dtype=torch.float64)[h],
     "depends on positions": lambda s, b, h, q, k: s + (q + k)[h, h],
-    "more than": lambda s, b, h, q, k: s + sum(torch.ones(4)[h] * i for i in range(20)),
+    "more than": lambda s, b, h, q, k: s + sum(torch.ones(4)[h] * i for i in range(40)),
     "on single numbers": lambda s, b, h, q, k: s.reshape(3, 4),
     "raises integers": lambda s, b, h, q, k: s + q**k,
 }

@@ -18,8 +18,12 @@ from torch import Tensor
 KINDS = ("bool", "int", "long", "float")
 """The types of values, in the order of PyTorch's type promotion."""
 TRITON_TYPES = {"bool": "tl.int1", "int": "tl.int32", "long": "tl.int64", "float": "tl.float32"}
-MAX_NUMBERS = 16
-"""Lengths and offsets of captured tensors that a kernel takes."""
+MAX_NUMBERS = 24
+"""Numbers that a kernel takes: lengths and offsets of captured tensors, and constants."""
+MAX_CONSTANTS = 8
+"""Integers among them that are constants of the source, such as a length. Others are compiled."""
+MIN_PASSED_CONSTANT = 16
+"""The smallest constant that is passed: small ones, such as a one, are part of the formula."""
 MAX_CAPTURED_ELEMENTS = 2**31
 
 
@@ -77,7 +81,8 @@ class Expressions:
     tensors: list[CapturedTensor] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     numbers: list[tuple[str, int, int]] = field(default_factory=list)
-    """What each number of `z.c0 …` is: ("length", tensor, axis) or ("offset", tensor, 0)."""
+    """What each number of `z.c0 …` is: ("length", tensor, axis), ("offset", tensor, 0) or
+    ("constant", number, 0)."""
     _known: dict[Any, Value] = field(default_factory=dict)
 
     # Inputs
@@ -155,10 +160,24 @@ class Expressions:
         kind = kind or max((x.kind for x in operands), key=KINDS.index)
         return tuple(self.cast(x, kind) for x in operands)
 
+    def _pass_constant(self, x: Value) -> Value:
+        """Return a large integer as an argument, so that kernels are not compiled for it."""
+        if x.kind != "int" or x.number is None or abs(x.number) < MIN_PASSED_CONSTANT:
+            return x
+        number = ("constant", int(x.number), 0)
+        if number in self.numbers:
+            name = f"c{self.numbers.index(number)}"
+        elif sum(what == "constant" for what, *_ in self.numbers) == MAX_CONSTANTS:
+            return x
+        else:
+            name = self._add_number(*number)
+        return Value(f"z.{name}", "int", slopes=(0.0, 0.0), is_nonnegative=x.number >= 0)
+
     def add(self, a: Value, b: Value, kind: str | None = None) -> Value:
         a, b = self._match(a, b, kind=kind)
         if a.number == 0 or b.number == 0:
             return b if a.number == 0 else a
+        a, b = self._pass_constant(a), self._pass_constant(b)
         slopes = None
         if a.slopes and b.slopes:
             slopes = a.slopes[0] + b.slopes[0], a.slopes[1] + b.slopes[1]
@@ -171,6 +190,7 @@ class Expressions:
         a, b = self._match(a, b, kind=kind)
         if b.number == 0:
             return a
+        a, b = self._pass_constant(a), self._pass_constant(b)
         slopes = None
         if a.slopes and b.slopes:
             slopes = a.slopes[0] - b.slopes[0], a.slopes[1] - b.slopes[1]
@@ -241,7 +261,7 @@ class Expressions:
         return self.operate("(({0} - {2}) // {1})", a.kind, a, b, self.remainder(a, b))
 
     def compare(self, sign: str, a: Value, b: Value) -> Value:
-        a, b = self._match(a, b)
+        a, b = map(self._pass_constant, self._match(a, b))
         return self.operate("({0} " + sign + " {1})", "bool", a, b, has_score=False)
 
     def logical(self, sign: str, a: Value, b: Value) -> Value:

@@ -215,10 +215,12 @@ def _pack_captured(
             offsets[i] = first
             first += x.numel()
         packed.append(_join_flat([x for _, x in some]))
-    found = [
-        offsets[tensor] if what == "offset" else tensors[tensor].shape[axis]
-        for what, tensor, axis in numbers
-    ]
+    found = []
+    for what, which, axis in numbers:
+        if what == "length":
+            found.append(tensors[which].shape[axis])
+        else:
+            found.append(offsets[which] if what == "offset" else which)
     floats, integers = packed
     return CapturedArrays(floats, integers, (*found, *[0] * (MAX_NUMBERS - len(found))))
 
