@@ -277,7 +277,7 @@ def test_a_value_of_several_columns():
     assert pooled == pytest.approx({"gpa": 3.425, "salary": 74.25})
     N.add("Cy", {"gpa": 1.0, "salary": 2.0})
     assert N["Cy"] == {"gpa": 1.0, "salary": 2.0}
-    with pytest.raises(ArgumentError, match="mapping of gpa, salary"):
+    with pytest.raises(ArgumentError, match="mapping of the columns gpa, salary"):
         N.add("Di", 5)
 
 
@@ -449,7 +449,7 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
             os.truncate(segment, 100)
             return found
 
-        with pytest.raises(StoreDamagedError, match="it was truncated while it was open"):
+        with pytest.raises(StoreDamagedError, match="truncated while it was open|is damaged: it has 100 bytes"):
             D.ask(np.ones(8), score=score)
         assert asked == [512]
 

@@ -119,10 +119,8 @@ def _is_short_gaussian(call: Call) -> bool:
         1
     ] or not streaming.slower_reason(call):
         return False
-    return (
-        math.prod(call.lead) * call.n * call.m * streaming.numbers_per_pair(call)
-        >= MIN_EXPANDED_DIFFERENCES
-    )
+    differences = math.prod(call.lead) * call.n * call.m * call.query.shape[-1]
+    return bool(differences >= MIN_EXPANDED_DIFFERENCES)
 
 
 def describe(call: Call) -> str:

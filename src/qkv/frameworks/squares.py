@@ -11,6 +11,9 @@ from qkv.util.types import Array
 MAX_EXPANDED_SQUARE = 32.0
 """Largest ‖q‖² + ‖k‖² around the mean key at which the expanded square is precise enough."""
 
+MIN_EXPANDED_COLUMNS = 8
+"""Columns from which a product is faster than the differences, which are exact."""
+
 MAX_EXACT_SHARE = 1 / 16
 """Share of the pairs up to which computing them once more takes less than computing all exactly."""
 
@@ -34,6 +37,8 @@ def expand_squares(
     is computed from the differences.
     """
     d = query.shape[-1]
+    if d < MIN_EXPANDED_COLUMNS:
+        return None
     centre = key.reshape(-1, d).mean(0)
     q, k = query - centre, key - centre
     squares = (q * q).sum(-1)[..., :, None], (k * k).sum(-1)[..., None, :]

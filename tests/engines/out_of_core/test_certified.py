@@ -729,7 +729,7 @@ def test_a_score_that_codes_do_not_bound_is_exact_and_says_so():
     found = qkv.Database(keys, keys[:, :2]).ask(keys[0], score=score, tolerance=0.01)
     np.testing.assert_allclose(found.weights, exact(keys, keys[0], score, Softmax()), atol=1e-5)
     assert found.error_bound == 0 and found.rows_read == 300
-    assert "Additive is not linear in the key, so codes do not bound it" in found.engine
+    assert "Additive is not linear in the key, so 8-bit codes give no bound" in found.engine
 
 
 def test_many_queries_are_attended_some_at_a_time(monkeypatch):

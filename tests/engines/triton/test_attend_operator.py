@@ -747,6 +747,9 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "ALONG": {0},  # test_weights
         "CAP": {0},  # test_engine
         "TANH": {0},  # test_exact, where all tiles are edges
+        "FORM": {"product"},  # test_distance has the other forms
+        "WINDOW": {False},
+        "BY_COLUMN": {False},
         "HAS_RULE": {False},  # test_pair_functions has them
         "HAS_MOD": {False},
         "RULE": {None},
