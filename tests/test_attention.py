@@ -220,7 +220,7 @@ def test_nested_tensors_that_mean_nothing() -> None:
     with pytest.raises(CombinationError, match="attn_mask"):
         qkv.scaled_dot_product_attention(q, q, q, torch.ones(4, 4).bool())
     few = torch.nested.as_nested_tensor([x], layout=torch.jagged)
-    with pytest.raises(ShapeError, match=r"2 sequences.*key 1"):
+    with pytest.raises(ShapeError, match=r"2 sequences.*key has 1"):
         qkv.scaled_dot_product_attention(q, few, few)
 
 

@@ -750,6 +750,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "FORM": {"product"},  # test_distance has the other forms
         "WINDOW": {False},
         "BY_COLUMN": {False},
+        "TERMS": {0},
+        "SLOPED": {True},
         "HAS_RULE": {False},  # test_pair_functions has them
         "HAS_MOD": {False},
         "RULE": {None},
