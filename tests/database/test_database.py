@@ -451,7 +451,7 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
 
         with pytest.raises(StoreDamagedError, match="truncated while it was open|is damaged: it has 100 bytes"):
             D.ask(np.ones(8), score=score)
-        assert asked == [512]
+        assert len(asked) == 1
 
 
 @pytest.mark.parametrize("vectors", [True, False])
