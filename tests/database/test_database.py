@@ -449,7 +449,9 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
             os.truncate(segment, 100)
             return found
 
-        with pytest.raises(StoreDamagedError, match="truncated while it was open|is damaged: it has 100 bytes"):
+        with pytest.raises(
+            StoreDamagedError, match=r"truncated while it was open|is damaged: it has 100 bytes"
+        ):
             D.ask(np.ones(8), score=score)
         assert len(asked) == 1
 

@@ -186,5 +186,7 @@ SCRIPTED = {
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("name", SCRIPTED)
 def test_an_error_for_torchscript_names_the_replacement(name):
-    with pytest.raises(CombinationError, match=rf"jit.script cannot compile {name}, .*torch.export"):
+    with pytest.raises(
+        CombinationError, match=rf"jit.script cannot compile {name}, .*torch.export"
+    ):
         torch.jit.script(SCRIPTED[name]())
