@@ -211,7 +211,7 @@ class SliceEvaluator:
     def _part_and_best(self) -> tuple[partial_attention.ScorePasses, np.ndarray]:
         job = self.job
         return partial_attention.score_part(
-            self.view.open_vectors(self.executor.selection, asked=job.words),
+            self.view.open_vectors(self.executor.selection, sparse_positions=job.words),
             job.query,
             score=job.score,
             weighting=job.weighting,
@@ -224,7 +224,7 @@ class SliceEvaluator:
         """The job on the rows of this slice that have a value, for outputs with gradients."""
         job, view = self.job, self.view
         selection = view.select_rows(job.where)
-        rows = view.open_vectors(selection, value=True, asked=job.words)
+        rows = view.open_vectors(selection, value=True, sparse_positions=job.words)
         location = (self.slice.origin, job.total)
         return partial_attention.ShardCall(rows, job.query, job.score, job.weighting, *location)
 
@@ -282,7 +282,9 @@ class SliceEvaluator:
     @property
     def _live_rows(self) -> StoredRows:
         job = self.job
-        return self.view.open_vectors(self.executor.selection, value=job.pools, asked=job.words)
+        return self.view.open_vectors(
+            self.executor.selection, value=job.pools, sparse_positions=job.words
+        )
 
     @property
     def _key_matches(self) -> np.ndarray | None:
