@@ -167,7 +167,11 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("bars of rows", lambda: qkv.plot.bars(["a", "b"], X), "bars needs a list of names"),
     ("a tick", lambda: qkv.plot.heatmaps(X, xticks=3), "xticks is a int; expected a list of 3"),
     ("colours", lambda: qkv.plot.heatmaps(X, cmap=3), "cmap: "),
-    ("a version's name", lambda: NAMES.encode(what=5), "what must be the label of the version"),
+    (
+        "a version's name",
+        lambda: NAMES.encode(what=5),
+        "what must be text, the label of the version",
+    ),
     # Making a database.
     ("a file as data", lambda: qkv.Database("books.csv"), "Database.from_source(path)"),
     ("a path as data", lambda: qkv.Database(Path("books.csv")), "Database.from_source(path)"),
@@ -192,7 +196,11 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a table of the web", lambda: qkv.Database.from_source("https://a.b/c.csv"), "download"),
     ("a table opened", lambda: qkv.open("books.csv"), "Database.from_source(file, path="),
     ("no such database", lambda: qkv.open("boks.qkv", create=False), "boks.qkv .* create=True"),
-    ("a database of the web", lambda: qkv.open("s3://here/books.qkv"), "copy a database"),
+    (
+        "a database of the web",
+        lambda: qkv.open("s3://here/books.qkv"),
+        "copy the folder of the database",
+    ),
     ("a server without a scheme", lambda: qkv.Client("127.0.0.1:8000"), "http://host:8000"),
     # Asking it.
     ("an empty one", lambda: qkv.Database().ask("x"), "add rows first"),
@@ -204,7 +212,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a narrow vector", lambda: POINTS.ask([1.0, 2.0]), "query 0 has 2 numbers, but the keys are"),
     ("text of vectors", lambda: POINTS.ask("a"), "a vector of numbers, like the keys"),
     ("a key that is not there", lambda: NAMES["Lee"], "the nearest are 'Li', 'Zhang'"),
-    ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows of at least 1"),
+    ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows, at least 1"),
     (
         "a number of sources",
         lambda: NAMES.ask("Li")._collect_source(-1),

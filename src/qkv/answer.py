@@ -41,7 +41,7 @@ from qkv.util.types import lazy_property
 EXACT_MATCH_TEXT = "The query equals a key, which decides the answer"
 BLENDED_MATCH_TEXT = "The query equals a key; the value is a mean over several rows"
 MIN_DECISIVE_WEIGHT = 0.9
-"""The weight above which a row, a key or a value decides the answer."""
+"""A row, a key or a value decides the answer if its weight is above this."""
 
 SERIALIZED_FIELDS = (
     *("query", "value", "rows", "entropy", "effective_rows", "total", "missing", "exact"),
@@ -61,9 +61,10 @@ MIN_SHOWN_WEIGHT = 0.0005
 class Answer(Displayable):
     """The answer of a database to one query.
 
-    `value` is Σᵢ αᵢ vᵢ if values are numbers or vectors. Otherwise it is the value with the largest
-    total weight, and `values` lists all of them. `rows` are the heaviest rows. `entropy` is
-    −Σ αᵢ ln αᵢ, and `effective_rows` is e^entropy: about how many rows share the weight.
+    `value` is Σᵢ αᵢ vᵢ if values are numbers or vectors. Otherwise `values` lists the distinct
+    values with their total weights, and `value` is the heaviest of them. `rows` are the heaviest
+    rows. `entropy` is −Σ αᵢ ln αᵢ. `effective_rows` is e^entropy: about how many rows share the
+    weight.
 
     >>> from qkv import Database
     >>> answer = Database({"Zhang": "Aston", "Li": "Mu", "Smola": "Alex"}).ask("Li")
@@ -79,7 +80,7 @@ class Answer(Displayable):
     total: int
     """The number of rows that took part: they pass `where` and have a value."""
     missing: int = field(kw_only=True, default=0)
-    """The number of rows that pass `where` but were left out because their value is missing."""
+    """The number of rows left out of the answer: they pass `where`, but their value is missing."""
     is_normalized: bool = field(kw_only=True, default=True)
     """Whether Σᵢ αᵢ = 1; False for weightings such as `raw` and `sigmoid`."""
     version: int = field(kw_only=True, default=0)
@@ -87,11 +88,11 @@ class Answer(Displayable):
     coverage: float | None = field(kw_only=True, default=None)
     """The probability that `prediction_set` contains the right row; None without calibration."""
     error_bound: float = field(kw_only=True, default=0.0)
-    """An upper bound of ½ Σ |αᵢ − exact αᵢ|; 0 if the weights are exact up to rounding."""
+    """An upper bound on ½ Σ |αᵢ − exact αᵢ|; 0 if the weights are exact up to rounding."""
     rows_read: int = field(kw_only=True, default=0)
     """The number of keys that were read in full precision."""
     bound_is_probabilistic: bool = field(kw_only=True, default=False)
-    """Whether the bound holds with the requested confidence instead of always."""
+    """Whether `error_bound` holds only with the requested confidence; False if it always holds."""
     engine: str
     score: str
     weighting: str
@@ -110,10 +111,10 @@ class Answer(Displayable):
 
     @lazy_property
     def hint(self) -> str:
-        """Advice about this query, or "".
+        """Advice about this query, or "" if there is none.
 
-        It names a better score, says that no row matches `where`, or says that the query is the key
-        of a row without a value.
+        It names a better score, says that no row matches `where`, or says that the query equals the
+        key of a row without a value.
         """
         return self._backend.compute_hint(self.rows)
 
@@ -127,9 +128,10 @@ class Answer(Displayable):
 
     @lazy_property
     def prediction_set(self) -> list[Row]:
-        """Rows that contain the right one with probability `coverage`, heaviest first.
+        """The rows among which the right one is with probability `coverage`, heaviest first.
 
-        Call `Database.calibrate` first.
+        Raises `CombinationError` unless `Database.calibrate` was called for this score and
+        weighting.
         """
         return self._backend.prediction_set()
 
@@ -146,20 +148,20 @@ class Answer(Displayable):
         >>> answer.without(answer.rows[0]).value
         'Wei'
         """
-        place = row.index if isinstance(row, Row) else row
-        if isinstance(place, bool) or not isinstance(place, int | np.integer):
+        position = row.index if isinstance(row, Row) else row
+        if isinstance(position, bool) or not isinstance(position, int | np.integer):
             raise DtypeError(
                 "without: row must be one of answer.rows, or the index of one, such as "
-                f"answer.rows[0].index, not {place!r}"
+                f"answer.rows[0].index, not {position!r}"
             )
-        found: Answer = self._backend.answer_without(int(place))
-        return found
+        answer: Answer = self._backend.answer_without(int(position))
+        return answer
 
     def influence(self) -> Any:
-        """Return value − value without row i, for every row i.
+        """Return the effect of each row i: the answer's value minus its value without row i.
 
-        The result is (m,), (m, d_v), or a mapping of columns. If values are not pooled, it is the
-        increase of the weight of the answer's value that the row causes.
+        The result is (m,) for numbers, (m, d_v) for vectors, and a mapping for several columns. If
+        the values are not averaged, entry i says how much row i increases the weight of `value`.
 
         >>> from qkv import Database
         >>> Database([(1.0, 10.0), (2.0, 40.0)]).ask(1.5).influence().tolist()
@@ -168,7 +170,7 @@ class Answer(Displayable):
         return self._backend.compute_influence()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickle contains the weights of all rows, and not the database.
+        # A pickle contains the weights of all rows, but not the database.
         state = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
         if self.coverage is not None:
             state["prediction_set"] = self.prediction_set
@@ -176,8 +178,8 @@ class Answer(Displayable):
         return state | {"_backend": backend}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
-        own = ("query", "value", "rows", "values")
-        return replace(self, **{name: deepcopy(getattr(self, name), memo) for name in own})
+        names = ("query", "value", "rows", "values")
+        return replace(self, **{name: deepcopy(getattr(self, name), memo) for name in names})
 
     @property
     def exact(self) -> bool:
@@ -191,19 +193,26 @@ class Answer(Displayable):
 
     @property
     def _exact_match_text(self) -> str:
-        """A sentence: the query equals a key, and the value is that key's or a mean."""
+        """The sentence to show if the query equals a key.
+
+        It depends on whether that key alone decides the value, or the value is a mean of several
+        rows.
+        """
         if self.values or isinstance(self.value, str):
             return EXACT_MATCH_TEXT
         own = [row for row in self.rows if row.key == self.query]
         return (
             EXACT_MATCH_TEXT
-            if own and _shown_alike(self.value, _weighted_mean(own))
+            if own and _look_equal(self.value, _weighted_mean(own))
             else BLENDED_MATCH_TEXT
         )
 
     @property
     def _top_share(self) -> float:
-        """The heaviest row's share of the weight, or a lower bound if weights do not sum to 1."""
+        """The share of the weight that the heaviest row has.
+
+        If the weights do not sum to 1, this is 1 / effective_rows, a lower bound.
+        """
         return self.rows[0].weight if self.is_normalized else 1 / self.effective_rows
 
     @property
@@ -224,15 +233,17 @@ class Answer(Displayable):
         return self._backend.rows_above(weight)
 
     def _collect_source(self, most: int) -> SourceRows | None:
-        """Return the rows that took part, at most the `most` heaviest, in the database's order.
+        """Return at most `most` of the rows that took part, the heaviest ones, in database order.
 
-        None if the answer comes from a server or a pickle.
+        Return None if the answer comes from a server or a pickle.
         """
         validate_sizes(most=most)
         return self._backend.collect_source(most)
 
     def explain(self) -> str:
-        """Return one paragraph: the heaviest rows, how concentrated the weight is, and the engine.
+        """Return one paragraph about the answer.
+
+        It names the heaviest rows, and says how concentrated the weight is and which engine ran.
 
         >>> from qkv import Database
         >>> Database({"Li": "Mu", "Hu": "Rachel"}).ask("Li").explain()[:26]
@@ -303,15 +314,15 @@ class Answer(Displayable):
     @property
     def _error_bound_text(self) -> str:
         """A sentence about the error bound."""
-        how = "with the requested confidence" if self.bound_is_probabilistic else "guaranteed"
+        guarantee = "with the requested confidence" if self.bound_is_probabilistic else "guaranteed"
         return (
-            f"The weights are within {self.error_bound:.2g} of the exact ones ({how}); "
+            f"The weights are within {self.error_bound:.2g} of the exact ones ({guarantee}); "
             f"{self.rows_read:,} keys were read in full"
         )
 
     @property
     def missing_text(self) -> str:
-        """How many rows have no value, such as "2 rows without a value"."""
+        """The number of rows without a value as text, such as "2 rows without a value"."""
         rows = format_plural(self.missing, "row")
         if isinstance(self.value, dict) and not self.values:  # several columns, each pooled
             return f"{rows} that lack{'s' * (self.missing == 1)} {join_alternatives([*self.value])}"
@@ -319,25 +330,25 @@ class Answer(Displayable):
 
     @property
     def why_nothing(self) -> str:
-        """Why no row answers: none passes `where`, or every weight is 0."""
+        """The reason why no row answers: no row passes `where`, or every weight is 0."""
         if not self.total and self.hint:
             return self.hint
-        left = f"; {self.missing_text} left out" if self.missing else ""
-        return f"every weight is 0 among {format_plural(self.total, 'row')}{left}"
+        left_out = f"; {self.missing_text} left out" if self.missing else ""
+        return f"every weight is 0 among {format_plural(self.total, 'row')}{left_out}"
 
     @lazy_property
     def confidence_text(self) -> str:
-        """How much the weights agree on one value, such as "fairly sure".
+        """A few words on how concentrated the weight is, such as "fairly sure".
 
-        Rows with the same key or the same value count as one. A row or key "decides" only if the
-        answer's value equals its own.
+        Rows with the same key or the same value count as one. The text says that a row or key
+        "decides" only if its own value equals the answer's value.
         """
         if not self.rows:
             return "no answer"
         return self._value_confidence_text() if self.values else self._mean_confidence_text()
 
     def _value_confidence_text(self) -> str:
-        """Return the text for an answer whose value is the heaviest of several."""
+        """Return `confidence_text` for an answer that has the heaviest of several values."""
         known = np.abs([share.weight for share in self.values])
         best = float(known[0] / (1.0 if self.is_normalized else known.sum() or 1.0))
         if best > 0.5:
@@ -352,21 +363,21 @@ class Answer(Displayable):
         return f"unsure, many {what} share the weight"
 
     def _mean_confidence_text(self) -> str:
-        """Return the text for an answer whose value is pooled."""
+        """Return `confidence_text` for an answer whose value is a mean or a sum."""
         if not self.is_normalized:
-            if self._top_share > MIN_DECISIVE_WEIGHT and _shown_alike(
+            if self._top_share > MIN_DECISIVE_WEIGHT and _look_equal(
                 self.value, self.rows[0].value
             ):
                 return "one row decides"
             return f"a sum of {'a few' if self.effective_rows < 4 else 'many'} rows"
         rows = self.rows[:1] if self._top_share > MIN_DECISIVE_WEIGHT else self._heavy_rows()
         keys, values = _group_rows(rows, "key"), _group_rows(rows, "value")
-        one = "row" if len(keys[0].rows) == 1 else "key"
+        kind = "row" if len(keys[0].rows) == 1 else "key"
         if keys[0].weight > MIN_DECISIVE_WEIGHT:
-            if _shown_alike(self.value, _weighted_mean(keys[0].rows)):
-                return f"one {one} decides"
-            return f"a mean; one {one} has {_format_percent(keys[0].weight)} of the weight"
-        if values[0].weight > MIN_DECISIVE_WEIGHT and _shown_alike(
+            if _look_equal(self.value, _weighted_mean(keys[0].rows)):
+                return f"one {kind} decides"
+            return f"a mean; one {kind} has {_format_percent(keys[0].weight)} of the weight"
+        if values[0].weight > MIN_DECISIVE_WEIGHT and _look_equal(
             self.value, values[0].rows[0].value
         ):
             return "rows with the same value decide"
@@ -377,57 +388,65 @@ class Answer(Displayable):
         return f"a mean of {'a few' if effective < 4 else 'many'} {'keys' if alike else 'rows'}"
 
     def _heavy_rows(self) -> list[Row]:
-        """Return every row with a weight that three decimals show, if available, else `rows`."""
+        """Return every row with a weight of at least `MIN_SHOWN_WEIGHT`.
+
+        If the answer does not have all of these rows, return `rows`.
+        """
         shown = sum(row.weight for row in self.rows)
         if not self.is_normalized or len(self.rows) >= self.total or shown > 1 - MIN_SHOWN_WEIGHT:
             return self.rows
         try:
             return self._backend.rows_above(MIN_SHOWN_WEIGHT) or self.rows
-        except QkvError:  # a pickle or a server does not have so many rows
+        except QkvError:  # answers of a pickle or a server have only `rows`
             return self.rows
 
     def _effective_groups(self, weights: Any) -> float:
-        """Return e^entropy of groups with these weights; the other weight counts as single rows."""
-        known = np.abs(weights)
-        rest = max(1 - known.sum(), 0) if self.is_normalized else 0.0
-        known = known / (1 if self.is_normalized else known.sum() or 1)
-        entropy = -float((known * np.log(np.where(known > 0, known, 1))).sum())
-        if rest > MIN_SHOWN_WEIGHT:
-            entropy -= rest * math.log(rest / max(self.total - len(known), 1))
+        """Return the effective number of groups (keys or values) with these weights.
+
+        That is e^entropy. The remaining weight counts as spread evenly over the remaining rows.
+        """
+        shares = np.abs(weights)
+        remaining = max(1 - shares.sum(), 0) if self.is_normalized else 0.0
+        shares = shares / (1 if self.is_normalized else shares.sum() or 1)
+        entropy = -float((shares * np.log(np.where(shares > 0, shares, 1))).sum())
+        if remaining > MIN_SHOWN_WEIGHT:
+            entropy -= remaining * math.log(remaining / max(self.total - len(shares), 1))
         return math.exp(entropy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the answer as JSON values."""
+        """Return the answer as a dictionary of JSON values."""
         return {name: to_jsonable(x) for name, x in self._to_fields(_row_to_dict).items()}
 
     def _to_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
-        """Return the fields of `to_dict`, with each row converted by `row`."""
-        found = {
+        """Return the fields of `to_dict`; `row` converts a `Row`."""
+        result = {
             SERIALIZED_NAMES.get(name, name): getattr(self, name) for name in SERIALIZED_FIELDS
         }
-        found |= {"rows": list(map(row, self.rows))} | self._prediction_set_fields(row)
-        return found | ({"hint": self.hint} if not self.total and self.hint else {})
+        result |= {"rows": list(map(row, self.rows))} | self._prediction_set_fields(row)
+        return result | ({"hint": self.hint} if not self.total and self.hint else {})
 
     def _prediction_set_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
-        """Return the fields of the prediction set; the rows only if they are few."""
+        """Return the fields about the prediction set.
+
+        The rows themselves are included only if there are at most `MAX_SERIALIZED_SET_ROWS`.
+        """
         if self.coverage is None:
             return {}
-        found = {
+        result = {
             "coverage": self.coverage,
             "abstains": self.abstains,
             "set_rows": len(self.prediction_set),
         }
-        return found | (
+        return result | (
             {"set": list(map(row, self.prediction_set))}
             if len(self.prediction_set) <= MAX_SERIALIZED_SET_ROWS
             else {}
         )
 
     def to_frame(self) -> Any:
-        """Return the rows as a data frame.
+        """Return the rows as a data frame of pandas, polars or pyarrow.
 
-        The library is that of the frame that the database came from, else an installed one of
-        pandas, polars and pyarrow.
+        The library is that of the frame from which the database was built, else an installed one.
         """
         columns: dict[str, list[Any]] = {
             name: [getattr(row, name) for row in self.rows]
@@ -458,7 +477,7 @@ class Answer(Displayable):
         if not self.rows:
             return f"{format_one_line(self.query)} → nothing: {self.why_nothing}"
         seen = [row for row in self.rows if abs(row.weight) >= MIN_SHOWN_WEIGHT] or self.rows[:1]
-        rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
+        remaining, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
         names = [format_one_line(row.key, 32) for row in seen]
         weights = [format_weight(row.weight) for row in seen]
         lengths = bar_lengths(row.weight for row in seen)
@@ -472,9 +491,9 @@ class Answer(Displayable):
             lines.append(
                 f"  {'…':>{weight_width}} {'':{BAR_WIDTH}} {format_plural(more, 'more row')}"
             )
-        elif more > 0 and rest >= MIN_SHOWN_WEIGHT:
+        elif more > 0 and remaining >= MIN_SHOWN_WEIGHT:
             lines.append(
-                f"  {format_weight(rest):>{weight_width}} {format_bar(rest):{BAR_WIDTH}} "
+                f"  {format_weight(remaining):>{weight_width}} {format_bar(remaining):{BAR_WIDTH}} "
                 f"{format_plural(more, 'more row')}"
             )
         if self.exact:
@@ -483,12 +502,15 @@ class Answer(Displayable):
             lines.append(f"  {self._coverage_text}")
         if self.hint:
             lines.append(f"  {self.hint}")
-        left = f"; {self.missing_text} left out" if self.missing else ""
-        lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
+        left_out = f"; {self.missing_text} left out" if self.missing else ""
+        lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left_out}")
         return "\n".join([value, *lines])
 
     def _has_other_weight(self, seen: list[Row]) -> bool:
-        """Return whether other rows have weight, which the entropy of all rows shows."""
+        """Return whether rows that are not in `seen` have weight.
+
+        If they do, the entropy of all rows differs from that of the rows in `seen`.
+        """
         sizes = np.abs([row.weight for row in seen])
         parts = sizes / (sizes.sum() or 1)
         entropy = -float((parts * np.log(np.where(parts, parts, 1))).sum())
@@ -525,11 +547,14 @@ class _Group(NamedTuple):
 
 
 def _group_rows(rows: list[Row], name: str) -> list[_Group]:
-    """Group rows by key or value, heaviest group first."""
-    found: dict[Any, list[Row]] = {}
+    """Group rows by `name`, which is "key" or "value"; the heaviest group comes first."""
+    rows_by_cell: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(_hashable_cell(getattr(row, name)), []).append(row)
-    groups = [_Group(sum(abs(row.weight) for row in some), some) for some in found.values()]
+        rows_by_cell.setdefault(_hashable_cell(getattr(row, name)), []).append(row)
+    groups = [
+        _Group(sum(abs(row.weight) for row in members), members)
+        for members in rows_by_cell.values()
+    ]
     return sorted(groups, key=lambda group: -group.weight)
 
 
@@ -545,7 +570,7 @@ def _hashable_cell(cell: Any) -> Any:
 
 
 def _weighted_mean(rows: list[Row]) -> Any:
-    """Return the weighted mean of the rows' values."""
+    """Return the weighted mean of the rows' values: a float, a vector, or a mapping of columns."""
     values = [row.value for row in rows]
     if len(values) == 1:
         return values[0]
@@ -557,18 +582,18 @@ def _weighted_mean(rows: list[Row]) -> Any:
     return weights @ np.array([np.asarray(value, float) for value in values])
 
 
-def _shown_alike(value: Any, other: Any) -> bool:
-    """Return whether two pooled values look equal when they are formatted."""
+def _look_equal(value: Any, other: Any) -> bool:
+    """Return whether two averaged values look the same once they are formatted."""
     if isinstance(value, Mapping):
-        return all(_shown_alike(x, other[name]) for name, x in value.items())
-    one, two = np.asarray(value, float), np.asarray(other, float)
-    if one.ndim:
-        return bool(np.array_equal(one.round(4), two.round(4), equal_nan=True))
-    return format_number(float(one)) == format_number(float(two))
+        return all(_look_equal(x, other[name]) for name, x in value.items())
+    a, b = np.asarray(value, float), np.asarray(other, float)
+    if a.ndim:
+        return bool(np.array_equal(a.round(4), b.round(4), equal_nan=True))
+    return format_number(float(a)) == format_number(float(b))
 
 
 def _format_in_sentence(x: Any) -> str:
-    """Format a cell for a sentence; a tuple is put in parentheses because of its commas."""
+    """Format a cell for a sentence. A tuple contains commas, so it is put in parentheses."""
     return f"({format_one_line(x)})" if isinstance(x, tuple) else format_one_line(x)
 
 
@@ -580,7 +605,7 @@ def _format_percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-# Only the bars have a colour, since a notebook may be light or dark.
+# Only the bars are coloured: the style must suit light and dark notebooks.
 _CSS = """
 .qkv-answer{font:15px/1.5 system-ui,sans-serif;max-width:52rem}
 .qkv-answer .q{opacity:.7;margin:0}.qkv-answer .v{font-size:1.5rem;margin:.1rem 0 .8rem}

@@ -1,4 +1,4 @@
-"""The rows of an answer, and the backends that compute what the answer does not hold."""
+"""The rows of an answer, and the backends that compute its further attributes on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from qkv.frameworks import tree
 class Row(tree.Record):
     """A row of the database with its weight.
 
-    `index` is its position, so `answer.weights[row.index] == row.weight`. `record` has all columns.
+    `index` is its position in the database: `answer.weights[row.index] == row.weight`. `record`
+    maps all column names to their cells.
     """
 
     key: Any
@@ -35,9 +36,9 @@ class Row(tree.Record):
         index: int,
         record: Mapping[str, Any] | None = None,
     ):
-        own = vars(self)
-        own["key"], own["value"], own["weight"] = key, value, weight
-        own["index"], own["record"] = index, {} if record is None else record
+        fields = vars(self)
+        fields["key"], fields["value"], fields["weight"] = key, value, weight
+        fields["index"], fields["record"] = index, {} if record is None else record
 
 
 class ValueWeight(NamedTuple):
@@ -49,10 +50,10 @@ class ValueWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of an answer with everything that is needed to compute it again elsewhere.
+    """The rows of an answer, with everything needed to compute the answer again elsewhere.
 
-    `keys` (r, d) and `query` (d) are the vectors that the score compares. They are None if it
-    compares the keys themselves.
+    `keys` (r, d) and `query` (d,) are the vectors that the score compares. Both are None for a
+    score that compares the keys themselves.
     """
 
     rows: list[Row]
@@ -62,13 +63,13 @@ class SourceRows:
     score: Any
     weighting: Any
     column_names: tuple[str, str]
-    """The names of the key and of the value."""
+    """The names of the key and of the value. Several columns are joined to one name."""
 
 
 class AnswerBackend(ABC):
-    """Computes on demand what an answer does not hold.
+    """Computes the attributes of an answer that are not stored in it.
 
-    The defaults are those of an answer without access to the database.
+    The default methods are for an answer without access to the database.
     """
 
     @abstractmethod
@@ -77,41 +78,41 @@ class AnswerBackend(ABC):
 
     @abstractmethod
     def compute_entropy(self) -> float:
-        """Return `Answer.entropy`."""
+        """Return −Σᵢ αᵢ ln αᵢ over all rows."""
 
     @abstractmethod
     def compute_spread(self) -> Any:
-        """Return `Answer.spread`."""
+        """Return the weighted standard deviation of the values, or None if they are not numbers."""
 
     @abstractmethod
     def rows_above(self, weight: float) -> list[Row]:
         """Return every row of at least this weight, heaviest first."""
 
     def compute_hint(self, rows: list[Row]) -> str:
-        """Return `Answer.hint`, given the heaviest rows."""
+        """Return advice about the query, or ""; `rows` are the heaviest rows."""
         return ""
 
     def prediction_set(self) -> list[Row]:
-        """Return `Answer.prediction_set`."""
+        """Return the rows of the prediction set, heaviest first."""
         raise CombinationError(
             "no prediction set: call calibrate(pairs) first, for this score and weighting"
         )
 
-    def answer_without(self, place: int) -> Any:
+    def answer_without(self, position: int) -> Any:
         """Return the answer without the row at this position."""
         raise _detached_error()
 
     def compute_influence(self) -> Any:
-        """Return `Answer.influence()`."""
+        """Return the effect of each row on the value; see `Answer.influence`."""
         raise _detached_error()
 
     def collect_source(self, most: int) -> SourceRows | None:
-        """Return the rows that took part, at most the `most` heaviest; None if not available."""
+        """Return at most `most` of the rows that took part, the heaviest; None if not available."""
         return None
 
 
 class DetachedBackend(AnswerBackend):
-    """The backend of a pickled answer, which has the weights but not the database."""
+    """The backend of a pickled answer, which contains the weights but not the database."""
 
     def __init__(self, rows: list[Row], weights: np.ndarray, entropy: float, spread: Any):
         self._rows, self._weights, self._entropy, self._spread = rows, weights, entropy, spread
@@ -126,7 +127,8 @@ class DetachedBackend(AnswerBackend):
         return self._spread
 
     def rows_above(self, weight: float) -> list[Row]:
-        """Return the rows of at least this weight, if the answer contains all of them."""
+        """Return the rows of at least this weight; raise if the answer does not contain all of
+        them."""
         rows = [row for row in self._rows if row.weight >= weight]
         if len(rows) < (self._weights >= weight).sum():
             raise _detached_error()
@@ -135,6 +137,6 @@ class DetachedBackend(AnswerBackend):
 
 def _detached_error() -> CombinationError:
     return CombinationError(
-        "this answer comes from a server or a pickle, which do not contain its rows: ask the "
+        "this answer comes from a server or a pickle and does not contain all its rows: ask the "
         "database itself, qkv.open(path), or a copy of it"
     )

@@ -4,9 +4,10 @@
     SELECT * FROM qkv_join('orders', 'products', on_left := 'item', on_right := 'name')
     SELECT attend(q, keys, "values") FROM …                       -- Σᵢ α(q, kᵢ) vᵢ
 
-DuckDB passes and gets Arrow data. A Python function in DuckDB has one fixed type, but the columns
-of a result depend on the database or the tables. So `qkv_ask` and `qkv_join` are macros around
-`query(…)`, whose SQL text is created while a statement is bound.
+DuckDB and the Python functions exchange Arrow data. A Python function in DuckDB has one fixed
+return type, but the columns of an answer depend on the database or the tables. So `qkv_ask` and
+`qkv_join` are macros that call DuckDB's `query(…)`. Its SQL text is built for each statement, while
+DuckDB binds the names in the statement.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ CREATE OR REPLACE TEMP MACRO attend
 def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
     """Add `qkv_ask`, `qkv_join` and `attend` to a connection, and return the connection.
 
-    Nothing is written to its database. A cursor is a separate connection: register it too.
+    The functions are temporary: nothing is written to the DuckDB database. A cursor is a separate
+    connection, so register each cursor too.
 
     >>> import duckdb
     >>> con = register(duckdb.connect())
@@ -74,7 +76,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
     """
     with require_extra("duckdb", "SQL needs duckdb and pyarrow"):
         import duckdb
-        import pyarrow  # noqa: F401, what goes to and fro
+        import pyarrow  # noqa: F401, the functions exchange Arrow data
     if not isinstance(con, duckdb.DuckDBPyConnection):
         raise DtypeError(
             "register: con must be a connection, duckdb.connect() or duckdb.connect('file'), not a "
@@ -91,7 +93,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
         nulls = "default" if function in (_answer_rows, _match_keys) else "special"
         try:
             con.create_function(name, function, takes, gives, type=kind, null_handling=nulls)
-        # Already registered: cursors share the functions of their connection.
+        # The function exists already: cursors share the functions of their connection.
         except (duckdb.CatalogException, duckdb.NotImplementedException):
             continue
     con.execute(_MACROS)
@@ -102,47 +104,51 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
 
 
 def _answer_columns_sql(path: str) -> str:
-    """Return SQL for the answer's rows with the database's columns and their types."""
+    """Return the SQL that unpacks an answer's rows into typed columns, weight and rank."""
     if path is None:
         raise ArgumentError("qkv_ask: the path is NULL: pass the path of a database, 'books.qkv'")
     with open(path, create=False) as database:
         types = _column_types(database)
     cells = [
-        f"r.cells[{at}]::{kind} AS {quote_identifier(name)}"
-        for at, (name, kind) in enumerate(types.items(), start=1)
+        f"r.cells[{position}]::{kind} AS {quote_identifier(name)}"
+        for position, (name, kind) in enumerate(types.items(), start=1)
     ]
     columns = ", ".join([*cells, "r.weight AS weight", 'r."rank" AS "rank"'])
     return f"SELECT {columns} FROM (SELECT unnest(qkv_found) AS r)"
 
 
 def _column_types(database: Database) -> dict[str, str]:
-    known = {"bool": "BOOLEAN", "vector": "DOUBLE[]"}
-    known |= dict.fromkeys(("text", "date", "empty"), "VARCHAR")
-    found = {}
+    """Return the DuckDB type of each column of the database."""
+    sql_types = {"bool": "BOOLEAN", "vector": "DOUBLE[]"}
+    sql_types |= dict.fromkeys(("text", "date", "empty"), "VARCHAR")
+    types = {}
     for name, about in database.describe().items():
         if about["type"] == "number":
             bits = {"BIGINT": 64, "HUGEINT": 127}
-            found[name] = next(
+            types[name] = next(
                 (x for x in bits if database._is_integer_column(name, bits[x])), "DOUBLE"
             )
         else:
-            found[name] = known.get(about["type"], "JSON")
-    return found
+            types[name] = sql_types.get(about["type"], "JSON")
+    return types
 
 
 def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
-    """Return the heaviest rows for each query; queries with equal options run together."""
+    """Return the heaviest rows of each query as an Arrow array of `_ANSWER_ROWS_TYPE`.
+
+    Queries of the same database with the same options run as one batch.
+    """
     import pyarrow
 
     calls = list(zip(paths.to_pylist(), options.to_pylist(), strict=True))
     texts, rows_by_position = queries.to_pylist(), dict[int, Any]()
     for path, options_json in dict.fromkeys(calls):
-        places = [i for i, one in enumerate(calls) if one == (path, options_json)]
+        positions = [i for i, call in enumerate(calls) if call == (path, options_json)]
         with open(path, create=False) as database:
             types = _column_types(database)
-            asked = Batch(_parse_query(database, json.loads(texts[i])) for i in places)
+            batch = Batch(_parse_query(database, json.loads(texts[i])) for i in positions)
             for i, answer in zip(
-                places, database.ask(asked, **_parse_options(options_json)), strict=True
+                positions, database.ask(batch, **_parse_options(options_json)), strict=True
             ):
                 rows_by_position[i] = [
                     {
@@ -162,7 +168,7 @@ def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
 
 
 def _parse_query(database: Database, cell: Any) -> Any:
-    """Convert a SQL value to a query; a key of several columns is a struct."""
+    """Convert a SQL value to a query. A struct is a key of several columns."""
     if isinstance(cell, dict) and len(key := database.info()["key"]) > 1:
         for name in cell:
             if name not in key:
@@ -172,12 +178,15 @@ def _parse_query(database: Database, cell: Any) -> Any:
 
 
 def _parse_options(options_json: str) -> dict[str, Any]:
-    """Return the options of `ask` from the JSON of a macro's arguments."""
+    """Return the options of `ask` from the JSON text of a macro's arguments."""
     return parsing.parse_options(json.loads(options_json))
 
 
 def _cell_to_text(cell: Any, kind: str) -> str | None:
-    """Return a cell as text that DuckDB can cast back."""
+    """Return a cell as text that DuckDB can cast to the SQL type `kind`.
+
+    None stands for a missing cell.
+    """
     if is_missing(cell):
         return None
     if kind == "VARCHAR":
@@ -226,7 +235,10 @@ def _join_sql(left: str, right: str, on_left: str, on_right: str, options: str) 
 
 
 def _match_keys(left: Any, right: Any, options: Any) -> Any:
-    """Return for each left key the positions and weights of its heaviest right keys."""
+    """Return an Arrow array of `_PAIRS_TYPE`: for each left key, its heaviest right keys.
+
+    A pair holds the two row numbers, counted from 1, the weight and the rank.
+    """
     import pyarrow
 
     matches = []
@@ -236,13 +248,13 @@ def _match_keys(left: Any, right: Any, options: Any) -> Any:
         encoder = ask_options.pop("encoder", None)
         encoder = None if encoder is None else encoders.resolve_name(encoder)
         database = Database(keys, range(len(keys)), encoder=encoder)
-        # A blank query matches nothing, like NULL, unless a key is equal to it.
-        places = [i for i, key in enumerate(queries) if not _is_blank(key) or key in database]
-        answers = database.ask(Batch(queries[i] for i in places), **ask_options)
+        # Like NULL, a blank query matches nothing, unless some key equals the query.
+        positions = [i for i, key in enumerate(queries) if not _is_blank(key) or key in database]
+        answers = database.ask(Batch(queries[i] for i in positions), **ask_options)
         matches.append(
             [
-                {"l": place + 1, "r": row.index + 1, "weight": row.weight, "rank": rank}
-                for place, answer in zip(places, answers, strict=True)
+                {"l": position + 1, "r": row.index + 1, "weight": row.weight, "rank": rank}
+                for position, answer in zip(positions, answers, strict=True)
                 for rank, row in enumerate(answer.rows, start=1)
             ]
         )
@@ -252,6 +264,7 @@ def _match_keys(left: Any, right: Any, options: Any) -> Any:
 
 
 def _is_blank(key: Any) -> bool:
+    """Return whether a key is text without a visible character."""
     return isinstance(key, str) and not key.strip()
 
 
@@ -259,38 +272,47 @@ def _is_blank(key: Any) -> bool:
 
 
 def _attend_columns(query: Any, keys: Any, values: Any, score: Any, weighting: Any) -> Any:
-    """Return Σᵢ α(q, kᵢ) vᵢ for each row; rows of equal shapes share one call of `attend`."""
+    """Return Σᵢ α(q, kᵢ) vᵢ for each row of the SQL table.
+
+    Rows with equal shapes, score and weighting share one call of `attend`.
+    """
     import pyarrow
 
-    given = {"query": query, "keys": keys, "values": values}
-    q, k, v = sides = [_VectorColumn(column, name) for name, column in given.items()]
-    # The sum of nothing is NULL, as in SQL.
-    live = ~(q.is_null | k.is_null | v.is_null) & (k.vector_count > 0)
-    for i in np.flatnonzero(live & (k.vector_count != v.vector_count))[:1]:
+    columns = {"query": query, "keys": keys, "values": values}
+    q, k, v = sides = [_VectorColumn(column, name) for name, column in columns.items()]
+    # Without keys the result is NULL, like the sum of no rows in SQL.
+    has_all = ~(q.is_null | k.is_null | v.is_null) & (k.vector_count > 0)
+    for i in np.flatnonzero(has_all & (k.vector_count != v.vector_count))[:1]:
         counts = f"{k.vector_count[i]} keys and {v.vector_count[i]} values"
-        raise ShapeError(f"attend: {counts}: pass one value for each key")
-    ways = zip(score.to_pylist(), weighting.to_pylist(), strict=True)
+        raise ShapeError(f"attend: a row has {counts}: pass one value for each key")
+    components = zip(score.to_pylist(), weighting.to_pylist(), strict=True)
     shapes = zip(
-        ways, k.vector_count.tolist(), *(side.vector_widths(live) for side in sides), strict=True
+        components,
+        k.vector_count.tolist(),
+        *(side.vector_widths(has_all) for side in sides),
+        strict=True,
     )
     groups: dict[Any, list[int]] = {}
-    for i, (shape, there) in enumerate(zip(shapes, live.tolist(), strict=True)):
-        if there:
+    for i, (shape, is_used) in enumerate(zip(shapes, has_all.tolist(), strict=True)):
+        if is_used:
             groups.setdefault(shape, []).append(i)
-    found: list[Any] = [None] * len(query)
-    for ((name, weights), *_), at in groups.items():
+    outputs: list[Any] = [None] * len(query)
+    for ((name, weights), *_), positions in groups.items():
         out = attend(
-            *(side.stack_rows(at) for side in sides),
+            *(side.stack_rows(positions) for side in sides),
             score=parsing.parse_score(name or "scaled_dot"),
             weighting=parsing.parse_weighting(weights or "softmax"),
         )
-        for i, row in zip(at, out[:, 0].tolist(), strict=True):
-            found[i] = row
-    return pyarrow.array(found, pyarrow.list_(pyarrow.float64()))
+        for i, row in zip(positions, out[:, 0].tolist(), strict=True):
+            outputs[i] = row
+    return pyarrow.array(outputs, pyarrow.list_(pyarrow.float64()))
 
 
 class _VectorColumn:
-    """An Arrow column of vectors, or of lists of vectors, as flat numbers."""
+    """An Arrow column of vectors, or of lists of vectors, as one flat array of numbers.
+
+    `vector_count` (rows,) is the number of vectors in each row.
+    """
 
     def __init__(self, column: Any, name: str):
         from pyarrow import types
@@ -302,30 +324,37 @@ class _VectorColumn:
             array = array.values
             if array.null_count:
                 raise ArgumentError(
-                    f"attend: {name} holds a NULL: leave it out, as in list(k) FILTER (WHERE k IS "
-                    "NOT NULL), for keys and values alike"
+                    f"attend: {name} contains a NULL: leave it out. For keys and values, use the "
+                    "same filter for both, such as list(…) FILTER (WHERE k IS NOT NULL)"
                 )
         if len(offsets) < 2:
             offsets.insert(0, np.arange(len(column) + 1))
         self._rows, self._ends = offsets
         self._flat, self.vector_count = array.to_numpy(zero_copy_only=False), np.diff(self._rows)
 
-    def vector_widths(self, live: np.ndarray) -> list[int]:
-        """Return the width of each vector in the selected rows."""
-        found, sizes = np.zeros(len(self.vector_count), int), np.diff(self._ends)[: self._rows[-1]]
-        some = live & (self.vector_count > 0)
-        found[some] = sizes[self._rows[:-1][some]]
-        row = np.repeat(np.arange(len(found)), self.vector_count)
-        for i in np.flatnonzero((sizes[self._rows[0] :] != found[row]) & some[row])[:1]:
-            two = sorted((sizes[self._rows[0] + i], found[row[i]]))
+    def vector_widths(self, selected: np.ndarray) -> list[int]:
+        """Return the length of the vectors in each row; 0 for rows that are not selected.
+
+        `selected` (rows,) is a mask. Raises `ShapeError` if a selected row has vectors of two
+        lengths.
+        """
+        widths, sizes = np.zeros(len(self.vector_count), int), np.diff(self._ends)[: self._rows[-1]]
+        nonempty = selected & (self.vector_count > 0)
+        widths[nonempty] = sizes[self._rows[:-1][nonempty]]
+        row = np.repeat(np.arange(len(widths)), self.vector_count)
+        for i in np.flatnonzero((sizes[self._rows[0] :] != widths[row]) & nonempty[row])[:1]:
+            lengths = sorted((sizes[self._rows[0] + i], widths[row[i]]))
             raise ShapeError(
-                f"attend: {self.name} has vectors of {two[0]} and of {two[1]} numbers: all "
+                f"attend: {self.name} has vectors of {lengths[0]} and of {lengths[1]} numbers: all "
                 "vectors for one query must have the same length"
             )
-        return found.tolist()
+        return widths.tolist()
 
     def stack_rows(self, rows: list[int]) -> np.ndarray:
-        """Return the vectors of rows of one shape, (rows, count, width)."""
+        """Return the vectors of these rows, (rows, count, width).
+
+        The shapes of the rows must be equal.
+        """
         first = self._rows[rows[0]]
         count, width = (
             int(self.vector_count[rows[0]]),

@@ -308,4 +308,4 @@ class TestPlot:
         assert "must end in" in qkv("plot", table, "emma", "-o", "a.txt").stderr
         assert qkv("plot", table, "emma", "-o", table.parent / "no" / "a.png").exit_code == 2
         assert qkv("plot", table, "-", stdin="emma\n").exit_code == 2
-        assert "name a file with --output" in qkv("plot", table, "emma", "a.png").stderr
+        assert "name the output file with --output" in qkv("plot", table, "emma", "a.png").stderr

@@ -123,7 +123,7 @@ def test_rows_are_added_changed_and_removed(server: str, url: str) -> None:
 def test_what_is_wrong_is_said(
     server: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "it serves: books, gpa" in data("info", server, code=2)["error"]
+    assert "The server has: books, gpa" in data("info", server, code=2)["error"]
     assert "no database is named 'boks'" in data("info", f"{server}/boks", code=2)["error"]
     assert data("get", url, "Ema", code=1)["nearest"][0] == "Emma"
     assert "--encoder" in data("ask", url, "x", "--encoder", "words", code=2)["error"]

@@ -287,7 +287,7 @@ def test_a_key_of_several_columns():
     assert D.ask(("Ann Poe", 3.5), weighting="hard").value == 72.0
     assert D.ask({"name": "Jane Roe"}, weighting="hard").value == 95.0
     assert D.ask((None, 2.8), weighting="hard").value == 60.0
-    with pytest.raises(ArgumentError, match="a tuple of 2"):
+    with pytest.raises(ArgumentError, match="a tuple of the columns"):
         D.add("Cy", 1.0)
 
 
@@ -309,7 +309,7 @@ def test_a_source(tmp_path):
         assert D["Emma"] == "Austen"
     with qkv.open(tmp_path / "b.qkv") as D:
         assert D.ask("Dune", where="year < 1900").value == "Austen"
-    with pytest.raises(ArgumentError, match="holds a database already"):
+    with pytest.raises(ArgumentError, match="contains a database already"):
         Database.from_source(file, path=tmp_path / "b.qkv")
 
 
@@ -746,9 +746,9 @@ def test_versions(make):
     assert dict(D.at(second).items()) == {"a": 1, "b": 2}
     assert dict(D.items()) == {"b": 2}
     assert past.ask("a").value == 1.0
-    with pytest.raises(CombinationError, match="past and read-only"):
+    with pytest.raises(CombinationError, match="is read-only"):
         past.add("c", 3)
-    with pytest.raises(CombinationError, match="past and read-only"):
+    with pytest.raises(CombinationError, match="is read-only"):
         past.remove("a")
     with pytest.raises(QkvError):
         D.at(99)

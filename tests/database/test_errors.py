@@ -45,7 +45,12 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
         (NUMBERS, float("nan"), ArgumentError, "^query 0 is not a finite number$"),
         (VECTORS, "a", DtypeError, "^query must be a vector of numbers"),
         (VECTORS, [[1, 2], [1]], DtypeError, "^query must be a vector of numbers"),
-        (VECTORS, [1, 2], ShapeError, "^query 0 has 2 numbers, but the keys are vectors of 3$"),
+        (
+            VECTORS,
+            [1, 2],
+            ShapeError,
+            "^query 0 has 2 numbers, but the keys are vectors of 3 numbers$",
+        ),
         (LISTS, [[1, 2], [1]], ShapeError, "^query 1 has 1 number where query 0 has 2$"),
         (NUMBERS, (1, 2), ShapeError, "^query 0 has 2 numbers, but the keys have 1 each$"),
         (
@@ -109,7 +114,7 @@ def test_an_error_for_a_rounded_key_names_the_next_step(precision):
     made = qkv.Database(keys, np.arange(5.0), precision=precision)
     assert made[keys[2]] == 2.0
     with pytest.raises(
-        KeyNotFoundError, match=r"a stored key was rounded to these numbers: .* that were added$"
+        KeyNotFoundError, match=r"was stored with these numbers after rounding: .* that were added$"
     ):
         made[made.ask(keys[2]).rows[0].key]
     with pytest.raises(KeyNotFoundError, match="the nearest are") as caught:
@@ -118,7 +123,9 @@ def test_an_error_for_a_rounded_key_names_the_next_step(precision):
 
 
 def test_an_error_for_a_table_of_one_column_names_the_next_step():
-    with pytest.raises(ArgumentError, match=r"no column besides the key t .*: .* value='t'$"):
+    with pytest.raises(
+        ArgumentError, match=r"no columns for the value besides the key, t: .* value='t'$"
+    ):
         qkv.Database.from_columns({"t": ["a", "b"]})
     assert qkv.Database.from_columns({"t": ["a", "b"]}, value="t").ask("b").value == "b"
 

@@ -149,7 +149,7 @@ def test_a_store_names_a_model_by_a_safe_name_only(evil):
         settings,
         {"kind": "learned", "base": settings, "rows": 1, "cosines": [True]},
     ):
-        with pytest.raises(ArgumentError, match=r"not trusted.*encoder=Sentences\(folder\)"):
+        with pytest.raises(ArgumentError, match=r"does not trust.*encoder=Sentences\(folder\)"):
             encoders.load(encoder_settings, {})
 
 

@@ -289,7 +289,7 @@ def test_a_ragged_mask_is_refused(client: TestClient, mask: Any) -> None:
     answer = client.post("/v1/weights", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"].startswith(
-        "mask must be a list of rows of equal length, of booleans"
+        "mask must be a list of lists of equal length with booleans"
     )
 
 

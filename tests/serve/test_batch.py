@@ -142,7 +142,7 @@ def test_one_that_was_given_up_is_not_computed() -> None:
 def test_a_late_request_gets_an_error() -> None:
     batches = QueryBatcher(Slow())
     batches.close()
-    with pytest.raises(StoreClosedError, match="no longer served"):
+    with pytest.raises(StoreClosedError, match="has closed this database"):
         batches.submit_queries("x", "a")
 
 

@@ -213,7 +213,7 @@ def test_queries_are_taken_as_in_process(client: Client) -> None:
     assert client.ask("gpa", np.array(3.2), weighting="hard").value == values[0]
     vector = np.ones((1, 4), np.float32)
     for query in (vector + 1j, vector.astype(str)):
-        with pytest.raises(DtypeError, match="real numbers"):
+        with pytest.raises(DtypeError, match="numbers"):
             client.ask("keyed", query)
     with pytest.raises(DtypeError, match="query is a masked array"):
         client.attend("keyed", np.ma.array(vector, mask=vector > 0))
@@ -391,7 +391,7 @@ def test_what_works_at_the_store_alone_says_so(client: Client) -> None:
     for name in ("calibrate", "learn", "value_of_rows", "compact"):
         with pytest.raises(AttributeError, match=rf"use qkv.open\(path\)\.{name}"):
             getattr(client["books"], name)
-    with pytest.raises(AttributeError, match=r"has no 'pages'$"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'pages'$"):
         client["books"].pages  # noqa: B018
     assert not hasattr(client["books"], "_pages")
     with pytest.raises(ArgumentError, match="query 0 is empty"):
@@ -432,7 +432,9 @@ def test_a_server_that_is_not_there_is_named() -> None:
         client = Client(f"http://127.0.0.1:{port}")
         with pytest.raises(ServerUnreachableError, match=f"127.0.0.1:{port} does not answer"):
             client.databases()
-        with pytest.raises(ServerUnreachableError, match=r"is it running\?$"):
+        with pytest.raises(
+            ServerUnreachableError, match=r"check that the server is running and that url is right$"
+        ):
             client["books"].extend([{"key": "a", "value": 1}])
 
 
@@ -505,7 +507,8 @@ def test_what_writes_is_sent_once(answer: bytes | None) -> None:
         Stub(answer, FINE) as stub,
         Client(stub.url, timeout=0.5) as client,
         pytest.raises(
-            ServerUnreachableError, match=r"(?s)127\.0\.0\.1.*may have been written: check before"
+            ServerUnreachableError,
+            match=r"(?s)127\.0\.0\.1.*may have written the rows: check whether",
         ),
     ):
         client["books"].extend([{"key": "a", "value": 1}])

@@ -290,7 +290,7 @@ def test_a_second_ctrl_c_ends_it_in_one_line(names: Path) -> None:
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "set a --token"),
-        (["--token", "short"], "at least 16 visible characters"),
+        (["--token", "short"], "at least 16 visible ASCII characters"),
         (["nix.qkv"], "nix.qkv does not exist"),
     ],
 )

@@ -66,7 +66,7 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 BAD: dict[str, tuple[Any, bytes]] = {
-    "is given twice": ([tensor(), tensor()], b""),
+    "appears twice": ([tensor(), tensor()], b""),
     "needs 3 elements, not 2": ([tensor(shape=[3])], b""),
     "elements, not 0": ([tensor(data=DEEP)], b""),
     "data must be a list": ([tensor(data=...)], b""),
@@ -74,8 +74,11 @@ BAD: dict[str, tuple[Any, bytes]] = {
     "elements of type INT8": ([tensor(datatype="INT8", data=[1.5, 2])], b""),
     "is too large for": ([tensor(datatype="INT8", data=[300, 2])], b""),
     "is too large for FP32": ([tensor(data=[10**400, 2])], b""),
-    "must be text": ([tensor(datatype="BYTES")], b""),
-    "binary_data_size must be within": ([tensor(parameters={"binary_data_size": 9})], b"12345678"),
+    "must hold only text": ([tensor(datatype="BYTES")], b""),
+    "binary_data_size must be a number of bytes up to 8": (
+        [tensor(parameters={"binary_data_size": 9})],
+        b"12345678",
+    ),
     "binary_data_size must": ([tensor(parameters={"binary_data_size": -1})], b""),
     "not a multiple of": ([tensor(parameters={"binary_data_size": 7})], b"1234567"),
     "belong to no input": ([tensor()], b"1"),

@@ -81,7 +81,7 @@ def test_it_names_the_place(x: Any, schema: validation.Schema, message: str) -> 
     ],
 )
 def test_a_name_that_comes_twice_in_an_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^the body has '\w+' twice in one object: leave"):
+    with pytest.raises(ValueError, match=r"^the body has the name '\w+' twice"):
         validation.parse_json(raw, {"type": "object"})
 
 

@@ -1,7 +1,7 @@
 """The command line: `qkv ask books.csv "the alchemist"`.
 
-Imports are lazy so that help is fast: this module loads typer, naming a command loads its module,
-and running it loads NumPy and the database.
+Imports are lazy, so that `qkv --help` is fast. This module loads typer. Naming a command loads the
+command's module. Running a command loads NumPy and the database.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ COMMAND_MODULES = {
     "serve": "serve",
     "demo": "demo",
 }
-"""The module of each command."""
+"""The module in `qkv.cli` that defines each command."""
 
 
 class LazyCommandGroup(TyperGroup):
-    """A group that builds a command when it is named; building all of them is slow."""
+    """A group of commands that builds each command when it is first named.
+
+    Building all commands at the start would be slow.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMAND_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        # For an unknown name, click suggests the nearest of all commands.
+        # For an unknown name, build all commands: click suggests the nearest one.
         for name in [cmd_name] if cmd_name in COMMAND_MODULES else COMMAND_MODULES:
             if name not in self.commands:
                 self.commands[name] = _build_command(name)
@@ -67,7 +70,7 @@ def _build_command(name: str) -> Any:
 
 app = typer.Typer(
     cls=LazyCommandGroup,
-    # Help rendered by rich takes twice as long.
+    # rich would take twice as long to render the help.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -103,7 +106,7 @@ def _qkv(
 
 
 def main() -> None:
-    """Run the `qkv` command."""
+    """Run the command line with the arguments of this process."""
     try:
         app(prog_name="qkv")
     except KeyboardInterrupt:
@@ -115,10 +118,10 @@ def main() -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exit without tearing down the interpreter, which takes half as long as importing NumPy.
+    """Exit with this code, without tearing down the interpreter.
 
-    After an interrupt during an import, a normal exit could also end with the signal although it
-    was handled.
+    Tearing it down takes half as long as importing NumPy. After Ctrl-C during an import, a normal
+    exit could also die from the signal, although the exception was handled.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

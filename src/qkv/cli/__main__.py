@@ -1,4 +1,4 @@
-"""`python -m qkv.cli` is `qkv`."""
+"""Run the command line with `python -m qkv.cli`, which is the same as `qkv`."""
 
 from qkv.cli import main
 

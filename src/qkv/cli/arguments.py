@@ -1,4 +1,4 @@
-"""Parse the syntax of the command line: `column=text` and conditions without quotes."""
+"""Parse assignments `column=text` and conditions in which text needs no quotes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from qkv.database.parsing import parse_cell_like, parse_number
 from qkv.errors import ArgumentError
 
-# `column=`, but none of ==, <=, >=, !=.
+# Match `column=`, but none of ==, <=, >=, !=.
 _ASSIGNMENT = re.compile(r"(?P<column>[^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*")
 _CONJUNCTION = re.compile(r"\s(?:and|or)\s", re.I)
 _QUOTED_TEXT = re.compile(
@@ -18,13 +18,18 @@ _QUOTED_TEXT = re.compile(
     (?P=quote)(?=[\s)]|$)""",
     re.VERBOSE,
 )
-"""A string in which a backslash escapes a quote; if that one has no end, a plain backslash."""
+"""A string in quotes. A backslash escapes a quote.
+
+If the string would then have no end, backslashes are ordinary characters.
+"""
 _TOKEN = re.compile(
     r"""(?P<quote>["'])(?:(?:\\.|(?P=quote){2}|(?!(?P=quote)).)*+|.*)(?P=quote)|`[^`]*+`|\w+|.""",
     re.DOTALL,
 )
-"""A string, up to the last quote if all others are escaped; a name in backticks, a word, or one
-character."""
+"""One token: a string, a name in backticks, a word, or a single character.
+
+If every further quote of a string is escaped, the string ends at the last quote.
+"""
 _WHITESPACE = re.compile(r"\s*")
 _BEFORE_COMPARISON = re.compile(r"(?:\s*(?:\(|not\b(?=\s*[^\s=<>!])))+\s*", re.I)
 """Text before a comparison: opening brackets and `not`."""
@@ -51,11 +56,11 @@ _SECOND_COMPARISON = re.compile(
     r"(?:(?P<sign>&&?|\|\|?)\s*+|[,;]\s*+|(?<!\s)\s++)"
     r"(?P<name>[^\W\d]\w*+)\s*+(?P<sign_after>[<>]=?|!=|==?)"
 )
-"""A second comparison inside a text without quotes."""
+"""A second comparison inside a text without quotes, such as `& n=2` in `genre=tea & n=2`."""
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise `ArgumentError` for an argument that is not valid UTF-8."""
+    """Raise `ArgumentError` if an argument is not valid UTF-8. `what` names it in the message."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -63,7 +68,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def parse_assignment(text: str, example: Mapping[str, Any]) -> tuple[str, Any]:
-    """Parse `column=text` into the column and a cell of the type in the example row.
+    """Parse `column=text`; return the column and a cell of the type that `example` has there.
 
     >>> (
     ...     parse_assignment("year=1988", {"year": 1965}),
@@ -78,11 +83,11 @@ def parse_assignment(text: str, example: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def join_conditions(conditions: Sequence[str] | None, columns: Collection[str] = ()) -> str | None:
-    """Join conditions into one expression; the text in `column=text` needs no quotes.
+    """Join conditions into one expression, and put the texts in `column=text` in quotes.
 
-    Text without quotes ends before ` and ` or ` or ` if a condition follows:
-    `title=Pride and Prejudice` is one text, `genre=tea and n=2` is two conditions. Raise
-    `ArgumentError` if a text seems to contain another comparison of `columns`.
+    Text without quotes ends before ` and ` or ` or ` if a condition follows. So `title=Pride and
+    Prejudice` is one text, but `genre=tea and n=2` is two conditions. Raises `ArgumentError` if a
+    text seems to contain another comparison of `columns`.
 
     >>> join_conditions(["genre=science fiction", "year > 1950"])
     "(`genre` == 'science fiction') and (year > 1950)"
@@ -98,9 +103,9 @@ def join_conditions(conditions: Sequence[str] | None, columns: Collection[str] =
 
 
 class _Condition:
-    """A parser for one condition, which reads from left to right.
+    """A parser of one condition from left to right.
 
-    `at` is the current position, `open` the number of open brackets.
+    `at` is the current position in the text, and `open` is the number of open brackets.
     """
 
     def __init__(self, text: str, columns: Collection[str]):
@@ -108,7 +113,7 @@ class _Condition:
         self.at = self.open = 0
 
     def build_expression(self) -> str:
-        """Return the condition with quotes around its texts."""
+        """Return the condition with its texts in quotes."""
         parts: list[str] = []
         while self.at < len(self.text):
             if lead := _BEFORE_COMPARISON.match(self.text, self.at):
@@ -131,7 +136,7 @@ class _Condition:
         column = "" if equals is None else equals["column"].strip()
         if equals is not None and (column in self.columns or not _CONJUNCTION.search(column)):
             value = _QUOTED_TEXT.match(self.text, equals.end())
-            if value is not None:  # in quotes, as in SQL
+            if value is not None:  # the text is in quotes, as in SQL
                 self.at = value.end()
                 return f"`{column}` == {value[0]}"
             if self.text[equals.end() : equals.end() + 1] != "`":
@@ -149,7 +154,10 @@ class _Condition:
         return self.text[begin : self.at]
 
     def _end_of_text(self, at: int) -> int:
-        """Return the end of a text without quotes: before a condition or a closing bracket."""
+        """Return where a text without quotes ends: before a condition or a closing bracket.
+
+        `at` is the position where the text begins.
+        """
         depth = 0
         while at < len(self.text):
             if _CONJUNCTION_WITH_BRACKETS.match(self.text, at) and self._begins_condition(
@@ -170,7 +178,10 @@ class _Condition:
         return word is not None and word[1] in self.columns
 
     def _right_side(self, text: str, column: str) -> str:
-        """Return the operator and the literal for a text without quotes."""
+        """Return the operator and the literal that compare a column with a text without quotes.
+
+        Raises `ArgumentError` if the text seems to contain a second comparison.
+        """
         text = text.rstrip() if self.at < len(self.text) else text
         other = next(
             (
@@ -192,5 +203,5 @@ class _Condition:
         value: Any = parse_number(text)
         if value is None:
             value = {"true": True, "false": False}.get(text.lower())
-        # The column may contain numbers, or digits as text.
+        # The column may hold numbers or text: compare it with both.
         return f"== {text!r}" if value is None else f"in ({value!r}, {text!r})"

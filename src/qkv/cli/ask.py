@@ -22,7 +22,7 @@ Query = Annotated[
     list[str],
     options.make_argument(
         "QUERY",
-        "The query. For a key of several columns: 'first, second'. "
+        "The query. For a key of several columns, write 'first, second'. "
         "With -, each line of stdin is a query.",
     ),
 ]
@@ -118,7 +118,9 @@ def plot(
     kinds = (*files.PICTURE_SUFFIXES, ".html")
     files.check_suffix(output, kinds)
     if len(query) > 1 and query[-1].lower().endswith(kinds):
-        raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
+        raise ArgumentError(
+            f"{query[-1]} is taken as a part of the query: name the output file with --output"
+        )
     with open_source(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
         query_options = _query_options(source, score, weighting, top)
         condition = arguments.join_conditions(where, database.columns) if where else None
@@ -138,7 +140,7 @@ def plot(
 def _query_options(
     source: str, score: str | None, weighting: str | None, top: int
 ) -> dict[str, Any]:
-    # A server may have registered other names, so it parses them itself.
+    # The server parses the names: it may have registered others than this process.
     is_local, weighting = not is_url(source), weighting or "softmax"
     return {
         "score": parsing.parse_score(score) if is_local else score,
@@ -148,7 +150,7 @@ def _query_options(
 
 
 def print_answer(answer: Answer) -> None:
-    """Print the value, the rows with bars, and a line on how certain the answer is."""
+    """Print the value, the heaviest rows with bars, and how concentrated the weight is."""
     from qkv.util.formatting import bar_lengths, format_weight
 
     if not answer.rows:

@@ -39,12 +39,15 @@ EXIT_CODES = {
     EXIT_STOPPED: "stopped by Ctrl-C",
     EXIT_BROKEN_PIPE: "the reader of the output closed the pipe",
 }
-"""What each exit code means; `qkv --help` and docs/cli.md print this table."""
+"""The meaning of each exit code. `qkv --help` and docs/cli.md print this table."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a command: data for --json, a function that prints it, and the exit code."""
+    """The result of a command.
+
+    `data` is what --json prints. `render` prints the result as text.
+    """
 
     data: Any
     render: Callable[[], object]
@@ -52,7 +55,7 @@ class Result:
 
 
 class NothingFoundError(QkvError):
-    """Nothing was found; `data` is added to the error in JSON."""
+    """No key or row was found. With --json, the printed error contains the fields `data`."""
 
     def __init__(self, message: str, **data: Any):
         super().__init__(message)
@@ -87,7 +90,10 @@ class GlobalOptions(NamedTuple):
 
 
 def as_command(function: Command) -> Callable[..., None]:
-    """Return the function that typer runs: with the common options, and errors on one line."""
+    """Return the function that typer runs for a command.
+
+    It adds the options that all commands have, and prints each error on one line.
+    """
     names: dict[str, Any] = {"as_json": Json, "debug": Debug, "plugins": Plugins}
     signature = inspect.signature(function, eval_str=True)
     groups = [p for p in signature.parameters.values() if dataclasses.is_dataclass(p.annotation)]
@@ -102,10 +108,10 @@ def as_command(function: Command) -> Callable[..., None]:
         for name, annotation in names.items()
     ]
     common.append(inspect.Parameter("context", keyword_only, annotation=typer.Context))
-    own = [p for p in signature.parameters.values() if p not in groups]
-    # A parameter that is a dataclass stands for one option per field.
+    direct = [p for p in signature.parameters.values() if p not in groups]
+    # A parameter whose type is a dataclass becomes one option for each field.
     fields = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
-    parameters = [*own, *(x for group in fields.values() for x in group.values()), *common]
+    parameters = [*direct, *(x for group in fields.values() for x in group.values()), *common]
 
     @functools.wraps(function)
     def run_command(
@@ -187,6 +193,7 @@ def _exit_code(error: QkvError) -> int:
 
 
 def _print_results(results: Result | Iterable[Result], as_json: bool) -> int:
+    """Print each result as text or JSON; return the largest exit code."""
     code = EXIT_OK
     for result in [results] if isinstance(results, Result) else results:
         if as_json:
@@ -201,7 +208,7 @@ def _print_results(results: Result | Iterable[Result], as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _debug_logging() -> Iterator[None]:
-    """Log everything of the logger "qkv" to stderr while a command runs."""
+    """Print all messages of the logger "qkv" on stderr inside the `with`."""
     import logging
 
     handler = logging.StreamHandler()
@@ -218,7 +225,7 @@ def _debug_logging() -> Iterator[None]:
 
 
 def _silence_stdout() -> None:
-    """Redirect stdout to the null device, because the interpreter flushes it at exit."""
+    """Redirect stdout to the null device: at exit the interpreter flushes it, which would fail."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -229,7 +236,7 @@ def _silence_stdout() -> None:
 
 
 def _import_plugins(names: Iterable[str]) -> None:
-    """Import the modules of --plugin: files that end in .py, or dotted names."""
+    """Import the plug-ins that --plugin names: .py files or dotted module names."""
     for name in names:
         try:
             _run_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)

@@ -29,7 +29,7 @@ MAJORS = {
     "Mia Stone": "philosophy",
     "Raj Patel": "economics",
 }
-# Fourteen invented engineers: grade point averages, starting salaries in thousands.
+# Invented data: the grade point averages of 14 engineers, and their starting salaries in thousands.
 SALARIES = {
     2.41: 61.2,
     2.58: 64.0,

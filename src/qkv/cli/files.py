@@ -21,7 +21,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def check_suffix(path: Path, suffixes: Sequence[str]) -> None:
-    """Raise `ArgumentError` if the file has none of these suffixes."""
+    """Raise `ArgumentError` unless the file name ends in one of these suffixes."""
     if path.suffix.lower() not in suffixes:
         raise ArgumentError(f"{path}: the name must end in {', '.join(suffixes)}")
 

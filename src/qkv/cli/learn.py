@@ -28,10 +28,11 @@ def learn(
         int, options.make_option("NUMBER", "Make at most this many passes over the pairs.", min=1)
     ] = 10,
     seconds: Annotated[
-        float | None, options.make_option("NUMBER", "Stop after this time and keep the best state.")
+        float | None,
+        options.make_option("NUMBER", "Stop after this many seconds and keep the best state."),
     ] = None,
     vectors: Annotated[
-        bool, options.make_option("--vectors", "Learn the word vectors too; needs many pairs.")
+        bool, options.make_option("--vectors", "Learn the word vectors too. This needs many pairs.")
     ] = False,
     resume: Annotated[
         Path | None,
@@ -70,16 +71,16 @@ def calibrate(
     coverage: Annotated[
         float,
         options.make_option(
-            "SHARE", "Set how often the prediction set must contain the right row."
+            "SHARE", "Set the probability that the prediction set contains the right row."
         ),
     ] = 0.9,
     table: options.TableName = None,
 ) -> Result:
     """Calibrate prediction sets on PAIRS.
 
-    After that, an answer has a set of rows that contains the right one as often as --coverage says,
-    or it abstains. Save this as a new version of the database PATH. Use other pairs than for
-    `qkv learn`.
+    Each later answer has a set of rows that contains the right row with the probability --coverage.
+    If no row fits the query, the answer abstains. The calibration is saved as a new version of the
+    database PATH. Use other pairs than for `qkv learn`.
     """
     with open_store(path) as database:
         columns = _read_pairs(pairs, table, database)
@@ -90,19 +91,19 @@ def calibrate(
 def _version_result(
     path: Path, version: int, report: Any, data: dict[str, Any], code: int = EXIT_OK
 ) -> Result:
-    """Return the report and the new version."""
+    """Return the result of a command that saved `report` as a new version."""
 
     def print_version() -> None:
         terminal.print_line(str(report))
         terminal.print_line(
-            f"saved as version {version}; --at {version - 1} reads the one before", "dim"
+            f"saved as version {version}; --at {version - 1} reads the version before it", "dim"
         )
 
     return Result({"path": str(path), "version": version, **data}, print_version, code)
 
 
 def _read_pairs(pairs: str, table: str | None, database: Database) -> list[list[Any]]:
-    """Read the columns of a table of pairs; the first two have the type of the keys."""
+    """Return the columns of a table of pairs. The first two are parsed like the keys."""
     from qkv.database import sources
     from qkv.database.sources.type_inference import parse_numbers
 
@@ -112,9 +113,9 @@ def _read_pairs(pairs: str, table: str | None, database: Database) -> list[list[
         raise ArgumentError(
             f"{redact_source(pairs)}: expected two columns, the query and its right key"
         )
-    if text:  # in a workbook or SQLite they may be numbers
+    if text:  # in a workbook or SQLite, the cells may be numbers
         columns[:2] = [[str(cell) for cell in column] for column in columns[:2]]
-        for place, column in enumerate(columns[2:], 2):  # weights are numbers
+        for position, column in enumerate(columns[2:], 2):  # weights are numbers
             if {*map(type, column)} <= {str, type(None)}:
-                columns[place] = parse_numbers([cell or "" for cell in column], ())
+                columns[position] = parse_numbers([cell or "" for cell in column], ())
     return columns

@@ -56,7 +56,8 @@ def import_(
     if append:
         if key or value or encoder or unique:
             raise ArgumentError(
-                "--append uses the key, value and encoder of the database: leave those options out"
+                "--append uses the key, value and encoder of the database: leave out --key, "
+                "--value, --encoder and --unique"
             )
         with open_store(path) as database:
             with terminal.show_progress("importing") as progress:
@@ -92,9 +93,10 @@ def _read_columns(
     progress: ProgressCallback | None,
     text: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Read the columns of SOURCE; also return the key and value columns of a served database.
+    """Return the columns of SOURCE by name, and which columns are its key and value.
 
-    `text` lists the columns of CSV that stay text.
+    Only a served database says which; for other sources these lists are empty. `text` lists the
+    columns of CSV that stay text.
     """
     from qkv.database import sources
     from qkv.database.table.schema import rows_to_columns
@@ -125,7 +127,7 @@ def add(
 ) -> Result:
     """Add one row to the database PATH.
 
-    Create PATH if it does not exist. The first row fixes the types of the columns.
+    Create PATH if it does not exist. The first row of a database fixes the types of its columns.
     """
     if (value is None) == (not cells):
         raise ArgumentError("add: give a VALUE, or --set for each column")
@@ -168,9 +170,9 @@ def remove(
     keys: Annotated[list[str], options.make_argument("KEYS...", "The exact keys.")],
     token: options.Token = None,
 ) -> Result:
-    """Remove every row with one of KEYS.
+    """Remove every row that has one of KEYS.
 
-    If a key is missing, remove nothing.
+    If one of KEYS is in no row, remove nothing.
     """
     with open_store_or_remote(path, token) as database:
         removed = database.remove([parse_key(database, key, "the key") for key in keys])
@@ -231,7 +233,10 @@ VERSION_COLUMNS = ("number", "time", "what", "added", "removed", "rows")
 def check(
     path: options.Folder,
     repair: Annotated[
-        bool, options.make_option("--repair", "Repair what a crash left behind; delete no rows.")
+        bool,
+        options.make_option(
+            "--repair", "Repair the damage that a crash caused. No rows are deleted."
+        ),
     ] = False,
 ) -> Result:
     """Verify every file of the database PATH.
@@ -288,7 +293,10 @@ def compact(path: options.Folder) -> Result:
 
 
 def _state_result(database: Database | RemoteDatabase, inserted: bool | None = None) -> Result:
-    """Return the rows and the version after a change; for an update, whether it inserted."""
+    """Return the result of a change: the number of rows, and the new version.
+
+    For an update, `inserted` says whether it added a row.
+    """
     path, rows, version = str(database.path), len(database), database.version
     data: dict[str, Any] = {"path": path, "rows": rows, "version": version}
     if inserted is not None:

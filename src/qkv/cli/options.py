@@ -13,7 +13,7 @@ import typer
 
 
 def _complete_files(incomplete: str) -> list[str]:
-    """Return the files and folders with this prefix, for shell completion."""
+    """Return the files and folders that begin with this text, for shell completion."""
     names = sorted(glob.glob(glob.escape(incomplete) + "*"))
     return [name + os.sep if os.path.isdir(name) else name for name in names]
 
@@ -47,9 +47,9 @@ _FOLDER_HELP = "The folder of a database, such as books.qkv"
 
 
 def make_option(form: str, help: str, **more: Any) -> Any:
-    """Return an option from the form in its help, such as "--key -k COLUMN".
+    """Return an option; `form` is how the help shows it, such as "--key -k COLUMN".
 
-    Without flags in `form`, typer derives the flag from the name of the parameter.
+    If `form` contains no flags, typer derives the flag from the name of the parameter.
     """
     flags = [word for word in form.split() if word.startswith("-")]
     metavar = next((word for word in form.split() if word not in flags), None)
@@ -57,7 +57,7 @@ def make_option(form: str, help: str, **more: Any) -> Any:
 
 
 def make_argument(metavar: str, help: str, **more: Any) -> Any:
-    """Return a positional argument."""
+    """Return a positional argument; `metavar` is how the help shows it."""
     return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
 
@@ -96,7 +96,7 @@ Missing = Annotated[
     list[str] | None,
     make_option(
         "--missing WORD",
-        "Read this word in CSV as a missing value, instead of NA, NaN, null and others. "
+        "Read this word in CSV as a missing value, instead of NA, NaN, null and so on. "
         "Repeat for several. "
         "'' means no word.",
     ),
@@ -159,7 +159,7 @@ Skip = Annotated[
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options of every command that reads a SOURCE, as one parameter of its function."""
+    """The options of every command with a SOURCE, as one parameter of the command's function."""
 
     at: At = None
     table: TableName = None
@@ -168,7 +168,7 @@ class ReadOptions:
     token: Token = None
 
     def table_options(self) -> dict[str, Any]:
-        """Return the options that apply to tables but not to databases.
+        """Return the options that are for tables only, by name; a database rejects them.
 
         >>> ReadOptions(names="city, people").table_options()["names"]
         ['city', 'people']

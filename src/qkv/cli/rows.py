@@ -55,8 +55,8 @@ def rows(
             )
         if hidden:
             terminal.print_note(
-                f"{hidden} of {format_plural(len(columns), 'column')} do not fit: add --json, or "
-                "pipe the output into less -S"
+                f"{hidden} of {format_plural(len(columns), 'column')} do not fit the terminal: add "
+                "--json, or pipe the output into less -S"
             )
         more = f"; the next: --from {end}" if end < total else ""
         if page:
@@ -109,7 +109,7 @@ def export(
 
 
 def _why_nothing(database: Database | RemoteDatabase, condition: str | None) -> str:
-    """Say why there are no rows: none matches the condition, or the table is empty."""
+    """Return a sentence on why there are no rows: no row matches, or the table is empty."""
     if condition is None:
         return "There are no rows"
     return database.why_no_rows(condition) or "No rows match"
@@ -118,7 +118,7 @@ def _why_nothing(database: Database | RemoteDatabase, condition: str | None) -> 
 def _open_for_reading(
     source: str, read: options.ReadOptions, skip: bool
 ) -> contextlib.AbstractContextManager[Database | RemoteDatabase]:
-    """Open SOURCE without encoding the keys of a table, because they are not queried."""
+    """Open SOURCE to read its rows. Its keys are not queried, so a table is not encoded."""
     from qkv.database.encoders import Exact
 
     encoder = None if is_store(source) else Exact(64)

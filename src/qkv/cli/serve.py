@@ -18,11 +18,14 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str, options.make_option("ADDRESS", "Listen on this address. A public one needs a token.")
+        str,
+        options.make_option("ADDRESS", "Listen on this address. A public address needs a token."),
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        options.make_option("NUMBER", "Listen on this port; 0 takes a free one.", min=0, max=65535),
+        options.make_option(
+            "NUMBER", "Listen on this port; 0 chooses a free port.", min=0, max=65535
+        ),
     ] = 8000,
     token: Annotated[
         str | None,
@@ -37,7 +40,7 @@ def serve(
         ),
     ] = None,
     write: Annotated[
-        bool, options.make_option("--write", "Without tokens: allow every client to write.")
+        bool, options.make_option("--write", "Allow every client to write, if no token is set.")
     ] = False,
     cluster: Annotated[
         int | None,
@@ -49,8 +52,8 @@ def serve(
 ) -> Iterator[Result]:
     """Serve databases over HTTP: a page and an API.
 
-    Run until Ctrl-C. The page is at /, the API at /v1, its reference at /reference. Other machines
-    can connect only with --host, and then need a token.
+    The server runs until Ctrl-C. The page is at /, the API at /v1, and its reference at /reference.
+    Other machines can connect only if --host is set; they then need a token.
     """
     try:
         from qkv.serve.app import create_app
@@ -69,7 +72,7 @@ def serve(
         bound_port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         names = ", ".join(served.databases) or "no database"
-        # The socket already listens: early requests wait in its queue.
+        # The socket listens already, so requests before `run_server` wait in its queue.
         terminal.print_note(f"qkv: serving {names} at {url}; Ctrl-C stops it")
         data = {"url": url, "host": host, "port": bound_port, "databases": list(served.databases)}
         yield Result(data, lambda: None)
@@ -77,6 +80,7 @@ def serve(
             import webbrowser
 
             webbrowser.open(url)
-        # Other machines use the host name. On loopback, accept none: DNS rebinding could forge it.
+        # Other machines may send this machine's name as Host. On loopback it is refused, because
+        # DNS rebinding could forge it.
         hosts = [] if is_loopback(host) else [host, socket.gethostname()]
         run_server(create_app(served, access, hosts), listener)

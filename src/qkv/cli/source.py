@@ -32,7 +32,10 @@ def open_source(
     encoder: Any = None,
     skip: bool = False,
 ) -> Iterator[Database | RemoteDatabase]:
-    """Open SOURCE with these columns as key and value; close it at the end of the `with`."""
+    """Open SOURCE as a database, and close it at the end of the `with`.
+
+    `key` and `value` choose other columns as key and value.
+    """
     from qkv.database import Database
 
     if is_store(source):
@@ -73,7 +76,7 @@ def open_source(
 
 
 def redact_source(source: str | Path) -> str:
-    """Return SOURCE without the password of a URL, for messages.
+    """Return SOURCE for messages: without the password, if it is a URL.
 
     >>> redact_source("postgresql://li:secret@host/books")
     'postgresql://li@host/books'
@@ -87,7 +90,7 @@ def is_url(source: str | Path) -> bool:
 
 
 def is_store(source: str | Path) -> bool:
-    """Return whether SOURCE is a database: a URL, a folder, or a name that ends in .qkv."""
+    """Return whether SOURCE names a database: a URL, a folder, or a name that ends in .qkv."""
     return (
         is_url(source)
         or os.path.isdir(source)
@@ -97,16 +100,18 @@ def is_store(source: str | Path) -> bool:
 
 @contextlib.contextmanager
 def open_store_or_remote(
-    place: str | Path, token: str | None, *, create: bool = False, skip: bool = False
+    path_or_url: str | Path, token: str | None, *, create: bool = False, skip: bool = False
 ) -> Iterator[Database | RemoteDatabase]:
     """Open the database in a folder or at a URL; close it at the end of the `with`."""
-    if not is_url(place):
-        with open_store(place, create=create, skip=skip) as database:
+    if not is_url(path_or_url):
+        with open_store(path_or_url, create=create, skip=skip) as database:
             yield database
         return
     if skip:
-        raise ArgumentError(f"--skip-damaged needs a local folder, not {redact_source(place)}")
-    with close_after(connect_remote(str(place), token)) as remote:
+        raise ArgumentError(
+            f"--skip-damaged needs a local folder, not {redact_source(path_or_url)}"
+        )
+    with close_after(connect_remote(str(path_or_url), token)) as remote:
         yield remote
 
 
@@ -117,9 +122,9 @@ def connect_remote(url: str, token: str | None) -> RemoteDatabase:
     server, _, name = url.rstrip("/").rpartition("/")
     if server.endswith("/"):  # the URL has no path
         with Client(url, token) as client:
-            known = ", ".join(client.databases()) or "none"
+            names = ", ".join(client.databases()) or "none"
         raise ArgumentError(
-            f"{redact_source(url)}: add a slash and the name of a database; it serves: {known}"
+            f"{redact_source(url)}: add a slash and the name of a database. The server has: {names}"
         )
     return Client(server, token)[unquote(name)]
 
@@ -137,7 +142,10 @@ def open_store(path: str | Path, *, create: bool = False, skip: bool = False) ->
 
 @contextlib.contextmanager
 def close_after(database: OpenDatabase) -> Iterator[OpenDatabase]:
-    """Close a database at the end of the `with`; report a missing key with its nearest keys."""
+    """Close a database at the end of the `with`.
+
+    A missing key inside the `with` becomes a `NothingFoundError` that names the nearest keys.
+    """
     from qkv.database import KeyNotFoundError
 
     with database:
@@ -150,14 +158,14 @@ def close_after(database: OpenDatabase) -> Iterator[OpenDatabase]:
 
 
 def pick_columns(names: Sequence[str] | None) -> Any:
-    """Return one column as its name, several as a tuple, none as None."""
+    """Return one name as it is, several names as a tuple, and no names as None."""
     if not names:
         return None
     return names[0] if len(names) == 1 else tuple(names)
 
 
 def parse_key(database: Database | RemoteDatabase, text: str, what: str = "the query") -> Any:
-    """Parse a text as a key of the type that the database has."""
+    """Parse a text as a key of the type of the database's keys. `what` names it in messages."""
     arguments.check_text(text, what)
     if database.info()["key_kind"] in (None, "text"):
         return text

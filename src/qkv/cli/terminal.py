@@ -1,4 +1,4 @@
-"""Print tables, bars and progress, fitted to the terminal, with colours if it supports them."""
+"""Print tables, bars and progress, fitted to the terminal, and in colour if it has colours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STYLES = {"bold": 1, "dim": 2, "red": 31}
 
 UNLIMITED_WIDTH = 1 << 20
-"""The width of output that is not a terminal: nothing is cut."""
+"""The width of output that is not a terminal, so that no cell is cut."""
 COLUMN_GAP = "  "
 
 
@@ -44,7 +44,7 @@ def format_json(data: Any) -> str:
 
 
 def print_json(data: Any) -> None:
-    """Print a line of JSON; escape characters that the encoding of stdout does not have."""
+    """Print a line of JSON. Characters that stdout cannot encode are escaped."""
     line = format_json(data)
     try:
         line.encode(sys.stdout.encoding or "utf-8")
@@ -113,13 +113,13 @@ def public_fields(record: Any) -> dict[str, Any]:
 
 
 def print_pairs(data: Mapping[str, Any]) -> None:
-    """Print each name and its value on a line."""
+    """Print each name and its value on a line of its own."""
     rows = [(name.replace("_", " "), format_cell(item)) for name, item in data.items()]
     print_table(("name", "what"), rows, uncut=["name"], heading=False)
 
 
 def format_value(x: Any) -> str:
-    """Format a value: text keeps its lines, each column gets one."""
+    """Format a value: text keeps its line breaks, and each column of a mapping gets a line."""
     if isinstance(x, Mapping):
         return "\n".join(
             f"{escape_control_characters(str(name))}: {format_cell(item)}"
@@ -162,7 +162,7 @@ def is_terminal(stream: TextIO | None = None) -> bool:
 
 
 def make_console() -> Console:
-    """Return a rich console for the current stdout, which may have been replaced."""
+    """Return a rich console for the current stdout, because `sys.stdout` may have been replaced."""
     from rich.console import Console
 
     width = None if is_terminal() else UNLIMITED_WIDTH
@@ -170,7 +170,7 @@ def make_console() -> Console:
 
 
 def is_ascii_only(stream: TextIO | None = None) -> bool:
-    """Return whether the stream's encoding has no block characters."""
+    """Return whether the stream's encoding lacks the block characters that bars use."""
     encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
     try:
         "█▏·→".encode(encoding)
@@ -180,8 +180,8 @@ def is_ascii_only(stream: TextIO | None = None) -> bool:
 
 
 def make_encodable(stream: TextIO) -> None:
-    """Print a question mark instead of failing for a character the encoding does not have."""
-    fails = ("strict", "surrogateescape")  # the second is used in the C locale
+    """Set the stream to print a question mark for characters that its encoding does not have."""
+    fails = ("strict", "surrogateescape")  # in the C locale, Python uses the second one
     if isinstance(stream, io.TextIOWrapper) and stream.errors in fails:
         stream.reconfigure(errors="replace")
 
@@ -192,7 +192,7 @@ def print_line(text: str = "", style: str = "") -> None:
 
 
 def apply_style(text: str, style: str) -> str:
-    """Return the text in one of STYLES if stdout supports it; importing rich would be slow."""
+    """Return the text in one of STYLES if stdout supports styles. rich would be slow to import."""
     shown = "FORCE_COLOR" in os.environ or (is_terminal() and os.environ.get("TERM") != "dumb")
     coloured = STYLES.get(style, 0) >= 30
     if not (style and text and shown) or (coloured and os.environ.get("NO_COLOR")):
@@ -201,18 +201,21 @@ def apply_style(text: str, style: str) -> str:
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal; `UNLIMITED_WIDTH` for other output."""
+    """Return the width of the terminal in characters; `UNLIMITED_WIDTH` for other output."""
     return shutil.get_terminal_size().columns if is_terminal() else UNLIMITED_WIDTH
 
 
 def print_note(text: str) -> None:
-    """Print a line on stderr, which is not part of the result."""
+    """Print a line on stderr: notes are not part of the result."""
     make_encodable(sys.stderr)
     print(escape_control_characters(text), file=sys.stderr)
 
 
 def count_fitting_columns(lines: Sequence[Sequence[str]], min_characters: int = 8) -> int:
-    """Return how many columns fit the terminal if each is cut to `min_characters`; at least one."""
+    """Return how many columns fit the terminal if cells are cut to `min_characters`.
+
+    The result is at least one.
+    """
     from rich.cells import cell_len
 
     available, count = terminal_width() + len(COLUMN_GAP), 0
@@ -233,9 +236,9 @@ def print_table(
     uncut: Sequence[str] = (),
     heading: bool = True,
 ) -> None:
-    """Print a table on stdout; in a terminal, long cells are cut with an ellipsis.
+    """Print a table on stdout. In a terminal, long cells are cut and end with an ellipsis.
 
-    `right`, `colour` and `uncut` list the headings of columns that are right-aligned, coloured, or
+    `right`, `colour` and `uncut` list the headings of the columns that are right-aligned, red, or
     never cut.
     """
     from rich.cells import cell_len, set_cell_size
@@ -265,9 +268,9 @@ def print_table(
 
 @contextlib.contextmanager
 def show_progress(label: str) -> Iterator[ProgressCallback | None]:
-    """Show a progress bar on stderr; yield the callback (done, total), or None without a terminal.
+    """Show a progress bar on stderr; yield the function (done, total) that moves it.
 
-    Short work shows no bar.
+    Yields None if stderr is not a terminal. The bar does not appear if the work is short.
     """
     if not is_terminal(sys.stderr):
         yield None

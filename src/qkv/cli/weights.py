@@ -25,7 +25,7 @@ PALE_RGB, DEEP_RGB = (255, 245, 240), (165, 15, 21)
 SHADES = " ░▒▓█"
 MAX_WORD_CHARACTERS, MAX_LABEL_CHARACTERS = 24, 14
 NUMBER_WIDTH, BARE_WIDTH = 4, 2
-"""The width of a cell in characters, with a number and with colour only."""
+"""The widths of a heatmap cell in characters: with a number, and with a colour only."""
 
 
 def weights(
@@ -35,7 +35,7 @@ def weights(
     temperature: Annotated[
         float,
         options.make_option(
-            "NUMBER", "Divide the scores by this. Lower values give sharper weights."
+            "NUMBER", "Divide the scores by this number. A lower number gives sharper weights."
         ),
     ] = DEFAULT_TEMPERATURE,
     others: Annotated[
@@ -59,10 +59,11 @@ def weights(
         ),
     ] = None,
     png: Annotated[
-        Path | None, options.make_option("FILE", "Also plot into this file (.png, .svg or .pdf).")
+        Path | None,
+        options.make_option("FILE", "Also plot the weights into this file (.png, .svg or .pdf)."),
     ] = None,
     page: Annotated[
-        Path | None, options.make_option("--html FILE", "Also write an HTML page.")
+        Path | None, options.make_option("--html FILE", "Also write an HTML page to this file.")
     ] = None,
 ) -> Result:
     """Show how much each word of SENTENCE attends to each other word.
@@ -119,7 +120,7 @@ def _build_figure(words: list[str], alpha: Weights) -> Figure:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text into words and punctuation; combining marks stay with their letters.
+    """Split a text into words and punctuation marks. Combining marks stay with their letters.
 
     >>> split_words("the dog's tail, हिन्दी")
     ['the', "dog's", 'tail', ',', 'हिन्दी']
@@ -133,7 +134,7 @@ def split_words(text: str) -> list[str]:
 
 
 def compute_weights(words: list[str], temperature: float, *, others: bool, causal: bool) -> Weights:
-    """Return softmax(cos(wᵢ, wⱼ) / τ), one row per word."""
+    """Return softmax(cos(wᵢ, wⱼ) / τ) over the words, (words, words); row i is word i's weights."""
     import numpy as np
 
     import qkv
@@ -159,6 +160,7 @@ def _build_page(words: list[str], alpha: Weights) -> str:
 
 
 def _print_heatmap(words: list[str], alpha: Weights, written: list[str], title: str) -> None:
+    """Print the heatmap and its title; on stderr, note the files that were written."""
     out = terminal.make_console()
     coloured = out.is_terminal and out.color_system is not None and not out.no_color
     for row in render_heatmap(words, alpha, out.width, coloured, terminal.is_ascii_only()):
@@ -176,9 +178,9 @@ def _print_heatmap(words: list[str], alpha: Weights, written: list[str], title: 
 def render_heatmap(
     words: list[str], alpha: Weights, width: int, coloured: bool, ascii_only: bool
 ) -> list[Text]:
-    """Return the lines of the heatmap, split into panels that fit the terminal.
+    """Return the lines of the heatmap. It is split into panels that fit `width` characters.
 
-    Cells are percentages, or shades if those do not fit.
+    Cells show percentages. If numbers do not fit, cells show only colours or shades.
     """
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
@@ -190,7 +192,7 @@ def render_heatmap(
     longest = max(map(cell_len, words))
     margin = min(longest, MAX_LABEL_CHARACTERS, max(width // 3, 1)) + 1
     available = max(width - margin, BARE_WIDTH)
-    # Without colours, only numbers distinguish more than a few weights.
+    # Shades show only a few different weights, so prefer numbers if there are no colours.
     numbers = len(words) * NUMBER_WIDTH <= available or (
         not coloured and available >= 2 * NUMBER_WIDTH
     )
@@ -218,7 +220,7 @@ def render_heatmap(
 
 
 def _render_headings(words: list[str], margin: int, size: int) -> list[Text]:
-    """Return the words above their columns, written downwards unless all fit."""
+    """Return the lines with the words above their columns. Long words are written downwards."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -242,7 +244,7 @@ def _render_headings(words: list[str], margin: int, size: int) -> list[Text]:
 def _render_cell(
     weight: float, share: float, numbers: bool, size: int, coloured: bool, ascii_only: bool
 ) -> tuple[str, str]:
-    """Return the text and the style of one cell."""
+    """Return the text and the style of one cell; `share` is its weight over the largest weight."""
     if numbers:
         text = f"{100 * weight:.0f} ".rjust(size)
     elif coloured:
@@ -262,7 +264,7 @@ MODEL_LAYERS, MODEL_HEADS = 6, 12
 
 
 def parse_head(text: str) -> tuple[int, int]:
-    """Parse LAYER.HEAD.
+    """Parse LAYER.HEAD into the two numbers.
 
     >>> parse_head("5.11")
     (5, 11)
@@ -279,9 +281,9 @@ def parse_head(text: str) -> tuple[int, int]:
 def capture_model_weights(
     sentence: str, chosen: tuple[int, int] | None
 ) -> tuple[CapturedAttention, int, int]:
-    """Run MiniLM on a sentence; return its weights between words, and a layer and head.
+    """Run MiniLM on a sentence; return its weights between words, a layer and a head.
 
-    By default, the head is that of `find_farthest_head`.
+    `chosen` is the layer and the head. By default, `find_farthest_head` chooses them.
     """
     from qkv.page.sentence import find_farthest_head, load_minilm
 

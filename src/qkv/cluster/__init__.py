@@ -1,6 +1,6 @@
 """Attention on several machines.
 
-- `Cluster` queries the shards of a database on Ray.
+- `Cluster` queries a database whose rows are split into shards; Ray runs the shards.
 - `qkv.cluster.torch` attends to keys and values that are sharded over a torch.distributed group.
 """
 

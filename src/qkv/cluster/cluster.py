@@ -1,4 +1,4 @@
-"""`Cluster`: a database in shards, with the queries of a single database."""
+"""`Cluster`: a database whose rows are split into shards, with the methods of a single database."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ StorePath = str | os.PathLike[str]
 
 
 class Cluster(ReadableDatabase[Any, Any]):
-    """A database whose rows are split into shards, queried on Ray.
+    """A database whose rows are split into shards; Ray actors answer the queries.
 
-    `sources` is the path or URL of one store, whose rows are divided among `shards` actors, or a
-    list of stores. Each actor opens its segments on the machine where it runs: a path must exist on
-    every machine; a URL is copied to the machine's `cache` by fsspec. Each shard has `replicas`
-    actors with `cores` CPU cores each. `address` is a running Ray, as in `ray.init`; without it,
-    Ray is started here. `options` are Ray's options for actors, such as resources.
+    `sources` is the path or the URL of one store, or a list of stores. The rows of one store are
+    divided among `shards` shards. Each actor reads its rows on the machine where it runs. A path
+    must therefore exist on every machine. A store at a URL is copied by fsspec to the folder
+    `cache` of each machine.
 
-    An actor that dies is restarted, and its query is sent again. If a shard does not answer within
-    `timeout` seconds, the query raises `LostShardError`. With `partial=True` the shard is skipped
-    instead, and `answer.error_bound` includes the largest weight that its rows can have. With
-    `hedge` seconds, a second replica is queried if the first has not answered by then.
+    Each shard has `replicas` actors with `cores` CPU cores each. `address` is that of a running
+    Ray, as in `ray.init`; by default, Ray is started here. `options` are Ray's options for actors,
+    such as resources.
+
+    Ray restarts an actor that dies, and the cluster sends the query again. If a shard does not
+    answer within `timeout` seconds, the query raises `LostShardError`. With `partial=True`, the
+    answer leaves the shard out instead, and `answer.error_bound` includes the largest weight that
+    the lost rows can have. With `hedge`, a second replica is queried if the first has not answered
+    within `hedge` seconds.
 
     >>> import qkv
     >>> with qkv.cluster.Cluster("big.qkv", shards=2) as c:  # doctest: +SKIP
@@ -60,16 +64,16 @@ class Cluster(ReadableDatabase[Any, Any]):
         partial: bool = False,
     ):
         paths = [sources] if isinstance(sources, str | os.PathLike) else sources
-        places = [_normalize_source(path) for path in paths]
-        if not places:
+        locations = [_normalize_source(path) for path in paths]
+        if not locations:
             raise ArgumentError("sources: pass the path or the URL of at least one store")
-        count = (len(places) if len(places) > 1 else 2) if shards is None else shards
+        count = (len(locations) if len(locations) > 1 else 2) if shards is None else shards
         validate_sizes(shards=count, replicas=replicas, cores=cores)
         from qkv.cluster.ray import ActorPool
 
-        assigned = assign_stores(len(places), count)
+        assigned = assign_stores(len(locations), count)
         workers = ActorPool(
-            [{i: places[i] for i in own} for own in assigned],
+            [{i: locations[i] for i in stores_of_shard} for stores_of_shard in assigned],
             replicas=replicas,
             cores=cores,
             address=address,
@@ -79,7 +83,7 @@ class Cluster(ReadableDatabase[Any, Any]):
             hedge=hedge,
         )
         try:
-            super().__init__(ShardSet(places, assigned, workers, partial))  # type: ignore[arg-type]
+            super().__init__(ShardSet(locations, assigned, workers, partial))  # type: ignore[arg-type]
             self._view  # noqa: B018, raises now for stores that do not match
         except BaseException:
             workers.close()
@@ -91,6 +95,7 @@ class Cluster(ReadableDatabase[Any, Any]):
 
     @property
     def _view(self) -> ShardedView:
+        """The view of the newest version, or of the version that `at` pinned."""
         snapshot = self._shard_set.open_snapshot(self._pinned_version)
         view = self._cached_view
         if not isinstance(view, ShardedView) or view.snapshot is not snapshot:
@@ -154,10 +159,10 @@ class Cluster(ReadableDatabase[Any, Any]):
     # Writing
 
     def add(self, keys: Any, values: Any = UNSET) -> None:
-        """Add one or many rows, as `Database.add`; they are on disk when this returns.
+        """Add one or many rows, like `Database.add`. The rows are on disk when the call returns.
 
-        With several stores, a row's key decides to which store it goes. Each store gets its rows in
-        one commit.
+        With several stores, the digest of a new key selects the store; a known key stays in its
+        store. Each store gets its rows in one commit.
         """
         self._check_writable()
         if len(self._shard_set.sources) == 1:
@@ -170,19 +175,19 @@ class Cluster(ReadableDatabase[Any, Any]):
             self._shard_set.write_store(source, "add", part)
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows with named columns, as `Database.extend`."""
+        """Add rows with named columns, like `Database.extend`."""
         self._check_writable()
         schema = self._view.schema
         for source, part in self._route_to_stores(list(rows), schema.row_key).items():
             self._shard_set.write_store(source, "extend", part)
 
     def update(self, key: Any, value: Any = UNSET) -> int:
-        """Set the value of a key, or of each key of a mapping or list of pairs.
+        """Set the value of one key, or of each key in a mapping or a list of pairs.
 
         Return the number of keys that did not exist and were added.
         """
         if value is UNSET and not isinstance(key, Mapping | list):
-            raise DtypeError("update takes a key and its value, or a mapping of them")
+            raise DtypeError("update takes a key and its value, or a mapping of keys to values")
         pairs = as_pairs(key, value, False)
         absent = {self._view.schema.key_digest(key) for key, _ in pairs if key not in self}
         for source, part in self._route_to_stores(pairs, lambda pair: pair[0]).items():
@@ -190,7 +195,10 @@ class Cluster(ReadableDatabase[Any, Any]):
         return len(absent)
 
     def remove(self, keys: Any) -> int:
-        """Remove all rows of a key or a list of keys; return the number of removed rows."""
+        """Remove all rows with this key, or with the keys of a list.
+
+        Return the number of removed rows.
+        """
         keys = (
             list(keys)
             if has_several_keys(keys, getattr(self._schema, "key_kind", None))
@@ -209,30 +217,33 @@ class Cluster(ReadableDatabase[Any, Any]):
     def _check_writable(self) -> None:
         if self._pinned_version is not None:
             raise CombinationError(
-                f"version {self._pinned_version} is an old version and read-only: write to the "
-                "cluster itself"
+                f"version {self._pinned_version} is read-only, because at() selected it: write to "
+                "the cluster itself"
             )
 
-    def _route_to_stores(self, things: list[Any], key_of: Any) -> dict[int, list[Any]]:
-        """Group things by store: the one that has the key, or else the one its digest selects."""
+    def _route_to_stores(self, items: list[Any], key_of: Any) -> dict[int, list[Any]]:
+        """Group items by the index of their store; `key_of` returns the key of an item.
+
+        A key stays in the store that has it. The digest of a new key selects its store.
+        """
         self._check_writable()
         count, routed = len(self._shard_set.sources), dict[int, list[Any]]()
         if count == 1:
-            return {0: things} if things else {}
+            return {0: items} if items else {}
         snapshot, schema = self._view.snapshot, self._schema
         key_digest = cells.key_digest if schema is None else schema.key_digest
-        digests = [key_digest(key_of(thing)) for thing in things]
+        digests = [key_digest(key_of(item)) for item in items]
         owners = [int.from_bytes(digest[:8], "big") % count for digest in digests]
         positions = snapshot.run_on_slices("find_digests", digests)
         for (_, slice), existing in zip(snapshot.slices, positions, strict=True):
             for i in existing:
                 owners[i] = slice.source
-        for thing, owner in zip(things, owners, strict=True):
-            routed.setdefault(owner, []).append(thing)
+        for item, owner in zip(items, owners, strict=True):
+            routed.setdefault(owner, []).append(item)
         return routed
 
     def calibrate(self, *_: Any, **__: Any) -> Any:
-        """Raise: a cluster uses the calibration of its store, and cannot calibrate."""
+        """Raise `CombinationError`: a cluster uses the calibration of its store."""
         raise CombinationError(
             "a cluster cannot calibrate: call calibrate on the database itself, "
             "qkv.open(path).calibrate(pairs), before qkv.cluster.split. The cluster then uses it"
@@ -245,7 +256,7 @@ class Cluster(ReadableDatabase[Any, Any]):
         return [process for process, _ in self._shard_set.process_stats()]
 
     def busy_seconds(self) -> list[float]:
-        """Return the CPU seconds that one actor of each shard has used."""
+        """Return the CPU seconds used so far by one actor of each shard."""
         return [seconds for _, seconds in self._shard_set.process_stats()]
 
     def __repr__(self) -> str:
@@ -254,7 +265,7 @@ class Cluster(ReadableDatabase[Any, Any]):
 
 
 def _normalize_source(source: Any) -> str:
-    """Return a URL, or an absolute path."""
+    """Return a URL as it is, and a path as an absolute path."""
     if not isinstance(source, str | os.PathLike):
         raise DtypeError(f"sources must be paths or URLs, not {type(source).__name__}")
     text = os.fspath(source)

@@ -1,7 +1,8 @@
 """`cluster.torch.attend` as one custom operator for torch.compile.
 
-The number of keys of the other processes is known only at run time, so the operator runs the eager
-call. All arguments but arrays are passed as JSON, which survives in a graph that is cached on disk.
+The number of keys of the other processes is known only at run time. So the operator runs the eager
+call. All arguments except arrays are passed as JSON text, which torch.compile can cache on disk
+with the graph.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ AUTOGRAD_DISPATCH_KEYS = [
     getattr(torch._C.DispatchKey, name)
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 ]
-"""The dispatch keys with which autograd records."""
+"""The dispatch keys under which autograd records operations."""
 
 
 def attend_compiled(
     query: Tensor, key: Tensor, value: Tensor, group: Any, return_lse: bool, **options: Any
 ) -> Any:
-    """Run `process_group.attend_in_group` as one operator."""
+    """Run `process_group.attend_in_group` as one operator of the compiled graph."""
     query, key, value = (get_framework(x).apply_autocast(x) for x in (query, key, value))
     arrays: list[Tensor] = []
     group_name = None if group is None else group.group_name
@@ -40,9 +41,9 @@ def attend_compiled(
 
 
 def encode_arguments(thing: Any, arrays: list[Tensor]) -> str:
-    """Return arguments as JSON: objects with the name of their class, arrays as indices.
+    """Return arguments as JSON text, and append the arrays in them to `arrays`.
 
-    Arrays are appended to `arrays`.
+    In the JSON, an object is its class name and its fields, and an array is its index in `arrays`.
     """
     if thing is None or isinstance(thing, bool):
         return {None: "null", True: "true", False: "false"}[thing]
@@ -75,13 +76,16 @@ def encode_arguments(thing: Any, arrays: list[Tensor]) -> str:
 
 
 def _quote_json(text: str) -> str:
-    """Quote a string as JSON, except control characters: Dynamo cannot trace `json.dumps`."""
+    """Return a string in JSON quotes; control characters stay as they are.
+
+    Dynamo cannot trace `json.dumps`.
+    """
     text = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
 
 
 def decode_arguments(data: Any, arrays: list[Tensor]) -> Any:
-    """Return the arguments from the parsed JSON of `encode_arguments`."""
+    """Rebuild the arguments from `data`, the parsed JSON of `encode_arguments`."""
     if isinstance(data, list):
         return tuple(decode_arguments(x, arrays) for x in data)
     if not isinstance(data, dict):
@@ -102,6 +106,10 @@ def decode_arguments(data: Any, arrays: list[Tensor]) -> Any:
 
 
 def _run_eager(tensors: list[Tensor], options_json: str, lse: bool) -> list[Tensor]:
+    """Run the call that `options_json` describes, on these arrays.
+
+    Return the output and, if `lse` is true, the log-sum-exp.
+    """
     query, key, value, *arrays = tensors
     options = decode_arguments(json.loads(options_json, strict=False), arrays)
     name = options.pop("group")
@@ -121,7 +129,7 @@ def _(arrays: list[Tensor], options_json: str, lse: bool) -> list[Tensor]:
     query, key, value = arrays[:3]
     size = max(x.ndim for x in (query, key, value)) - 2
     leads = [(1,) * (size + 2 - x.ndim) + tuple(x.shape[:-2]) for x in (query, key, value)]
-    # The last leading axis is the heads; a key may have fewer.
+    # The last leading axis holds the heads. Keys may have fewer heads than queries.
     lead = [next((n for n in sizes if n != 1), 1) for sizes in zip(*leads, strict=True)]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = (*lead, query.shape[-2])
@@ -134,7 +142,7 @@ def _attend_backward_op(
     gradients: list[Tensor], arrays: list[Tensor], options_json: str, lse: bool
 ) -> list[Tensor]:
     with ExitStack() as stack:
-        for kind in AUTOGRAD_DISPATCH_KEYS:  # excluded inside of an operator
+        for kind in AUTOGRAD_DISPATCH_KEYS:  # PyTorch disables autograd inside an operator
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(kind, False))
         stack.enter_context(torch.enable_grad())
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in arrays]
@@ -142,7 +150,8 @@ def _attend_backward_op(
         differentiable = [x for x in leaves if x.requires_grad]
         zeros = {"allow_unused": True, "materialize_grads": True}
         computed = iter(torch.autograd.grad(outputs, differentiable, gradients, **zeros))
-        # Gradients that were summed over the processes are views of one vector: copy them.
+        # Gradients summed over the processes are views of one vector, but outputs must not share
+        # storage.
         return [next(computed).clone() if x.requires_grad else torch.zeros_like(x) for x in leaves]
 
 

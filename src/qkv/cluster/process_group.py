@@ -1,4 +1,4 @@
-"""Collective operations of a torch.distributed group, and `attend` with them."""
+"""Collective operations of a torch.distributed group, and `attend` on such a group."""
 
 from __future__ import annotations
 
@@ -22,21 +22,28 @@ State = tuple[Tensor, ...]
 def attend_in_group(
     query: Tensor, key: Tensor, value: Tensor, group: Any, *, queries: str, **options: Any
 ) -> Any:
-    """Attend to the keys of all processes of the group."""
+    """Attend to the keys of all processes of the group.
+
+    `queries` is "same" if all processes pass the same queries, or "sharded" if each passes its own.
+    """
     ranks = RankGroup(group)
     rows, cols = ranks.gather_lengths(query, key)
-    at = ShardPosition(0, sum(cols[: ranks.rank]), rows[0], sum(cols))
+    position = ShardPosition(0, sum(cols[: ranks.rank]), rows[0], sum(cols))
     if queries == "sharded":
-        ranks.query_counts, at = rows, at._replace(row=sum(rows[: ranks.rank]), n=sum(rows))
+        ranks.query_counts, position = (
+            rows,
+            position._replace(row=sum(rows[: ranks.rank]), n=sum(rows)),
+        )
     elif len(set(rows)) > 1:
         raise ShapeError(
-            f"query: the processes have {rows} queries: pass the same on all, or queries='sharded'"
+            f"query: the processes pass {rows} queries: pass the same queries in every process, or "
+            "set queries='sharded'"
         )
-    return attention.attend_sharded(ranks, at, query, key, value, **options)
+    return attention.attend_sharded(ranks, position, query, key, value, **options)
 
 
 class RankGroup:
-    """The collective operations that `attention.attend_sharded` needs."""
+    """The operations between processes that `attention.attend_sharded` needs."""
 
     def __init__(self, group: Any):
         if not dist.is_available() or not dist.is_initialized():
@@ -49,19 +56,21 @@ class RankGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ArgumentError(
-                "group: this process is not a member of it: call attend only on members"
+                "group: this process is not a member of the group: call attend only in members"
             )
 
     def gather_lengths(self, *arrays: Tensor) -> list[list[int]]:
         """Return, for each array, its number of rows on each process."""
-        own = torch.tensor([x.shape[-2] for x in arrays], device=arrays[0].device)
-        return torch.stack(self._all_gather(own)).T.tolist()  # type: ignore[no-any-return]
+        lengths = torch.tensor([x.shape[-2] for x in arrays], device=arrays[0].device)
+        return torch.stack(self._all_gather(lengths)).T.tolist()  # type: ignore[no-any-return]
 
     def all_reduce_state(self, state: State, merge: Callable[[State, State], State]) -> State:
+        """Merge the weightings' states of all processes; every process gets the result."""
         rows = state[0].shape[-2]
         if self.size < 3 or rows < self.size:
             return self._merge_states([state], merge)
-        # Each process merges its share of the rows, which sends less than all states to all.
+        # Each process merges a share of the rows. That sends less than every process sending its
+        # state.
         share = -(-rows // self.size)
         padded = [pad(x, (0, 0, 0, share * self.size - rows)) for x in state]
         merged = self._merge_states(zip(*(x.split(share, -2) for x in padded), strict=True), merge)
@@ -72,10 +81,10 @@ class RankGroup:
     def _merge_states(
         self, states: Iterable[State], merge: Callable[[State, State], State]
     ) -> State:
-        """Merge states of all processes.
+        """Merge the states of all processes with `merge`.
 
-        Each process passes one state, and all get the merged state. Or each passes one state for
-        every process, and this process gets those for it, merged.
+        If each process passes one state, every process gets the merged state. If each process
+        passes one state for every process, process i gets the merged state of those meant for it.
         """
         sent = [pack_by_dtype(state) for state in states]
         unpack, kinds = sent[0][1], zip(*(flat for flat, _ in sent), strict=True)
@@ -85,25 +94,34 @@ class RankGroup:
         return reduce(merge, map(unpack, zip(*gathered, strict=True)))
 
     def _exchange_parts(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Send part i to process i; return the parts sent to this process. All have one length."""
+        """Send part i to process i; return the parts that the others sent here.
+
+        All parts have one length.
+        """
         sent = torch.cat(list(parts))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received.chunk(self.size)
 
     def all_reduce_sum(self, arrays: Sequence[Tensor]) -> State:
+        """Return the sums of the arrays over all processes."""
         flat, unpack = pack_by_dtype([x.contiguous() for x in arrays])
         for x in flat:
             dist.all_reduce(x, group=self.group)
         return unpack(flat)
 
     def all_gather_rows(self, array: Tensor) -> Tensor:
+        """Return the rows (axis −2) of all processes, concatenated in the order of their ranks."""
         longest = max(self.query_counts)
         shape = (*array.shape[:-2], longest - array.shape[-2], array.shape[-1])
         parts = self._all_gather(torch.cat([array, array.new_zeros(shape)], -2))
         return torch.cat([x[..., :n, :] for x, n in zip(parts, self.query_counts, strict=True)], -2)
 
     def ring_shift(self, arrays: Sequence[Tensor], rows: int) -> State:
+        """Send arrays to the next process in the ring; return those of the previous one.
+
+        `rows` is the number of rows (axis −2) of the arrays to receive.
+        """
         if self.size == 1:
             return tuple(arrays)
         flat, _ = pack_by_dtype(arrays)
@@ -118,7 +136,7 @@ class RankGroup:
         return unpack(received)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return x of every process, ordered by rank."""
+        """Return the array x of every process, ordered by rank."""
         gathered = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
@@ -130,7 +148,10 @@ class RankGroup:
 def pack_by_dtype(
     arrays: Sequence[Tensor],
 ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], State]]:
-    """Return the elements of all arrays as one vector per dtype, and a function to unpack these."""
+    """Concatenate the elements of all arrays to one vector per dtype.
+
+    Also return the function that turns such vectors back into arrays of these shapes.
+    """
     dtypes = list(dict.fromkeys(x.dtype for x in arrays))
     flat = [torch.cat([x.reshape(-1) for x in arrays if x.dtype == dtype]) for dtype in dtypes]
 

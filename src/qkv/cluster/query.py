@@ -1,4 +1,4 @@
-"""Views and queries of a cluster: the results of its shards, merged."""
+"""Queries of a cluster: the shards compute partial results, which are merged here."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from qkv.weightings.error_bound import ErrorBound
 from qkv.weightings.softmax import Softmax
 
 MAX_PRECISE_LSE = 1e6
-"""Above this log-sum-exp, a float has too few digits for the sum of the exponentials."""
+"""For a larger log-sum-exp, float64 has too few digits to scale the weights of a shard."""
 
 
 class ShardedView(TableView):
-    """A view of one version of all shards. Operations on all rows run in the shards."""
+    """A view of one version of all shards. The shards run the operations that read all rows."""
 
     snapshot: ShardedSnapshot  # type: ignore[assignment]
 
@@ -57,7 +57,10 @@ class ShardedView(TableView):
         return self._collect_masks("filter_rows", self._shard_condition(where))
 
     def _shard_condition(self, where: Any, without: Collection[int] = ()) -> Any:
-        """Return the condition for the shards, with the cell types of the whole table."""
+        """Return the condition to evaluate in the shards, with the cell types of the whole table.
+
+        `without` lists lost shards.
+        """
         if where is None or callable(where):
             return where
         return PartialTableCondition(
@@ -69,7 +72,7 @@ class ShardedView(TableView):
         return self._count_cell_kinds()
 
     def _count_cell_kinds(self, without: Collection[int] = ()) -> dict[str, np.ndarray]:
-        """Return the counts of cell types for every column without vectors."""
+        """Return the number of cells of each kind, for every column except vectors."""
         schema = self.schema if self.is_initialized else None
         names = [x for x in schema.columns if x not in schema.vector_columns] if schema else []
         counts = self.snapshot.run_on_slices("count_cell_kinds", names, without=without)
@@ -80,7 +83,10 @@ class ShardedView(TableView):
         return self._collect_masks("value_mask")
 
     def _collect_masks(self, name: str, *args: Any) -> np.ndarray | None:
-        """Return the concatenated masks (m,) of all slices, or None if no slice has one."""
+        """Return the masks (m,) of all slices, concatenated; None if no slice has a mask.
+
+        `name` and `args` are a method of the view of a slice and its arguments.
+        """
         masks = self.snapshot.run_on_slices("read_view", name, *args)
         if all(mask is None for mask in masks):
             return None
@@ -124,6 +130,7 @@ class ShardedView(TableView):
         excluded_position: int | None = None,
         without: Collection[int] = (),
     ) -> Job:
+        """Return the job that every shard evaluates for these queries."""
         return Job(
             uuid4().hex,
             code.code,
@@ -139,7 +146,11 @@ class ShardedView(TableView):
 
 
 class ShardedWeights:
-    """The weights of one query. Those of the heaviest rows are here; `np.asarray` reads all."""
+    """The weights of one query.
+
+    `places` and `weights` are the positions and weights of the heaviest rows. `np.asarray` fetches
+    the weights of all rows from the shards.
+    """
 
     def __init__(
         self,
@@ -165,7 +176,7 @@ class ShardedWeights:
 
 
 class ShardedQueryExecutor(QueryExecutor):
-    """A `QueryExecutor` that sends queries to the shards and merges their results."""
+    """A `QueryExecutor` that sends queries to the shards and merges the results."""
 
     view: ShardedView
 
@@ -192,7 +203,7 @@ class ShardedQueryExecutor(QueryExecutor):
         self._rounded = tolerance is not None and view.is_int8 and view.vector_precision.has_codes
         if self._rounded and type(self.weighting) is not Softmax:
             raise CombinationError(
-                "tolerance: on shards with 8-bit vectors, only softmax has an error bound. Query "
+                "tolerance: a cluster with 8-bit vectors supports it only for softmax. Query "
                 "without a tolerance, or store the vectors as float32"
             )
         self.selection = RowSelection(len(view))
@@ -202,10 +213,10 @@ class ShardedQueryExecutor(QueryExecutor):
 
     @property
     def candidate_positions(self) -> None:
-        """None: the shards return the weights of all rows."""
+        """None, because the shards return the weights of all rows."""
 
-    def without_row(self, place: int) -> ShardedQueryExecutor:
-        options = (self.top, self.tolerance, self.calibration, self.frame_library, None, place)
+    def without_row(self, position: int) -> ShardedQueryExecutor:
+        options = (self.top, self.tolerance, self.calibration, self.frame_library, None, position)
         return ShardedQueryExecutor(self.view, self.score, self.weighting, self.where, *options)
 
     def compute_weights(self, queries: Any, value: bool) -> tuple[WeighedRows, str]:
@@ -223,6 +234,7 @@ class ShardedQueryExecutor(QueryExecutor):
     def _gather_weights(
         self, queries: Any, lost: dict[int, LostShardError], use_float64: bool = False
     ) -> tuple[WeighedRows, str]:
+        """Query all shards except `lost`; return the merged weights and the engine text."""
         view, weighting = self.view, self.weighting
         compares_keys = self.score.compares_keys
         code = EncodedQuery(None) if compares_keys else self._encode_queries(queries)
@@ -265,22 +277,25 @@ class ShardedQueryExecutor(QueryExecutor):
         )
         scores = weighed.best_score if weighed.lse is None else weighed.best_score + weighed.lse
         if self.row_count and not (compares_keys or use_float64 or np.isfinite(scores).all()):
-            # The scores overflow float32.
+            # The scores overflow float32: query again in float64.
             return self._gather_weights(queries, lost, use_float64=True)
         return weighed, self._describe_engine(lost, read)
 
     def _ask_shards(
         self, sent_job: SentJob, top: int, tolerance: float | None, query: Any
     ) -> tuple[State | SoftmaxNormalizer, list[SliceResult], Any, int | None]:
-        """Return the normalizer, the results of the slices, the error of the weights, and the
-        number of keys read in full (None if the weights are exact)."""
+        """Send a job to the shards, and return four things.
+
+        These are the normalizer of the weights, the results of the slices, the bound on the error
+        of the weights, and the number of keys read in full (None if the weights are exact).
+        """
         softmaxes: list[SliceSoftmax] = []
         if type(self.weighting) is Softmax:
             softmaxes = sent_job.run_on_slices("run_softmax", tolerance, top)
         error: Any = 0.0
         if softmaxes and tolerance is not None:
-            # If each slice keeps the tolerance, so does the whole: a quotient of sums lies between
-            # the quotients of its terms.
+            # If every slice is within the tolerance, the merged weights are too: a quotient of
+            # sums lies between the quotients of its terms.
             bound = partial_attention.merge_pairwise(
                 [x.bound for x in softmaxes if x.bound is not None], ErrorBound.merge
             )
@@ -311,14 +326,17 @@ class ShardedQueryExecutor(QueryExecutor):
         return normalizer, results, error, read
 
     def attend_within_tolerance(self, code: EncodedQuery) -> np.ndarray | None:
-        """Return the output (n, d_v) within the tolerance, or None if there is no error bound."""
+        """Return the output (n, d_v) within the tolerance.
+
+        Return None if the weighting has no error bound on shards.
+        """
         if type(self.weighting) is not Softmax:
             return None
         query, outs = np.asarray(code.code), list[np.ndarray]()
         query = query.astype(np.result_type(query, np.float32), copy=False)
         step = max(MAX_SCORES_PER_BATCH // len(self.view), 1)
-        for at in range(0, len(query), step):
-            batch = EncodedQuery(query[at : at + step], code.sparse_positions)
+        for start in range(0, len(query), step):
+            batch = EncodedQuery(query[start : start + step], code.sparse_positions)
             job = self.view.build_job(batch, None, self._read_as, self.weighting, self.where)
             sent_job = SentJob(self.view.snapshot, job)
             results = self._ask_shards(sent_job, 1, self.tolerance, batch.code)[1]
@@ -332,11 +350,13 @@ class ShardedQueryExecutor(QueryExecutor):
         return np.concatenate(outs)
 
     def _final_lse(self, normalizer: State | SoftmaxNormalizer) -> Any:
+        """Return the log-sum-exp (n,) over all rows, or None if the weighting has none."""
         if isinstance(normalizer, SoftmaxNormalizer):
             return normalizer.lse
         return self.weighting.lse_from_state(normalizer)[:, 0] if self.weighting.has_lse else None
 
     def _describe_engine(self, lost: dict[int, LostShardError], read: int | None) -> str:
+        """Return the `engine` text of an answer: what the shards read, and which ones are lost."""
         slices = self.view.snapshot.slices
         shards = len({shard for shard, _ in slices} - lost.keys())
         kind = "exact index" if self.score.compares_keys else f"scan of {self.row_count:,} rows"
@@ -347,12 +367,12 @@ class ShardedQueryExecutor(QueryExecutor):
         if not lost:
             return text
         rows = sum(slice.row_count for shard, slice in slices if shard in lost)
-        return f"{text}; {rows:,} rows are lost ({'; '.join(map(str, lost.values()))})"
+        return f"{text}; {rows:,} rows are left out ({'; '.join(map(str, lost.values()))})"
 
     def _bound_lost_share(
         self, sent_job: SentJob, query: Any, lost: dict[int, LostShardError]
     ) -> np.ndarray:
-        """Return the largest share of the weight that the rows of lost shards can have."""
+        """Return the largest share of the weight (n,) that the rows of lost shards can have."""
         balls = sent_job.snapshot.lost_balls(lost)
         if self.score.compares_keys or self.view.has_sparse_vectors:
             max_scores = np.full(len(sent_job.job.keys if query is None else query), np.inf)
@@ -363,7 +383,10 @@ class ShardedQueryExecutor(QueryExecutor):
         )
 
     def _bound_lost_rows(self, sent_job: SentJob, query: Any) -> ErrorBound:
-        """Return the error bound for the rows of lost shards, before quantization to 8 bits."""
+        """Return the error bound for leaving out the lost shards.
+
+        It is for the vectors before they were rounded to 8 bits.
+        """
         balls = sent_job.snapshot.lost_balls(sent_job.without)
         max_scores = np.max(
             [ball.before_quantization().max_score(query, self._read_as) for ball in balls], axis=0
@@ -377,10 +400,12 @@ class ShardedQueryExecutor(QueryExecutor):
     def _prefetch_rows(
         self, weights: list[ShardedWeights], top: int, results: list[SliceResult]
     ) -> None:
-        """Read the heaviest rows of all queries in one request."""
-        cached = {place: row for result in results for place, row in result.rows.items()}
-        named = np.unique(np.concatenate([one.places[:top] for one in weights])).tolist()
-        new = [place for place in named if place not in cached]
+        """Read the heaviest rows of all queries with one request, and cache them."""
+        cached = {position: row for result in results for position, row in result.rows.items()}
+        positions = np.unique(
+            np.concatenate([query_weights.places[:top] for query_weights in weights])
+        ).tolist()
+        new = [position for position in positions if position not in cached]
         self._row_cache = cached | (
             dict(zip(new, self.view.read_rows(new), strict=True)) if new else {}
         )
@@ -393,9 +418,9 @@ class ShardedQueryExecutor(QueryExecutor):
 
     def _read_records(self, places: np.ndarray) -> list[dict[str, Any]]:
         cached, wanted = self._row_cache, places.tolist()
-        new = [place for place in wanted if place not in cached]
+        new = [position for position in wanted if position not in cached]
         rows = cached | (dict(zip(new, self.view.read_rows(new), strict=True)) if new else {})
-        return [rows[place] for place in wanted]
+        return [rows[position] for position in wanted]
 
     def sum_squared_deviations(self, alpha: Any, mean: np.ndarray) -> ScaledSquareSum:
         sums: list[ScaledSquareSum] = alpha.sent_job.run_on_slices(

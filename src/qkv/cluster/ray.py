@@ -1,4 +1,4 @@
-"""Ray actors: one per shard and replica, with retries."""
+"""Ray actors that run the shards: one for each shard and replica, with retries."""
 
 from __future__ import annotations
 
@@ -25,38 +25,49 @@ RESTART_POLL_SECONDS = 0.05
 """Seconds between two checks of an actor that is restarting."""
 
 MAX_INLINE_BYTES = 2**16
-"""Queries up to this size are sent with each call; larger ones go to Ray's object store."""
+"""A larger query goes to Ray's object store; a smaller query is sent with each call."""
 
 MAX_START_TRIES = 3
 """Attempts to start Ray."""
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Size of Ray's object store if Ray is started here: queries and states are small."""
+"""The size of Ray's object store if Ray is started here. Queries and states are small."""
 
 
 class ShardActor(Shard):
-    """A shard whose requests and results are single byte strings.
+    """A shard that receives each request and returns each result as one byte string.
 
-    Ray would serialize every argument and every array separately, which doubles the latency.
+    Ray would serialize every argument and every array separately, which takes twice as long.
     """
 
     def call(self, packed: bytes, *objects: Any) -> bytes:
+        """Run a request of `pack_request`; return its result as bytes.
+
+        `objects` are the arguments that Ray has fetched from its object store.
+        """
         method, args, positions = cloudpickle.loads(packed)
-        for at, value in zip(positions, objects, strict=True):
-            args[at] = value
+        for position, value in zip(positions, objects, strict=True):
+            args[position] = value
         return cloudpickle.dumps(getattr(self, method)(*args))  # type: ignore[no-any-return]
 
 
 def pack_request(request: Request) -> tuple[Any, ...]:
     """Return the arguments of `ShardActor.call`: the request as bytes, and object references."""
     _, method, args = request
-    positions = [at for at, value in enumerate(args) if isinstance(value, ray.ObjectRef)]
-    plain = [None if at in positions else value for at, value in enumerate(args)]
-    return cloudpickle.dumps((method, plain, positions)), *(args[at] for at in positions)
+    positions = [
+        position for position, value in enumerate(args) if isinstance(value, ray.ObjectRef)
+    ]
+    plain = [None if position in positions else value for position, value in enumerate(args)]
+    return cloudpickle.dumps((method, plain, positions)), *(
+        args[position] for position in positions
+    )
 
 
 class ActorPool:
-    """The actors of all shards: `replicas` for each. `sources` are the stores of each shard."""
+    """The actors of all shards: `replicas` actors for each shard.
+
+    `sources[i]` maps the indices of the stores of shard i to their paths or URLs.
+    """
 
     def __init__(
         self,
@@ -80,8 +91,8 @@ class ActorPool:
         if "num_cpus" not in self._options and available < needed:
             self.close()
             raise ArgumentError(
-                f"{len(sources)} shards × {replicas} replicas × {cores} cores are {needed} cores, "
-                f"but Ray has {available:g}: pass fewer, or add machines"
+                f"{len(sources)} shards × {replicas} replicas × {cores} cores need {needed} cores, "
+                f"but Ray has {available:g}: lower shards, replicas or cores, or add machines"
             )
         self._actors: list[list[Any]] = [
             [self._create_actor(shard) for _ in range(replicas)] for shard in range(len(sources))
@@ -94,28 +105,32 @@ class ActorPool:
         return actor.remote(self._sources[shard], self._cache, self._cores)
 
     def put_job(self, job: Job) -> Any:
-        """Return the job, or a reference to it in Ray's object store if it is large."""
+        """Return what a request contains for this job.
+
+        A small job is passed as it is. A large job is put into Ray's object store, and its
+        reference is passed.
+        """
         return job if getattr(job.query, "nbytes", 0) <= MAX_INLINE_BYTES else ray.put(job)
 
     def replicas_of(self, shard: int) -> list[Any]:
         return self._actors[shard]
 
     def replace_actor(self, shard: int, replica: int) -> None:
-        """Replace a dead actor by a new one."""
+        """Start a new actor in the place of a dead one."""
         time.sleep(RESTART_POLL_SECONDS)
         self._actors[shard][replica] = self._create_actor(shard)
 
     def call_each(self, requests: Sequence[Request]) -> list[Any]:
-        """Send the requests at once; return their results in order."""
+        """Send all requests at the same time; return their results in order."""
         self._turn += 1
         pending = [_PendingRequest(self, request, self._turn) for request in requests]
         if self.hedge is None:
-            try:  # one call for all results is fastest
-                results = ray.get([one.first_ref for one in pending], timeout=self.timeout)
+            try:  # waiting for all results in one call is fastest
+                results = ray.get([item.first_ref for item in pending], timeout=self.timeout)
                 return [cloudpickle.loads(result) for result in results]
             except exceptions.RayError:
-                pass  # retry each request separately
-        return [one.wait_for_result() for one in pending]
+                pass  # then wait for each request separately, with retries
+        return [item.wait_for_result() for item in pending]
 
     def call_once(self, request: Request) -> Any:
         """Send a request to the first replica, without retries."""
@@ -142,32 +157,39 @@ class ActorPool:
 
 
 class _PendingRequest:
-    """A request that was sent to one replica, and is sent to others if that does not answer."""
+    """A request that was sent to one replica of a shard.
+
+    If that replica does not answer, `wait_for_result` sends the request to the others.
+    """
 
     def __init__(self, actors: ActorPool, request: Request, turn: int):
         self.actors, self.turn = actors, turn
         self.shard, self.packed_request = request[0], pack_request(request)
         self.deadline = time.monotonic() + actors.timeout
         self.replica_by_ref: dict[Any, int] = {}
-        """The replica of each result reference."""
+        """The replica that computes each pending result, by the result's reference."""
         self.send_request()
 
     def send_request(self) -> None:
+        """Send the request to the next replica."""
         replicas = self.actors.replicas_of(self.shard)
         self.turn = (self.turn + 1) % len(replicas)
         self.replica_by_ref[replicas[self.turn].call.remote(*self.packed_request)] = self.turn
 
     @property
     def first_ref(self) -> Any:
+        """The reference of the result that was requested first."""
         return next(iter(self.replica_by_ref))
 
     def wait_for_result(self) -> Any:
-        """Return the first result of any replica, or raise `LostShardError`."""
-        shard, reason = self.shard, "it did not answer in time"
+        """Return the result of the first replica that answers, or raise `LostShardError`."""
+        shard, reason = self.shard, "no replica answered within the timeout"
         tries = 2 * len(self.actors.replicas_of(shard))
-        while tries and (left := self.deadline - time.monotonic()) > 0:
+        while tries and (remaining := self.deadline - time.monotonic()) > 0:
             hedge = self.actors.hedge if len(self.replica_by_ref) == 1 else None
-            ready, _ = ray.wait(list(self.replica_by_ref), timeout=min(left, hedge or left))
+            ready, _ = ray.wait(
+                list(self.replica_by_ref), timeout=min(remaining, hedge or remaining)
+            )
             if not ready:
                 if hedge is not None:
                     self.send_request()
@@ -179,7 +201,7 @@ class _PendingRequest:
                 if not isinstance(error.cause, StoreUnreadableError):
                     raise error.cause from None
                 reason, tries = str(error.cause), tries - 1
-            except exceptions.ActorDiedError:  # Ray does not restart it
+            except exceptions.ActorDiedError:  # Ray does not restart this actor
                 self.actors.replace_actor(shard, replica)
             except exceptions.RayActorError:
                 time.sleep(RESTART_POLL_SECONDS)
@@ -199,15 +221,15 @@ def start_ray(address: str | None, cores: int) -> None:
                 f"address: no Ray cluster answers at {address!r}: {error}"
             ) from None
         return
-    # By default Ray's workers have the lowest priority, but here users wait for them.
+    # By default Ray's workers have the lowest CPU priority, but here users wait for their results.
     os.environ.setdefault("RAY_worker_niceness", "0")
     local: dict[str, Any] = {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         **quiet,
     }
-    local["address"] = "local"  # a new Ray, even if another one runs here or RAY_ADDRESS is set
-    for left in reversed(range(MAX_START_TRIES)):
+    local["address"] = "local"  # start a new Ray, even if one runs here or RAY_ADDRESS is set
+    for tries_left in reversed(range(MAX_START_TRIES)):
         try:
             ray.init(num_cpus=max(cores, os.cpu_count() or 1), **local)
             return
@@ -215,7 +237,7 @@ def start_ray(address: str | None, cores: int) -> None:
             ray.shutdown()
             if "timed out" not in str(error):
                 raise
-            if not left:
+            if not tries_left:
                 raise QkvError(
                     f"Ray did not start in {MAX_START_TRIES} tries of half a minute: the machine "
                     "is busy. Try later, or run `ray start --head` and pass address='auto'"

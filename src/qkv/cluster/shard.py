@@ -1,4 +1,4 @@
-"""One shard: evaluates jobs on its rows. It does not depend on Ray."""
+"""One shard: it evaluates jobs on its rows. This module does not import Ray."""
 
 from __future__ import annotations
 
@@ -36,18 +36,24 @@ from qkv.weightings import State, Weighting
 from qkv.weightings.error_bound import ErrorBound
 
 MAX_JOBS = 2
-"""Jobs whose scores are cached: the current one, and that of an answer that is being read."""
+"""The number of jobs whose scores are cached.
+
+One job is the current query; the other belongs to an answer whose details are still being read.
+"""
 
 MAX_INLINE_ROWS = 64
-"""A slice includes up to this many rows in its result, which saves a call."""
+"""A slice adds up to this many rows to its result, so that no further request fetches them."""
 
 MAX_VIEWS_PER_STORE = 4
-"""Versions of slices that are kept open per store."""
+"""The number of slices and versions that an actor keeps open for each store."""
 
 
 class Slice(NamedTuple):
-    """The rows start … stop − 1 of one version of a store; the first has the global position
-    `origin`."""
+    """The rows start … stop − 1 of one version of a store.
+
+    `source` is the index of the store. `origin` is the position of the first row among all rows of
+    the cluster.
+    """
 
     source: int
     version: int
@@ -61,10 +67,13 @@ class Slice(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A query for every slice. It is complete, so that a restarted actor can evaluate it.
+    """A query as every slice receives it.
 
-    `query` (n, d) are vectors and `words` the positions of their sparse part. If the score compares
-    keys, `keys` are the queries instead. `total` is the number of rows in all slices.
+    It is complete, so that a restarted actor can evaluate it.
+
+    `query` (n, d) are vectors, and `words` are the positions of their sparse parts. For a score
+    that compares keys, `keys` are the queries instead. `total` is the number of rows of all slices.
+    `token` identifies the job.
     """
 
     token: str
@@ -77,44 +86,47 @@ class Job(NamedTuple):
     total: int
     pools: bool
     excluded_position: int | None = None
-    """Global position of a row to leave out."""
+    """Position of a row to leave out, among all rows of the cluster."""
 
 
 class SoftmaxNormalizer(NamedTuple):
-    """The log-sum-exp (n,) of a softmax over all rows, and the tolerance of the slices' weights."""
+    """The log-sum-exp (n,) of a softmax over all rows of the cluster.
+
+    `tolerance` is that with which the slices computed their weights.
+    """
 
     lse: np.ndarray
     tolerance: float | None
 
-    def share_of(self, own: np.ndarray) -> np.ndarray:
-        """Return the share of the weight (n,) of rows with this log-sum-exp."""
+    def share_of(self, slice_lse: np.ndarray) -> np.ndarray:
+        """Return the share (n,) of all weight that belongs to a slice with this log-sum-exp."""
         with np.errstate(invalid="ignore"):
-            share = np.exp(own - self.lse)
+            share = np.exp(slice_lse - self.lse)
         return np.where(np.isfinite(share), share, 0.0)
 
-    def rescale_weights(self, values: np.ndarray, i: int, own: Any) -> np.ndarray:
-        """Return the weights of query i among all rows.
+    def rescale_weights(self, values: np.ndarray, i: int, slice_lse: Any) -> np.ndarray:
+        """Convert the `values` of a slice to weights of query i among all rows.
 
-        `values` are scores if `own` is None: equal scores then get exactly equal weights. Otherwise
-        they are weights among rows with the log-sum-exp `own`.
+        If `slice_lse` is None, `values` are scores; then equal scores get exactly equal weights.
+        Otherwise `values` are weights within the slice, and `slice_lse` is its log-sum-exp.
         """
-        if own is None:
+        if slice_lse is None:
             weights = np.exp(values.astype(float) - self.lse[i])
         else:
-            weights = values * np.exp(own - self.lse[i])
+            weights = values * np.exp(slice_lse - self.lse[i])
         return np.where(np.isfinite(weights), weights, 0.0).astype(values.dtype)
 
 
 class SliceResult(NamedTuple):
     """The result of one slice for n queries.
 
-    - `entropy_terms` (2, n): the slice's part of the entropy
-    - `sums`: its part of the output
-    - `places`, `weights`: global positions and weights of each query's heaviest rows; `weights` are
-      scores if `scored`
-    - `row_counts`: the rows that took part, and those without a value
-    - `best`: the best scores
-    - `rows`: the heaviest rows themselves, if they are few
+    - `entropy_terms` (2, n): the slice's terms of the entropy
+    - `sums`: the slice's terms of the output
+    - `places`, `weights`: the positions (in the cluster) and weights of each query's heaviest rows;
+      if `scored`, `weights` are scores instead
+    - `row_counts`: the number of rows that took part, and the number of rows without a value
+    - `best`: the best score of each query
+    - `rows`: the cells of the heaviest rows by position, unless there are too many rows
     """
 
     entropy_terms: np.ndarray
@@ -126,9 +138,12 @@ class SliceResult(NamedTuple):
     rows: dict[int, dict[str, Any]]
     scored: bool = False
 
-    def rescale_to(self, known: SoftmaxNormalizer, own: np.ndarray) -> SliceResult:
-        """Return the result relative to all rows, where `own` (n,) is this slice's log-sum-exp."""
-        (mass, along), share = self.entropy_terms, known.share_of(own)
+    def rescale_to(self, normalizer: SoftmaxNormalizer, slice_lse: np.ndarray) -> SliceResult:
+        """Return this result with weights among all rows of the cluster.
+
+        `slice_lse` (n,) is the log-sum-exp of this slice.
+        """
+        (mass, along), share = self.entropy_terms, normalizer.share_of(slice_lse)
         log = np.log(np.where(share > 0, share, 1.0))
         share = share.astype(self.sums[0].dtype)
         pooled = [x.T * share for x in self.sums[:2]]
@@ -136,7 +151,7 @@ class SliceResult(NamedTuple):
             entropy_terms=np.array([mass * share, (along + log * mass) * share]),
             sums=(*(x.T for x in pooled), *self.sums[2:]),
             weights=[
-                known.rescale_weights(x, i, None if self.scored else own[i])
+                normalizer.rescale_weights(x, i, None if self.scored else slice_lse[i])
                 for i, x in enumerate(self.weights)
             ],
         )
@@ -145,7 +160,7 @@ class SliceResult(NamedTuple):
 class SliceSoftmax(NamedTuple):
     """The softmax of one slice: its log-sum-exp (n,), error bound, keys read in full, and result.
 
-    `refused_reason` says why the 8-bit codes were not used, although a tolerance was given.
+    If a tolerance was passed but the 8-bit codes were not used, `refused_reason` says why.
     """
 
     lse: np.ndarray
@@ -156,13 +171,16 @@ class SliceSoftmax(NamedTuple):
 
 
 class SliceEvaluator:
-    """Evaluates a job on one slice. Every method may be called again, also in a new process."""
+    """Evaluates a job on one slice.
+
+    A method may be called again with the same result, also in a new process.
+    """
 
     def __init__(self, view: TableView, slice: Slice, job: Job | None):
         self.view, self.slice, self._job = view, slice, job
         self._alpha: np.ndarray | None = None
         self._scored = False  # whether _alpha contains scores
-        self._lse: np.ndarray | None = None  # normalizes the weights of this slice to sum 1
+        self._lse: np.ndarray | None = None  # the log-sum-exp of this slice
 
     @property
     def job(self) -> Job:
@@ -171,25 +189,29 @@ class SliceEvaluator:
 
     @cached_property
     def executor(self) -> QueryExecutor:
+        """The executor for the rows of this slice that pass the job's condition."""
         job, view = self.job, self.view
         selection = view.select_rows(job.where)
-        at = -1 if job.excluded_position is None else job.excluded_position - self.slice.origin
-        if 0 <= at < self.slice.row_count:
-            live = view.filter_rows(job.where)
-            live = np.ones(self.slice.row_count, bool) if live is None else live.copy()
-            live[at] = False
-            selection = view.select_mask(live)
+        excluded = (
+            -1 if job.excluded_position is None else job.excluded_position - self.slice.origin
+        )
+        if 0 <= excluded < self.slice.row_count:
+            passed = view.filter_rows(job.where)
+            passed = np.ones(self.slice.row_count, bool) if passed is None else passed.copy()
+            passed[excluded] = False
+            selection = view.select_mask(passed)
         return QueryExecutor(view, job.score, job.weighting, selection, 1, None)
 
     @property
     def scored_part(self) -> partial_attention.ScorePasses:
+        """The scores of the slice, with the passes over them that a weighting needs."""
         return self._part_and_best[0]
 
     @cached_property
     def _part_and_best(self) -> tuple[partial_attention.ScorePasses, np.ndarray]:
         job = self.job
         return partial_attention.score_part(
-            self.view.open_vectors(self.executor.selection, asked=job.words),
+            self.view.open_vectors(self.executor.selection, sparse_positions=job.words),
             job.query,
             score=job.score,
             weighting=job.weighting,
@@ -199,10 +221,12 @@ class SliceEvaluator:
 
     @cached_property
     def _shard_call(self) -> partial_attention.ShardCall:
+        """The job on the rows of this slice that have a value, for outputs with gradients."""
         job, view = self.job, self.view
-        rows = view.open_vectors(view.select_rows(job.where), value=True, asked=job.words)
-        at = (self.slice.origin, job.total)
-        return partial_attention.ShardCall(rows, job.query, job.score, job.weighting, *at)
+        selection = view.select_rows(job.where)
+        rows = view.open_vectors(selection, value=True, sparse_positions=job.words)
+        location = (self.slice.origin, job.total)
+        return partial_attention.ShardCall(rows, job.query, job.score, job.weighting, *location)
 
     # Weights
 
@@ -213,9 +237,9 @@ class SliceEvaluator:
         return self.scored_part.state(threshold, width)
 
     def run_softmax(self, tolerance: float | None, top: int) -> SliceSoftmax:
-        """Compute the softmax over this slice only.
+        """Compute the softmax over the rows of this slice only.
 
-        Other slices only rescale its weights, so that one request per slice is enough.
+        One request per slice is enough: the caller rescales the weights to all slices.
         """
         job, bound = self.job, None
         weighed = attention.weigh_rows(
@@ -245,10 +269,11 @@ class SliceEvaluator:
         )
         return SliceSoftmax(lse, bound, weighed.rows_read, heaviest, weighed.refusal)
 
-    def finish_result(self, known: State, top: int) -> SliceResult:
+    def finish_result(self, state: State, top: int) -> SliceResult:
+        """Return the slice's result; `state` is the weighting's merged state of all slices."""
         part, best = self._part_and_best
-        entropy_terms, alpha = part.replace_scores_with_weights(known), part.scores
-        del self._part_and_best  # its scores were overwritten by weights
+        entropy_terms, alpha = part.replace_scores_with_weights(state), part.scores
+        del self._part_and_best  # the weights have overwritten its scores
         sums = partial_attention.pool_values(
             self._live_rows, alpha, mean=self.job.weighting.is_convex
         )
@@ -257,11 +282,16 @@ class SliceEvaluator:
     @property
     def _live_rows(self) -> StoredRows:
         job = self.job
-        return self.view.open_vectors(self.executor.selection, value=job.pools, asked=job.words)
+        return self.view.open_vectors(
+            self.executor.selection, value=job.pools, sparse_positions=job.words
+        )
 
     @property
     def _key_matches(self) -> np.ndarray | None:
-        """The scores, if the score compares keys and not vectors."""
+        """The scores of a score that compares keys: 1 for equal keys, else 0.
+
+        None for other scores.
+        """
         return self.executor.match_keys(self.job.keys) if self.job.score.compares_keys else None
 
     def _build_result(
@@ -273,10 +303,14 @@ class SliceEvaluator:
         top: int,
         scaled: np.ndarray | None = None,
     ) -> SliceResult:
+        """Return the result with the `top` heaviest rows of each query.
+
+        `alpha` (n, rows) are the weights, and `scaled` the scaled scores if they are known.
+        """
         executor, origin, scored = self.executor, self.slice.origin, scaled is not None
         self._alpha, self._scored = alpha if scaled is None else scaled, scored
         orders = [executor.rank_rows(weights, top) for weights in alpha]
-        places = [
+        positions = [
             origin
             + (
                 order
@@ -288,30 +322,34 @@ class SliceEvaluator:
         weights = [row[order] for row, order in zip(self._alpha, orders, strict=True)]
         counts = (executor.row_count, executor.missing_value_count)
         rows: dict[int, dict[str, Any]] = {}
-        if sum(map(len, places)) <= MAX_INLINE_ROWS:
-            named = np.unique(np.concatenate(places))
-            read = self.view.read_rows(self._ids_at(named).tolist())
-            rows = dict(zip(named.tolist(), read, strict=True))
-        return SliceResult(entropy_terms, sums, places, weights, counts, best, rows, scored)
+        if sum(map(len, positions)) <= MAX_INLINE_ROWS:
+            distinct = np.unique(np.concatenate(positions))
+            read = self.view.read_rows(self._ids_at(distinct).tolist())
+            rows = dict(zip(distinct.tolist(), read, strict=True))
+        return SliceResult(entropy_terms, sums, positions, weights, counts, best, rows, scored)
 
-    def _local_weights(self, known: State | SoftmaxNormalizer, i: int) -> np.ndarray:
-        if isinstance(known, SoftmaxNormalizer):
+    def _local_weights(self, normalizer: State | SoftmaxNormalizer, i: int) -> np.ndarray:
+        """Return the weights of query i for the rows of this slice that pass the condition."""
+        if isinstance(normalizer, SoftmaxNormalizer):
             if self._alpha is None or self._lse is None:
-                self.run_softmax(known.tolerance, 1)
+                self.run_softmax(normalizer.tolerance, 1)
             assert self._lse is not None and self._alpha is not None
-            return known.rescale_weights(self._alpha[i], i, None if self._scored else self._lse[i])
+            return normalizer.rescale_weights(
+                self._alpha[i], i, None if self._scored else self._lse[i]
+            )
         if self._alpha is None:
-            self.finish_result(known, 1)
+            self.finish_result(normalizer, 1)
         assert self._alpha is not None
         return np.asarray(self._alpha[i])
 
-    def all_weights(self, known: State | SoftmaxNormalizer, i: int) -> np.ndarray:
-        return self.executor.expand_to_all_rows(self._local_weights(known, i))
+    def all_weights(self, normalizer: State | SoftmaxNormalizer, i: int) -> np.ndarray:
+        """Return the weights of query i for all rows of this slice, 0 for rows that do not pass."""
+        return self.executor.expand_to_all_rows(self._local_weights(normalizer, i))
 
     def sum_squared_deviations(
-        self, known: State | SoftmaxNormalizer, i: int, mean: np.ndarray
+        self, normalizer: State | SoftmaxNormalizer, i: int, mean: np.ndarray
     ) -> ScaledSquareSum:
-        return self.executor.sum_squared_deviations(self._local_weights(known, i), mean)
+        return self.executor.sum_squared_deviations(self._local_weights(normalizer, i), mean)
 
     # Gradients
 
@@ -324,7 +362,7 @@ class SliceEvaluator:
 
     def pool_values(self, threshold: State, width: int = 0) -> State:
         state: State = self.block_passes.state(threshold)
-        del self.block_passes  # a weighting may have overwritten its scores
+        del self.block_passes  # the weighting may have overwritten the cached scores
         return state
 
     def compute_gradients(self, state: State, gradients: Arrays) -> list[Any]:
@@ -333,36 +371,38 @@ class SliceEvaluator:
     # Methods that need no job
 
     def bounding_ball(self) -> partial_attention.KeyBall:
+        """Return a ball that contains the keys of all rows of the slice."""
         return partial_attention.KeyBall.enclose_rows(self.view.open_vectors())
 
     def find_positions(self, key: Any) -> list[int]:
+        """Return the positions (in the cluster) of the rows with this key."""
         return (self.slice.origin + self._positions_of(self.view.find_ids(key))).tolist()  # type: ignore[no-any-return]
 
     def find_digests(self, digests: list[bytes]) -> list[int]:
-        """Return the indices of the digests that this slice has."""
+        """Return the indices of those digests that rows of this slice have."""
         return [i for i, digest in enumerate(digests) if self.view.snapshot.find_ids(digest)]
 
     def _positions_of(self, ids: Any) -> np.ndarray:
         return np.searchsorted(self.view.ids, np.asarray(ids, np.int64))
 
-    def _ids_at(self, places: Any) -> np.ndarray:
-        return np.asarray(self.view.ids[np.asarray(places, np.int64) - self.slice.origin])
+    def _ids_at(self, positions: Any) -> np.ndarray:
+        return np.asarray(self.view.ids[np.asarray(positions, np.int64) - self.slice.origin])
 
-    def read_records(self, places: Any) -> list[str]:
-        return self.view.snapshot.read_records(self._ids_at(places))
+    def read_records(self, positions: Any) -> list[str]:
+        return self.view.snapshot.read_records(self._ids_at(positions))
 
-    def read_tensor(self, name: str, places: Any) -> Any:
-        return self.view.snapshot.read_tensor(name, self._ids_at(places))
+    def read_tensor(self, name: str, positions: Any) -> Any:
+        return self.view.snapshot.read_tensor(name, self._ids_at(positions))
 
     def read_page(self, start: int) -> list[str]:
-        """Return the records of a page of rows from `start` on."""
+        """Return the records of up to `ROWS_PER_CHUNK` rows of the slice, from row `start` on."""
         return self.view.snapshot.read_records(self.view.ids[start : start + ROWS_PER_CHUNK])
 
     def count_cell_kinds(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self.view.cell_kind_counts(name) for name in names}
 
     def read_view(self, name: str, *args: Any) -> Any:
-        """Return an attribute of the view, or the result of calling a method of it."""
+        """Return the view's attribute `name`; if it is a method, call it with `args`."""
         attribute = getattr(self.view, name)
         return attribute(*args) if callable(attribute) else attribute
 
@@ -370,21 +410,22 @@ class SliceEvaluator:
 def _precise_lse(weighed: WeighedRows, weighting: Weighting) -> np.ndarray:
     """Return the log-sum-exp (n,) of a softmax in float64.
 
-    Shards are weighted by its differences, and in float32 it loses digits if scores are in the
-    thousands. It follows from the best row, whose weight is e^(s − lse).
+    The differences of these numbers are the logarithms of the shards' shares. If scores are in the
+    thousands, float32 would lose digits. The best row gives a precise number, because its weight is
+    e^(s − lse).
     """
     assert weighed.lse is not None
     lse = weighed.lse.astype(float)
     if weighed.bound is None:
         top = weighting.scale_scores(weighed.best_score[:, None])[:, 0].astype(float)
         most = weighed.weights.max(axis=1, initial=0).astype(float)
-        known = (most > 0) & np.isfinite(lse)
-        lse[known] = top[known] - np.log(most[known])
+        is_known = (most > 0) & np.isfinite(lse)
+        lse[is_known] = top[is_known] - np.log(most[is_known])
     return lse
 
 
 class StoreProfile(NamedTuple):
-    """The properties of one version of a store that a cluster needs."""
+    """The metadata of one version of a store that a cluster needs."""
 
     version: int
     rows: int
@@ -396,7 +437,10 @@ class StoreProfile(NamedTuple):
 
 
 class Shard:
-    """The state of one actor: it opens its stores on first use and maps their segments."""
+    """The state of one actor: its open stores, views and evaluators.
+
+    A store is opened when the first request needs it. Segments are mapped into memory.
+    """
 
     def __init__(self, sources: dict[int, str], cache: str | None, cores: int):
         threads.CORE_COUNT = cores
@@ -407,8 +451,12 @@ class Shard:
         self._evaluators: OrderedDict[tuple[Slice, str], SliceEvaluator] = OrderedDict()
 
     def _local_path(self, source: int) -> Path:
-        place = self._sources[source]
-        return stores.fetch_local_copy(place, self._cache) if stores.is_url(place) else Path(place)
+        location = self._sources[source]
+        return (
+            stores.fetch_local_copy(location, self._cache)
+            if stores.is_url(location)
+            else Path(location)
+        )
 
     def _open_store(self, source: int) -> Store:
         if source not in self._stores:
@@ -423,20 +471,22 @@ class Shard:
         return self._stores[source]
 
     def _snapshot_at(self, source: int, version: int | None) -> Snapshot:
+        """Return a snapshot of a version of a store; None means the newest version."""
         try:
             return self._open_store(source).open_snapshot(version)
         except VersionNotFoundError:
             if not stores.is_url(self._sources[source]):
                 raise
-            del self._stores[source]  # an actor that started later has copied a newer state
+            # An actor that started later copied a newer state of the store.
+            del self._stores[source]
             return self._open_store(source).open_snapshot(version)
 
     def newest_versions(self) -> dict[int, int]:
-        """Return the newest version of each store."""
+        """Return the newest version of each store of this shard, by the store's index."""
         return {source: self._open_store(source).version for source in self._sources}
 
     def process_stats(self) -> tuple[int, float]:
-        """Return the process id and its CPU seconds."""
+        """Return the process id, and the CPU seconds that the process has used."""
         return os.getpid(), time.process_time()
 
     def list_versions(self, source: int) -> list[Any]:
@@ -476,9 +526,9 @@ class Shard:
         return evaluator
 
     def run(self, slices: list[Slice], job: Job | None, name: str, *args: Any) -> list[Any]:
-        """Call a method of the evaluator of each slice."""
+        """Call the method `name` of the evaluator of each slice; return the results in order."""
         try:
-            # The context ignores overflows: masked scores may exceed the largest float.
+            # The context silences overflows, because masked scores may exceed the largest float.
             with load_framework("numpy").compute_context():
                 return [getattr(self._get_evaluator(slice, job), name)(*args) for slice in slices]
         except (StoreDamagedError, OSError) as error:
@@ -488,7 +538,7 @@ class Shard:
             raise StoreUnreadableError(str(error)) from None
 
     def write_store(self, source: int, name: str, *args: Any) -> None:
-        """Call a method of the database that writes."""
+        """Call the method `name` of the database of a store; the method writes to disk."""
         if source not in self._writers:
             self._writers[source] = open_database(self._local_path(source), create=False)
         getattr(self._writers[source], name)(*args)

@@ -1,4 +1,4 @@
-"""Stores of a cluster: split a store into several, and copy stores from object storage."""
+"""Split a store into several stores, and copy stores from object storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from qkv.errors import ArgumentError, require_extra
 
 
 def split(source: str | os.PathLike[str], targets: Sequence[str | os.PathLike[str]]) -> None:
-    """Split the rows of a database into new stores, in order, with the same encoder.
+    """Split the rows of a database into new stores, in order.
+
+    Each target gets about the same number of rows, and the same encoder.
 
     >>> import tempfile, qkv
     >>> with tempfile.TemporaryDirectory() as place:
@@ -31,27 +33,33 @@ def split(source: str | os.PathLike[str], targets: Sequence[str | os.PathLike[st
     ...         list(D)
     ['Hu', 'Smola']
     """
-    places = [folder.check_path(target) for target in targets]
-    existing = next((place for place in places if os.path.lexists(place)), None)
+    paths = [folder.check_path(target) for target in targets]
+    existing = next((path for path in paths if os.path.lexists(path)), None)
     if existing is not None:
         raise ArgumentError(f"targets: {existing} exists already: choose another path")
-    with Store(source, create=False) as store, store.open_snapshot() as whole:
-        edges = [len(whole) * i // len(places) for i in range(len(places) + 1)]
-        if len(whole) < len(places):
-            raise ArgumentError(f"{len(whole)} rows cannot be split into {len(places)} stores")
-        dropped_ids = whole.last_id + 1 - len(whole)
-        for place, (start, stop) in zip(places, pairwise(edges), strict=True):
-            with folder.build_store_folder(place) as part, Store(part) as new:
-                _copy_rows(TableView(whole.slice_rows(start, stop)), new, dropped_ids)
+    with Store(source, create=False) as store, store.open_snapshot() as snapshot:
+        edges = [len(snapshot) * i // len(paths) for i in range(len(paths) + 1)]
+        if len(snapshot) < len(paths):
+            raise ArgumentError(
+                f"targets: {len(snapshot)} rows cannot be split into {len(paths)} stores: pass "
+                "fewer paths"
+            )
+        dropped_ids = snapshot.last_id + 1 - len(snapshot)
+        for path, (start, stop) in zip(paths, pairwise(edges), strict=True):
+            with folder.build_store_folder(path) as part, Store(part) as new:
+                _copy_rows(TableView(snapshot.slice_rows(start, stop)), new, dropped_ids)
 
 
 def _copy_rows(view: TableView, target: Store, dropped_ids: int) -> None:
-    """Copy the rows of a view to a new store; `dropped_ids` is the number of unused row ids."""
-    # fitted = 0: an encoder that is fitted again to one part would no longer fit the other parts.
+    """Copy the rows of a view to a new store.
+
+    `dropped_ids` is the number of row ids that the old store has used but that no row has.
+    """
+    # fitted = 0: an encoder that was fitted again to one part would not match the other parts.
     settings, arrays = {**view.settings, "fitted": 0}, view.snapshot.read_arrays() or None
     calibration = settings.get("promise")
     if isinstance(calibration, dict) and isinstance(calibration.get("last"), int):
-        # A calibration counts the rows added since by their ids, which are new in the parts.
+        # A calibration counts the rows that were added later by their ids. The parts have new ids.
         settings["promise"] = {**calibration, "last": calibration["last"] - dropped_ids}
     for start in range(0, len(view), ROWS_PER_CHUNK):
         ids = view.ids[start : start + ROWS_PER_CHUNK]
@@ -77,18 +85,19 @@ FILE_STATE_FIELDS = (
     "md5Hash",
     "created",
 )
-"""Metadata that changes with a file's content, by its names in the file systems of fsspec."""
+"""The fields of fsspec's file systems that change when the content of a file changes."""
 
 
-def is_url(place: str) -> bool:
-    return "://" in place
+def is_url(location: str) -> bool:
+    """Return whether the location of a store is a URL."""
+    return "://" in location
 
 
 def fetch_local_copy(url: str, cache: str | None = None) -> Path:
-    """Return the folder of a local copy of the store at a URL, in its current state.
+    """Copy the store at a URL to this machine, and return the folder of the copy.
 
-    Copies are in `cache`, by default the user's cache folder. A state is copied once, and never
-    removed.
+    Copies are in the folder `cache`, by default the user's cache folder. Each state of a store is
+    copied once. Copies are never removed.
     """
     with require_extra("ray", "a URL needs fsspec"):
         import fsspec
@@ -101,7 +110,7 @@ def fetch_local_copy(url: str, cache: str | None = None) -> Path:
     except OSError as error:
         raise StoreUnreadableError(f"{url} cannot be listed: {error}") from None
     named = {os.path.relpath(name, root): info for name, info in listing.items()}
-    # An untrusted bucket may contain names such as "../..": accept only those of a store.
+    # An untrusted bucket may contain names such as "../..": accept only file names of a store.
     files = {name: info for name, info in named.items() if is_store_file(name)}
     if not files:
         raise StoreUnreadableError(f"{url}: there is no store; pass the URL of its folder")
@@ -114,7 +123,7 @@ def fetch_local_copy(url: str, cache: str | None = None) -> Path:
                 system.get_file(f"{root.rstrip('/')}/{name}", str(part / name))
             part.rename(target)
         except OSError as error:
-            if not target.exists():  # another process may have been first
+            if not target.exists():  # another process may have copied the store meanwhile
                 raise StoreUnreadableError(f"{url} cannot be copied: {error}") from None
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -122,6 +131,7 @@ def fetch_local_copy(url: str, cache: str | None = None) -> Path:
 
 
 def _cache_folder(cache: str | None) -> Path:
+    """Return the folder for copies; create the folder if it does not exist."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(cache) if cache else Path(home) / "qkv"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -129,7 +139,7 @@ def _cache_folder(cache: str | None) -> Path:
 
 
 def _state_name(url: str, files: dict[str, Any]) -> str:
-    """Return a name for this state of the store: a hash of its files' metadata."""
+    """Return a name for the current state of a store: a hash of the metadata of its files."""
     state = [
         [name, *(str(info[field]) for field in FILE_STATE_FIELDS if field in info)]
         for name, info in sorted(files.items())

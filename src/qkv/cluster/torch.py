@@ -35,21 +35,22 @@ def attend(
     result is the same as in one process with all keys. score, weighting, mask, dropout_p, seed and
     tolerance are those of `qkv.attend`.
 
-    Every process of the group calls it. Keys are ordered by rank, and ranks may have different
-    numbers of keys. Keys and values are not sent. With `queries="same"` all processes pass the same
-    queries, and all get the same output. With `queries="sharded"` each process passes its own
-    queries, which are sent around in a ring, and gets the output for its own queries.
+    Every process of the group must call this function. Keys are ordered by rank, and ranks may have
+    different numbers of keys. Keys and values are not sent. With `queries="same"` all processes
+    pass the same queries, and all get the same output. With `queries="sharded"` each process passes
+    its own queries and gets the output for them; the queries are sent around in a ring.
 
-    Positions in masks and score_mods are global. An array in a mask has a row for each query of
-    all processes, and a column for each key of this process.
+    Masks and score_mods get positions among all queries and keys. An array in a mask has a row for
+    each query of all processes, and a column for each key of this process.
 
-    Gradients with `queries="same"` are those of one loss that all processes compute: complete for
-    query and for arrays in score and weighting, and for this process's key and value. With
-    "sharded" they are those of the sum of the losses. Arrays in score and weighting then get the
-    part of this process's keys, so that DDP averages them like other parameters.
+    With `queries="same"`, all processes must compute the same loss. Each process then gets the
+    complete gradients of query, of its own key and value, and of arrays in score and weighting.
+    With "sharded", the loss is the sum of the losses of all processes. Arrays in score and
+    weighting then get the part of the gradient that this process's keys contribute, which DDP
+    averages as usual.
 
-    torch.compile sees one operator, which recomputes the scores in the backward pass. Functions in
-    score or mask are not supported there; exclude the call with `torch.compiler.disable`.
+    torch.compile records one operator, which recomputes the scores in the backward pass. It does
+    not support functions in score or mask: exclude such a call with `torch.compiler.disable`.
 
     >>> import torch
     >>> from torch import distributed as dist
@@ -71,11 +72,12 @@ def attend(
 
 
 def sum_gradient(x: Tensor, group: Any = None) -> Tensor:
-    """Return x; in the backward pass its gradient is summed over the processes of the group.
+    """Return x; the backward pass sums its gradient over the processes of the group.
 
-    For a parameter that each process applies to its own keys: `key = mine @ sum_gradient(w_key)`.
-    Every process then gets the complete gradient, and so does the mean of DDP. Do not use it inside
-    a score that is a function: a function is differentiated once per block.
+    Use it for a parameter that each process applies to its own keys, as in
+    `key = local_input @ sum_gradient(w_key)`. Every process then gets the complete gradient, and
+    DDP, which averages gradients, keeps it. Do not use it inside a score that is a function: a
+    function is differentiated once per block.
     """
     result: Tensor = _SumGradient.apply(x, group)
     return result

@@ -1,4 +1,4 @@
-"""The database: rows with a key and a value, looked up exactly or queried by attention."""
+"""The database: rows with a key and a value, looked up by key or queried with attention."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ from qkv.util.logging import debug_logger
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import UNSET, A, Array, Closable, K, ProgressCallback, Shaped, T, V
 
-# Imported at the first query: an exact lookup needs none of these modules.
+# The first query imports these modules: an exact lookup needs none of them.
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -94,11 +94,12 @@ if TYPE_CHECKING:
     from qkv.weightings import WeightingLike
 
 MAX_REFIT_ROWS = 2**17
-"""The largest number of rows for which the encoder is refitted when the rows have doubled."""
+"""The encoder is refitted when the number of rows has doubled, up to this number."""
 
 OPEN_ARGUMENT_HINTS = dict.fromkeys(
     ("mode", "readonly", "read_only"),
-    "create=False to open only what exists; any number of processes may read while one writes",
+    "create=False to open only an existing database; any number of processes may read it while one "
+    "process writes",
 )
 ON_DISK_HINT = (
     " Database.from_columns(…, path=…) writes a database to disk, and qkv.open(path) opens it."
@@ -116,9 +117,9 @@ class DatabaseOptions(TypedDict, total=False):
 
 
 class ReadableDatabase(Closable, Displayable, Generic[K, V]):
-    """The methods that look up, query and export rows; `Database` and `Cluster` share them.
+    """The methods that look up, query and export rows. `Database` and `Cluster` share them.
 
-    It reads the newest version of the store, or the one that `at` pinned.
+    They read the newest version of the store, or the version that `at` selected.
     """
 
     def __init__(
@@ -176,10 +177,10 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
 
     @property
     def _view(self) -> TableView:
-        """The view of the newest version, or of the pinned one."""
-        newest = self._store.version  # raises if the store is closed
+        """The view of the newest version, or of the version that `at` selected."""
+        newest = self._store.version  # this raises if the store is closed
         version = newest if self._pinned_version is None else self._pinned_version
-        view = self._cached_view  # read once: another thread may replace it
+        view = self._cached_view  # read the attribute once: another thread may replace it
         if view is None or view.version != version:
             snapshot = self._store.open_snapshot(self._pinned_version)
             previous, view = view, TableView(snapshot, self._requested_encoder)
@@ -197,6 +198,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return view.schema if view.is_initialized else None
 
     def _nonempty_view(self) -> TableView:
+        """Return the view; raise `CombinationError` if the database has no rows."""
         view = self._view
         if not len(view):
             name = "the database" if self.path is None else f"the database {self.path}"
@@ -249,7 +251,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return description
 
     def at(self, version: int) -> Self:
-        """Return the database as of a past version, read-only."""
+        """Return the database as of an earlier version, read-only."""
         if isinstance(version, bool) or not isinstance(version, int | np.integer):
             raise DtypeError(f"at: version must be an int, as in versions(), not {version!r}")
         past = type(self)._from_store(self._store, pinned_version=int(version))
@@ -258,7 +260,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return past
 
     def versions(self) -> list[Version]:
-        """Return every stored version, oldest first."""
+        """Return every version that was not dropped by `compact`, oldest first."""
         return self._store.versions()
 
     def close(self) -> None:
@@ -308,7 +310,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     ) -> Iterator[dict[str, Any]]:
         """Yield the rows that pass `where` with all their columns, oldest first.
 
-        `start` rows are skipped, and at most `count` are returned.
+        The first `start` of these rows are skipped, and at most `count` are yielded.
 
         >>> from qkv import Database
         >>> D = Database({"Li": 34, "Mu": 29, "Hu": 41})
@@ -327,7 +329,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return (row for chunk in chunks for row in view.read_rows(chunk))
 
     def count(self, where: Any = None) -> int:
-        """Return the number of rows that pass a condition.
+        """Return the number of rows that pass the condition `where`.
 
         >>> from qkv import Database
         >>> Database({"Li": 34, "Mu": 29, "Hu": 41}).count("value > 30")
@@ -337,7 +339,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return len(self) if passed is None else int(passed.sum())
 
     def why_no_rows(self, where: Any) -> str:
-        """Return a sentence with values of the condition's columns, or "" if some row passes.
+        """Return a sentence with values of the columns in `where` if no row passes it, else "".
 
         >>> from qkv import Database
         >>> Database({"Li": 34, "Mu": 29}).why_no_rows("value > 40")
@@ -346,7 +348,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return self._view.why_none_pass(where)
 
     def _is_integer_column(self, name: str, bits: int = 64) -> bool:
-        """Return whether every number of a column is an integer of at most this many bits.
+        """Return whether every number in a column is an integer of at most `bits` bits.
 
         >>> from qkv import Database
         >>> Database({"Li": 34, "Mu": None})._is_integer_column("value")
@@ -385,10 +387,11 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
             or view.has_vector_values
         ):
             return self._view.find_value(key, default)
-        # This reads the newest version itself, so the check for a newer one is not needed.
+        # This lookup reads the newest version itself, without the check that `_view` makes.
         return view.find_newest_value(key, default)
 
     def _nearest_keys(self, key: Any) -> list[Any]:
+        """Return the keys most similar to a key that no row has, for the error message."""
         answer = self.ask(key, top=3) if len(self) else []
         rows = [] if isinstance(answer, list) else answer.rows
         return list({quote_cell(row.key): row.key for row in rows}.values())
@@ -415,8 +418,8 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     ) -> Any:
         """Return Σᵢ α(q, kᵢ) vᵢ as an `Answer`: the value, the heaviest rows and their weights.
 
-        A list of queries, or an array with one query per row, gives a list of answers. If a key
-        consists of several numbers, a list or array of that length is one key.
+        For a list of queries, or an array with one query per row, return a list of answers. If a
+        key consists of several numbers, a list or array of that length is one key.
 
         `score` compares the vectors of query and key. The encoder chooses the default, and "exact"
         compares the keys themselves. For vectors of your own the default is q·k/√d, which favours
@@ -448,7 +451,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     def _get_executor(
         self, view: TableView, score: Any, weighting: Any, where: Any, *options: Any
     ) -> QueryExecutor:
-        """Return the executor for these arguments; the last one is cached."""
+        """Return the executor for these arguments. The executor of the last call is cached."""
         arguments = (view, score, weighting, where, *options, REGISTRY_VERSION[0])
         cached = self._cached_executor
         if cached is not None and all(map(is_, arguments, cached[0])):
@@ -460,7 +463,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
             view, view.resolve_score(score), weighting, view.select_rows(where), *checked
         )
         executor.where = where
-        # A mutable condition, or a function, may mean something else the next time.
+        # A function or a mutable condition may have changed at the next call.
         is_cacheable = where is None or type(where) is str
         self._cached_executor = (arguments, executor) if is_cacheable else None
         return executor
@@ -468,7 +471,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     def _check_ask_options(
         self, view: TableView, score: Any, weighting: Any, top: Any, tolerance: Any, confidence: Any
     ) -> tuple[Any, ...]:
-        """Check the options of `ask` and return the last arguments of `QueryExecutor`."""
+        """Check the options of `ask`; return the further arguments of `QueryExecutor`."""
         from qkv import partial_attention
         from qkv.database.query.calibration import load_calibration
 
@@ -525,7 +528,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         if is_number_array:
             vectors, is_single = encode_numbers(view, query)
             code = EncodedQuery(vectors)
-        elif is_array(query) and kind != "date":  # already encoded
+        elif is_array(query) and kind != "date":  # the query is an encoded vector
             is_single = len(query.shape) == 1
             code = EncodedQuery(query[None] if is_single else query)
         else:
@@ -567,13 +570,13 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         where: Any,
         bound_options: dict[str, float | None],
     ) -> Array:
-        """Return the output (n, d_v) for encoded queries."""
+        """Return the output (n, d_v) for queries that are already encoded."""
         from qkv.attention import attend_rows
 
         selection = view.select_rows(where)
         if where is not None and not selection.row_count:
             warn_no_rows(view.why_none_pass(where))
-        rows = view.open_vectors(selection, value=True, asked=code.sparse_positions)
+        rows = view.open_vectors(selection, value=True, sparse_positions=code.sparse_positions)
         return attend_rows(rows, code.code, score=score, weighting=weighting, **bound_options)
 
     # Export
@@ -581,7 +584,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     def reindex(
         self, key: str | Sequence[str], value: str | Sequence[str] | None = None, **options: Any
     ) -> Database:
-        """Return the same rows with other columns as key and value.
+        """Return a database of the same rows with other columns as key and value.
 
         `options` are those of `Database.from_columns`. `by` is a short name for this method.
 
@@ -599,7 +602,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     by = reindex
 
     def swap(self, **options: Any) -> Database:
-        """Return the same rows with key and value exchanged.
+        """Return a database of the same rows with key and value exchanged.
 
         >>> from qkv import Database
         >>> Database({"Li": "physics", "Hu": "history"}).swap()["history"]
@@ -609,10 +612,11 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return self.reindex(key, value, **options)
 
     def to_frame(self, where: Any = None) -> Any:
-        """Return the rows as a data frame, which `Database.from_frame` accepts.
+        """Return the rows as a data frame of pandas, polars or pyarrow.
 
-        The library is that of the frame that the rows came from, else an imported one (pandas or
-        polars), else an installed one (polars, pandas or pyarrow).
+        `Database.from_frame` reads such a frame. The library is that of the frame from which the
+        database was built. Otherwise it is an imported one (pandas or polars), else an installed
+        one.
 
         >>> import pandas
         >>> from qkv import Database
@@ -624,17 +628,17 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return files.to_frame(self.columns, self.rows(where=where), self._frame_library)
 
     def to_csv(self, path: str | PathLike[str], where: Any = None) -> int:
-        """Write the rows as CSV, or as TSV if the name ends in .tsv; return their number.
+        """Write the rows as CSV, or as TSV if the name ends in .tsv; return the number of rows.
 
-        Missing cells are empty. CSV has no types: a warning names the columns that `from_source`
-        would read differently.
+        Missing cells are empty. CSV has no types, so a warning names the columns that `from_source`
+        would read with other types.
         """
         from qkv.database.export import files
 
         return files.write_file(path, self.columns, self.rows(where=where), ".csv", ".tsv")
 
     def to_parquet(self, path: str | PathLike[str], where: Any = None) -> int:
-        """Write the rows as Parquet, with their types; return their number."""
+        """Write the rows as Parquet, with their types; return the number of rows."""
         from qkv.database.export import files
 
         return files.write_file(path, self.columns, self.rows(where=where), ".parquet")
@@ -664,16 +668,18 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
 
 
 class Database(ReadableDatabase[K, V]):
-    """Keys and values, looked up exactly by D[key] and queried by D.ask(query).
+    """Keys and values. `D[key]` looks up a key exactly, and `D.ask(query)` queries all rows.
 
-    `data` is a mapping, pairs (key, value), or the keys with the `values` second. Arrays (m, d) are
-    m vectors. Keys may repeat unless `unique`. The database is in memory; `qkv.open` opens one on
-    disk.
+    `data` is a mapping, pairs (key, value), or the keys if `values` are the second argument. An
+    array (m, d) is m vectors. Keys may repeat unless `unique` is true. The database is in memory;
+    `qkv.open` opens a database on disk.
 
-    `key` and `value` name the columns. `encoder` turns keys into vectors: a name or an object of
-    `qkv.database.encoders`. By default the type of the keys decides. `precision` is the type of the
-    stored vectors: "float32", "float16", or "int8", which takes a quarter of the memory and has an
-    error bound. By default vectors are stored as they are, and those of text as int8.
+    `key` and `value` name the columns. `encoder` turns keys into vectors: it is a name or an object
+    of `qkv.database.encoders`. By default, the type of the keys decides.
+
+    `precision` is the type of the stored vectors: "float32", "float16" or "int8". "int8" takes a
+    quarter of the memory and has an error bound. By default, vectors of text are stored as int8,
+    and other vectors as they are.
 
     >>> D = Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu"})
     >>> D["Li"]
@@ -716,7 +722,7 @@ class Database(ReadableDatabase[K, V]):
             self.add(data, values)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy builds its own view. It contains the rows if they are in memory, else the path.
+        # A pickle contains the rows of a database in memory, else the path. It has no view.
         return {**vars(self), "_cached_view": None, "_cached_executor": None}
 
     # Constructors
@@ -737,9 +743,9 @@ class Database(ReadableDatabase[K, V]):
     ) -> Database:
         """Create a database from named columns of equal length, on disk if `path` is set.
 
-        Without `key`, the key is the first column of text, else the first column. Without `value`,
-        a row's value is all its other columns. Rows without a key are skipped, and a warning says
-        how many.
+        Without `key`, the key is the first column of text, or the first column if none is text.
+        Without `value`, the value of a row consists of all other columns. Rows without a key are
+        skipped, and a warning says how many.
 
         >>> D = Database.from_columns(
         ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
@@ -765,13 +771,13 @@ class Database(ReadableDatabase[K, V]):
         return cls._from_store(Store(path), encoder=database._requested_encoder, **options)
 
     def _import_columns(self, columns: ColumnData, progress: ProgressCallback | None) -> Self:
-        """Write the first rows; close the store if this fails."""
+        """Write the first rows of a new database; close the store if this fails."""
         try:
             with self._exclusive_lock():
                 if self._schema is not None:
                     raise ArgumentError(
-                        f"{self.path} holds a database already: open it and use extend, or choose "
-                        "another path"
+                        f"{self.path} contains a database already: open it and use extend, or "
+                        "choose another path"
                     )
                 columns = drop_missing_keys(normalize_columns(columns), self._requested_columns[0])
                 self._write_rows(columns, progress=progress, what="import")
@@ -784,9 +790,9 @@ class Database(ReadableDatabase[K, V]):
     def from_frame(cls, frame: Any, **options: Any) -> Database:
         """Create a database from a data frame of pandas, polars or pyarrow.
 
-        A DuckDB query works too: duckdb.sql("FROM 'sales/**/*.parquet'"). `to_frame` of the
-        database and of its answers returns frames of the same library. `options` are those of
-        `from_columns`.
+        A DuckDB query is accepted too, such as duckdb.sql("FROM 'sales/**/*.parquet'"). `to_frame`
+        of the database and of its answers returns frames of the same library. `options` are those
+        of `from_columns`.
 
         >>> import pandas
         >>> students = pandas.DataFrame({"gpa": [3.1, 3.9], "salary": [70.0, 95.0]})
@@ -803,8 +809,8 @@ class Database(ReadableDatabase[K, V]):
     def from_dataset(cls, dataset: Any, **options: Any) -> Database:
         """Create a database from one split of a Hugging Face data set.
 
-        Lists of floats of equal length become vectors. A streamed data set is read to its end; use
-        `dataset.take(1000)` to read less. `options` are those of `from_columns`.
+        Lists of floats of equal length become vectors. A streamed data set is read completely; to
+        read less, pass `dataset.take(1000)`. `options` are those of `from_columns`.
 
         >>> from datasets import Dataset
         >>> names = Dataset.from_dict({"name": ["Li", "Hu"], "label": [0, 1]})
@@ -831,9 +837,10 @@ class Database(ReadableDatabase[K, V]):
         The file is CSV, TSV, JSON, Parquet, Arrow, Excel or SQLite. A pattern such as "logs/*.csv"
         reads several files. `table` selects one of several tables.
 
-        In CSV and TSV, empty cells and words such as NA, NaN and null are missing
-        (`sources.MISSING_WORDS`). `missing` replaces these words; with () NA is text. `names` are
-        the columns' names for a file without a header line. `options` are those of `from_columns`.
+        In CSV and TSV, empty cells are missing, and so are words such as NA, NaN and null
+        (`sources.MISSING_WORDS`). `missing` replaces these words: with `missing=()`, NA is text.
+        `names` are the names of the columns if the file has no header line. `options` are those of
+        `from_columns`.
         """
         from qkv.database import sources
 
@@ -869,6 +876,7 @@ class Database(ReadableDatabase[K, V]):
         self._write_rows(self._build_columns(keys, values))
 
     def _add_pairs(self, data: Any) -> None:
+        """Add the rows of a mapping or of pairs (key, value)."""
         if isinstance(data, RowSource):
             self.extend(data.rows())
             return
@@ -880,7 +888,9 @@ class Database(ReadableDatabase[K, V]):
     def extend(
         self, rows: Iterable[Mapping[str, Any]], *, progress: ProgressCallback | None = None
     ) -> None:
-        """Add rows with named columns; rows without a key are skipped, with a warning.
+        """Add rows, given as mappings of columns.
+
+        Rows without a key are skipped, and a warning says how many.
 
         >>> from qkv import Database
         >>> D = Database(key="name", value="major")
@@ -895,10 +905,10 @@ class Database(ReadableDatabase[K, V]):
             self._write_rows(drop_missing_keys(columns, key), progress=progress)
 
     def update(self, key: Any, value: Any = UNSET) -> int:
-        """Set the value of a key, or insert it; return the number of inserted keys.
+        """Set the value of a key, or add the key; return the number of added keys.
 
-        If the key repeats, its newest row changes. A mapping or a list of pairs updates several
-        keys in one version; for equal keys the last pair wins.
+        If several rows have the key, the newest row changes. A mapping or a list of pairs updates
+        several keys in one version. If a key is in several pairs, the last pair counts.
 
         >>> from qkv import Database
         >>> D = Database({"Li": "Mu"})
@@ -917,7 +927,7 @@ class Database(ReadableDatabase[K, V]):
             old_ids: dict[bytes, int] = {}
             for k, v in pairs:
                 ids, old_row = view.find_ids(k), None
-                if ids:  # keep the key as it was written, like a dict
+                if ids:  # keep the stored form of the key, as a dict does
                     old_row = view.read_rows(ids[-1:])[0]
                     k = view.schema.row_key(old_row)
                 digest = view.schema.key_digest(k)
@@ -935,7 +945,7 @@ class Database(ReadableDatabase[K, V]):
         self.update(key, value)
 
     def remove(self, keys: Any) -> int:
-        """Delete every row with this key, or with one of a list of keys; return their number.
+        """Delete every row with this key, or with one of a list of keys; return the number of rows.
 
         If a key does not exist, nothing is deleted and `KeyNotFoundError` is raised.
 
@@ -961,14 +971,14 @@ class Database(ReadableDatabase[K, V]):
         self.remove([key])
 
     def compact(self, progress: ProgressCallback | None = None) -> CompactReport:
-        """Merge segments, and drop deleted rows and past versions."""
+        """Merge small files, and delete removed rows and earlier versions for good."""
         validate_callables(progress=progress)
         self._check_writable()
-        self._cached_view = self._cached_executor = None  # they would keep an old version alive
+        self._cached_view = self._cached_executor = None  # both would keep an old version pinned
         return self._store.compact(progress)
 
     def _build_columns(self, keys: Any, values: Any) -> ColumnData:
-        """Return keys and values as named columns."""
+        """Return keys and values as columns by name."""
         key_names, value_names, _ = self._requested_columns
         schema = self._schema
         if schema is not None:
@@ -980,7 +990,7 @@ class Database(ReadableDatabase[K, V]):
             for k in keys:
                 if not isinstance(k, tuple) or len(k) != len(key_names):
                     raise ArgumentError(
-                        f"a key must be a tuple of {len(key_names)}, ({', '.join(key_names)}), not "
+                        f"a key must be a tuple of the columns {', '.join(key_names)}, not "
                         f"{quote_cell(k)}"
                     )
             columns |= {name: [k[i] for k in keys] for i, name in enumerate(key_names)}
@@ -998,12 +1008,12 @@ class Database(ReadableDatabase[K, V]):
     def _check_writable(self) -> None:
         if self._pinned_version is not None:
             raise CombinationError(
-                f"version {self._pinned_version} is past and read-only: write to the database "
-                "itself"
+                f"version {self._pinned_version} is read-only, because at() selected it: write to "
+                "the database itself"
             )
 
     def _exclusive_lock(self) -> AbstractContextManager[object]:
-        """Return a context in which no other process changes the rows."""
+        """Return a context in which no other thread or process can change the rows."""
         self._check_writable()
         return self._store.exclusive_lock()
 
@@ -1015,7 +1025,7 @@ class Database(ReadableDatabase[K, V]):
         what: str = "add",
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Insert rows and delete others, as one version."""
+        """Add rows and delete those with the ids `remove`, as one version with the label `what`."""
         with self._exclusive_lock():
             columns = normalize_columns(columns)
             if count_rows(columns):
@@ -1029,6 +1039,7 @@ class Database(ReadableDatabase[K, V]):
         what: str,
         progress: ProgressCallback | None,
     ) -> None:
+        """Encode the keys of normalized columns, and commit the rows as a new version."""
         view = self._view
         if view.is_initialized:
             schema = view.schema
@@ -1054,7 +1065,7 @@ class Database(ReadableDatabase[K, V]):
         if not record_columns:
             records = ["{}"] * len(keys)
         if schema.key_kind != "vector" or len(keys) <= encoding.KEYS_PER_BLOCK:
-            # For many vectors they stay lazy: the writing threads compute them.
+            # For many vectors, digests and records stay lazy: the writing threads compute them.
             digests, records = list(digests), list(records)
         if schema.key_kind == "vector":
             keys = stack_vectors(keys, "key")
@@ -1091,17 +1102,20 @@ class Database(ReadableDatabase[K, V]):
                 what=what,
             )
         except DuplicateKeyError as error:
-            at = error.position
+            position = error.position
             raise DuplicateKeyError(
-                f"the key {quote_cell(keys[at])} (row {at}) exists already or comes twice, and "
-                "keys are unique here: use update, or leave it out",
-                at,
+                f"the key {quote_cell(keys[position])} (row {position}) exists already or is added "
+                "twice, but keys are unique here: use update, or leave the row out",
+                position,
             ) from None
 
     def _add_number_values(
         self, view: TableView, schema: Schema, progress: ProgressCallback | None
     ) -> tuple[TableView, Schema]:
-        """Change the schema to number values if no row has a value yet."""
+        """Change the schema to values that are numbers, if no row has a value yet.
+
+        Return the new view and schema, or the old ones.
+        """
         if has_any_value(view.snapshot, view.schema):
             return view, view.schema
         self._store.rewrite_tensors(
@@ -1113,7 +1127,7 @@ class Database(ReadableDatabase[K, V]):
         return self._view, schema
 
     def _fit_first_encoder(self, schema: Schema, keys: Any) -> tuple[Encoder, dict[str, Any]]:
-        """Return the encoder fitted to the first keys, and the first settings of the store."""
+        """Return the encoder, fitted to the first keys, and the first settings of the store."""
         from qkv.database import encoders
 
         names = schema.key if len(schema.key) > 1 else ()
@@ -1128,9 +1142,10 @@ class Database(ReadableDatabase[K, V]):
     # Encoding and learning
 
     def _refit_encoder(self) -> None:
-        """Refit a fitted encoder when the number of keys has doubled.
+        """Fit the encoder again if the number of keys has doubled since the last fit.
 
-        The rows are committed by then, so a failure is only a warning. The next write tries again.
+        The new rows are committed already, so a failure only gives a warning. The next write tries
+        again.
         """
         try:
             fitted_keys = self._view.setting_number("fitted")
@@ -1138,7 +1153,7 @@ class Database(ReadableDatabase[K, V]):
                 self.encode()
         except (QkvError, OSError, MemoryError) as error:
             warn_at_caller(
-                f"the rows were added, but the encoder was not refitted to them: {error}",
+                f"the rows were added, but the encoder could not be refitted to them: {error}",
                 StaleFitWarning,
             )
 
@@ -1152,25 +1167,25 @@ class Database(ReadableDatabase[K, V]):
     ) -> None:
         """Encode all keys again, as a new version.
 
-        `encoder` replaces the current one. With `fit` it is fitted to the current keys. `what` is
-        the label in `versions()`.
+        `encoder` replaces the current encoder. With `fit`, the encoder is fitted to the current
+        keys. `what` is the label of the version in `versions()`.
         """
         from qkv.database import encoders
 
         if not isinstance(what, str):
-            raise DtypeError(f"what must be the label of the version, a text, not {what!r}")
+            raise DtypeError(f"what must be text, the label of the version, not {what!r}")
         validate_callables(progress=progress)
         with self._exclusive_lock():
             view = self._view
             if not len(view):
-                raise CombinationError("there are no rows to encode: add some first")
+                raise CombinationError("there are no rows to encode: add rows first")
             new_encoder = view.encoder if encoder is None else encoders.resolve(encoder)
             keys = view.read_all_keys()
             if fit:
                 new_encoder, description = encoding.fit_encoder(new_encoder, keys)
             else:
                 description = encoding.describe_encoder(new_encoder, 0)
-            # The counter distinguishes encoders with equal settings and different arrays.
+            # The counter tells apart encoders with equal settings but different arrays.
             settings = {**view.settings, **description}
             settings["encoded"] = view.setting_number("encoded") + 1
             blocks = encoding.reencode_rows(view, new_encoder, keys, progress)
@@ -1182,9 +1197,10 @@ class Database(ReadableDatabase[K, V]):
     def learn(
         self, pairs: Iterable[Any], *, progress: ProgressCallback | None = None, **options: Any
     ) -> Report:
-        """Train the encoder on (query, right key) pairs; see `qkv.database.learn`.
+        """Train the encoder on (query, right key) pairs; return the report.
 
-        The new vectors are a new version; `at(version)` reads the old ones. Returns the report.
+        `options` are those of `qkv.database.learn`. The new vectors are a new version;
+        `at(version)` reads the old vectors.
         """
         from qkv.database.learn import learn
 
@@ -1210,12 +1226,12 @@ class Database(ReadableDatabase[K, V]):
     ) -> Calibration:
         """Calibrate prediction sets on (query, right key) pairs.
 
-        An answer then has a `prediction_set`, which contains the right row with the probability
-        `coverage`. It `abstains` if no row fits.
+        The `prediction_set` of each later answer contains the right row with the probability
+        `coverage`. If no row fits the query, the set is empty and the answer `abstains`.
 
-        The guarantee holds for queries like those of the pairs, with this score and weighting. It
-        is stored as a new version. It ends when the keys are encoded again, or when a tenth of the
-        rows has changed.
+        The guarantee holds for queries like those of the pairs, with this score and weighting. The
+        calibration is stored as a new version. It becomes invalid when the keys are encoded again,
+        or when a tenth of the rows has changed.
 
         >>> from qkv import Database
         >>> D = Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu"})
@@ -1246,8 +1262,8 @@ class Database(ReadableDatabase[K, V]):
     ) -> Valuation:
         """Return how much each row improves the answers to (query, right value) pairs.
 
-        The value of a row is the increase of the loss without it. A row with a negative value may
-        be mislabelled. The other arguments are those of `ask`.
+        The value of a row says by how much the loss would increase without the row. A row with a
+        negative value may have a wrong label. The other arguments are those of `ask`.
 
         >>> D = Database([(1.0, "low"), (1.1, "low"), (1.2, "high"), (5.0, "high"), (5.2, "high")])
         >>> D.value_of_rows([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
@@ -1271,12 +1287,13 @@ def open(
     skip_damaged: bool = False,
     **other: Never,
 ) -> Database:
-    """Open the database in the folder `path`; create an empty one if none exists.
+    """Open the database in the folder `path`; create an empty one if the folder does not exist.
 
     With `create=False`, a missing folder is an error. `key`, `value`, `encoder`, `unique` and
-    `precision` are for a new database: its first rows fix them, and other values are an error from
-    then on. `skip_damaged` answers from the intact rows of a damaged store. Close the database, or
-    use it in a `with` statement.
+    `precision` are for a new database. Its first rows fix them, and other values are an error from
+    then on. `skip_damaged` answers from the intact rows of a damaged store.
+
+    Close the database when it is no longer needed, or use it in a `with` statement.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -1289,8 +1306,8 @@ def open(
     validate_keywords("open()", other, open.__kwdefaults__, elsewhere=OPEN_ARGUMENT_HINTS)
     if isinstance(path, str) and "://" in path:
         raise ArgumentError(
-            f"path: {path} is a URL, and qkv.open needs a folder: use qkv.Client(url) for a "
-            "server, and copy a database that is stored elsewhere first"
+            f"path: {path} is a URL, but qkv.open needs a folder: use qkv.Client(url) for a "
+            "server, or first copy the folder of the database to this machine"
         )
     store = Store(path, create=create, skip_damaged=skip_damaged)
     options = {"key": key, "value": value, "unique": unique, "precision": precision}
@@ -1311,20 +1328,20 @@ def copy_rows(
     value: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Database:
-    """Create a database from the rows of another one, with other columns as key and value."""
+    """Create a database from the rows of another database, with other columns as key and value."""
     return Database.from_columns(rows_to_columns(source.rows()), key=key, value=value, **options)
 
 
 def swapped_columns(source: RowSource) -> tuple[list[str], list[str]]:
-    """Return the value columns and the key columns of a database that is not empty."""
+    """Return the names of the value columns, then those of the key columns."""
     info = source.info()
     if not info["key"]:
-        raise CombinationError("there are no rows to swap: add some first")
+        raise CombinationError("there are no rows to swap: add rows first")
     return info["value"], info["key"]
 
 
 def _check_columns(columns: Any) -> ColumnData:
-    """Return the columns by name, each as a list or array of cells."""
+    """Return the columns by name, each as a list or array of cells; raise if they are invalid."""
     if not isinstance(columns, Mapping):
         raise DtypeError(
             f"columns must be a mapping of names to cells, not {type(columns).__name__}"
@@ -1342,7 +1359,10 @@ def _check_columns(columns: Any) -> ColumnData:
 
 
 def _first_text_column(columns: ColumnData) -> str:
-    """Return the first column whose first present cell is text, else the first column."""
+    """Return the name of the first column of text; the first non-missing cell decides.
+
+    If there is none, return the name of the first column.
+    """
     for name, column in columns.items():
         if is_array(column):
             continue
@@ -1353,19 +1373,19 @@ def _first_text_column(columns: ColumnData) -> str:
 
 
 def _other_columns(columns: ColumnData, key: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that are not part of the key."""
+    """Return the names of the columns that are not in the key."""
     others = tuple(name for name in columns if name not in key)
     if not others:
         names = ", ".join(key)
         raise ArgumentError(
-            f"there is no column besides the key {names} for the value: to use the key as the "
+            f"there are no columns for the value besides the key, {names}: to use the key as the "
             f"value too, pass value={names!r}"
         )
     return others
 
 
 def _check_same_columns(database: Database, key: Any, value: Any, unique: bool) -> None:
-    """Raise an error if the stored rows have another key or value."""
+    """Raise `CombinationError` if the stored rows have another key or value, or may repeat keys."""
     info = database.info()
     requested = {"key": "key" if key == "key" else as_column_names(key)}
     requested["value"] = "value" if value in (None, "value") else as_column_names(value, "value")
@@ -1378,13 +1398,13 @@ def _check_same_columns(database: Database, key: Any, value: Any, unique: bool) 
             )
     if unique and info["key"] and not info["unique"]:
         raise CombinationError(
-            f"unique: the keys of {database.path} may repeat, as fixed when it was created: "
-            "open it without unique=, and copy it into a new database"
+            f"unique: the keys of {database.path} may repeat, which its first rows fixed: open it "
+            "without unique=, and copy the rows into a new database"
         )
 
 
 def _check_same_vectors(database: Database, precision: str | None) -> None:
-    """Raise an error if the stored vectors have another encoder or precision."""
+    """Raise `CombinationError` if the stored vectors have another encoder or precision."""
     view, requested = database._view, database._requested_encoder
     stored = view.settings.get("encoder", {})
     if stored and requested is not None and requested.kind not in _encoder_kinds(stored):
@@ -1396,12 +1416,12 @@ def _check_same_vectors(database: Database, precision: str | None) -> None:
     if precision is not None and dtype is not None and dtype[0].name != precision:
         raise CombinationError(
             f"precision: the keys of {database.path} are stored as {dtype[0].name}, not "
-            f"{precision}: open it without precision=, and copy it into a new database"
+            f"{precision}: open it without precision=, and copy the rows into a new database"
         )
 
 
 def _encoder_kinds(settings: Any) -> Iterator[str]:
-    """Yield the kind of an encoder, from its settings, and the kinds of the encoders in it."""
+    """Yield the kind in the settings of an encoder, and the kinds of the encoders inside it."""
     if isinstance(settings, dict):
         yield from [settings["kind"]] if "kind" in settings else []
     if isinstance(settings, dict | list):
@@ -1410,9 +1430,9 @@ def _encoder_kinds(settings: Any) -> Iterator[str]:
 
 
 def _normalize_pair(view: TableView, keys: Any, pair: Any, position: int) -> Any:
-    """Parse the query of a pair, and replace its right key by the stored form.
+    """Parse the query of a pair, and replace the right key by its stored form.
 
-    A stored vector may be rounded, and a stored day may be a midnight.
+    The stored form may differ: a vector may be rounded, and a day may be stored as a midnight.
     """
     if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
         return pair
@@ -1424,10 +1444,12 @@ def _normalize_pair(view: TableView, keys: Any, pair: Any, position: int) -> Any
 
 
 def _dump_records(columns: ColumnData, start: int, stop: int) -> list[str]:
+    """Return the records (JSON text) of the rows start … stop − 1."""
     return cells.dump_rows({name: column[start:stop] for name, column in columns.items()})
 
 
 def _compute_digests(keys: Any, schema: Schema, start: int, stop: int) -> list[bytes]:
+    """Return the digests of the keys start … stop − 1; an error names the row."""
     try:
         return schema.key_digests(keys[start:stop])
     except ArgumentError:
@@ -1440,4 +1462,5 @@ def _compute_digests(keys: Any, schema: Schema, start: int, stop: int) -> list[b
 
 
 def _as_list(column: Any) -> list[Any]:
+    """Return a column as a list of Python cells."""
     return list(to_numpy(column).tolist() if is_array(column) else column)

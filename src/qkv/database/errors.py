@@ -1,4 +1,4 @@
-"""Errors and warnings of a database. Each message names the file or the key and the next step."""
+"""Errors and warnings of a database. Each message names the file or the key, and the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv.util.formatting import quote_cell
 
 
 class StoreDamagedError(QkvError, OSError):
-    """A file of the store is missing, truncated or changed."""
+    """A file of the store is missing, truncated, or not as it was written."""
 
 
 class StoreLockedError(QkvError, OSError):
@@ -33,15 +33,15 @@ class StoreNotFoundError(NotAStoreError, FileNotFoundError):
 
 
 class StoreUnreadableError(QkvError, OSError):
-    """An intact file of the store cannot be read at the moment."""
+    """A file of the store may be intact but cannot be read now."""
 
 
 class StoreUnwritableError(QkvError, OSError):
-    """The store cannot be written: for example, the disk is full or the folder is read-only."""
+    """The store cannot be written. For example, the disk is full or the folder is read-only."""
 
 
 class StoreClosedError(QkvError, ValueError):
-    """The store is closed, or this process was forked from the one that opened it."""
+    """The store is closed, or it was opened before this process was forked."""
 
 
 class LostShardError(StoreUnreadableError, RuntimeError):
@@ -56,15 +56,18 @@ class LostShardError(StoreUnreadableError, RuntimeError):
 
 
 class VersionNotFoundError(QkvError, LookupError):
-    """The version never existed, or compaction deleted it."""
+    """The version never existed, or a compaction dropped it."""
 
 
 class RowNotFoundError(QkvError, LookupError):
-    """This version has no such row."""
+    """The version has no row with this id."""
 
 
 class KeyNotFoundError(QkvError, KeyError):
-    """No row has the key. The message names the nearest keys, which it looks up when it is read."""
+    """No row has the key.
+
+    The message names the nearest keys, which are looked up only if it is read.
+    """
 
     def __init__(self, key: Any, find_nearest: Callable[[], Sequence[Any]]):
         super().__init__(key)
@@ -72,6 +75,7 @@ class KeyNotFoundError(QkvError, KeyError):
 
     @property
     def nearest_keys(self) -> list[Any]:
+        """The keys most similar to the missing key."""
         try:
             return list(self._find_nearest())
         except QkvError:
@@ -84,15 +88,18 @@ class KeyNotFoundError(QkvError, KeyError):
         nearest, message = self.nearest_keys, f"no row has the key {quote_cell(self.key)}"
         if is_array(self.key) and any(np.array_equal(self.key, other) for other in nearest):
             return (
-                f"{message}: a stored key was rounded to these numbers: look it up by the numbers "
-                "that were added"
+                f"{message}. The nearest key was stored with these numbers after rounding: look it "
+                "up with the numbers that were added"
             )
         hint = f": the nearest are {', '.join(map(quote_cell, nearest))}" if nearest else ""
         return f"{message}{hint}"
 
 
 class DuplicateKeyError(QkvError, ValueError):
-    """A unique key exists already; `position` is its position among the rows of the call."""
+    """A key exists already or is added twice, but keys are unique.
+
+    `position` is the position of its row in the call.
+    """
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -111,20 +118,24 @@ def unwritable_error(path: Path, error: OSError) -> StoreUnwritableError:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of the system or of SQLite, also from an error that wraps it."""
+    """Return the message of the operating system or of SQLite behind an error.
+
+    `error` may be their error, or one that was raised from it.
+    """
     cause = error.__cause__ or error
     return str(getattr(cause, "strerror", None) or cause)
 
 
 class StaleFitWarning(UserWarning):
-    """Rows were added, but the encoder could not be refitted to them and stays as it was."""
+    """Rows were added, but the encoder could not be refitted, so it still fits the earlier rows."""
 
 
 class SkippedRowsWarning(UserWarning):
     """Rows were skipped.
 
-    A scan skips the rows of a damaged file, an answer the rows that lack a number, and an import
-    the rows without a key. For an import, `rows` are their numbers in the input, from 1.
+    A scan skips the rows of a damaged file. An answer skips rows that lack a number. An import
+    skips rows without a key; `rows` are then their numbers in the input, and the first row has
+    number 1.
     """
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
@@ -141,11 +152,11 @@ class MixedColumnWarning(UserWarning):
 
 
 class NoHeaderWarning(UserWarning):
-    """The first line of a table should name the columns, but it looks like a row."""
+    """The first line of a table looks like a row, but should contain the names of the columns."""
 
 
 class ChangedCellsWarning(UserWarning):
-    """The format of a written file cannot represent some cells exactly."""
+    """A file was written in a format that cannot represent some of its cells exactly."""
 
 
 _skipped_warnings: ContextVar[list[SkippedRowsWarning] | None] = ContextVar(
@@ -155,7 +166,7 @@ _skipped_warnings: ContextVar[list[SkippedRowsWarning] | None] = ContextVar(
 
 @contextlib.contextmanager
 def collect_skipped_rows() -> Iterator[list[SkippedRowsWarning]]:
-    """Collect the warnings about skipped rows in a list, for the current thread.
+    """Yield a list that collects this thread's warnings about skipped rows inside the `with`.
 
     >>> from qkv import Database
     >>> with collect_skipped_rows() as skipped:
@@ -172,7 +183,7 @@ def collect_skipped_rows() -> Iterator[list[SkippedRowsWarning]]:
 
 
 def report_skipped_rows(warning: SkippedRowsWarning) -> None:
-    """Append to the list of `collect_skipped_rows` if it is active, else warn."""
+    """Append the warning to the list of `collect_skipped_rows`, or issue it if there is no list."""
     skipped = _skipped_warnings.get()
     if skipped is None:
         warn_at_caller(warning)
@@ -181,6 +192,6 @@ def report_skipped_rows(warning: SkippedRowsWarning) -> None:
 
 
 def warn_no_rows(cause: str) -> None:
-    """Warn that no rows were pooled; do nothing if `cause` is empty."""
+    """Warn that no row was pooled, with this cause; do nothing if `cause` is empty."""
     if cause:
         warn_at_caller(f"{cause}. The output is 0", NoRowsMatchWarning)

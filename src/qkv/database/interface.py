@@ -1,4 +1,4 @@
-"""The interface that a database in this process, in a cluster and on a server have in common."""
+"""What a database in this process, in a cluster and on a server have in common."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DatabaseInfo(TypedDict):
 
 @runtime_checkable
 class RowSource(Protocol):
-    """An object with the rows and the metadata of a database."""
+    """An object from which rows can be copied: it has the rows and the metadata of a database."""
 
     @property
     def path(self) -> Path | str | None: ...

@@ -1,4 +1,4 @@
-"""The rows that `nn.Memory` reads and writes: the nearest rows of each query."""
+"""The rows that `nn.Memory` reads and writes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class MemoryRows(NamedTuple):
-    """u rows for n queries.
+    """The nearest rows of n queries: u distinct rows.
 
-    `ids` (u,), the vectors of the keys `key` (u, d) and the values `value` (u, d_v).
-    `row_positions` (n, k) are the rows of each query, best first, and `is_found` (n, k) is False
-    where a query has fewer than k rows.
+    `ids` (u,), the vectors `key` (u, d) and the values `value` (u, d_v) belong to these rows.
+    `row_positions` (n, k) are the rows of each query, the nearest first. `is_found` (n, k) is False
+    if a query has fewer than k rows.
     """
 
     ids: np.ndarray
@@ -34,7 +34,10 @@ class MemoryRows(NamedTuple):
 
 
 def encode_memory_query(database: Database[Any, Any], query: Array) -> Array:
-    """Return queries (n, d) as vectors; if keys are numbers, encode them, with gradients."""
+    """Return queries (n, d) as vectors.
+
+    If keys are numbers, the queries are encoded with gradients.
+    """
     view = database._nonempty_view()
     if view.schema.key_kind != "number" and not view.has_number_keys:
         return query
@@ -42,14 +45,16 @@ def encode_memory_query(database: Database[Any, Any], query: Array) -> Array:
 
 
 def own_score(database: Database[Any, Any], query: Array) -> Score:
-    """Return the encoder's score, with its arrays on the query's device."""
+    """Return the default score of the encoder, with its arrays on the query's device."""
     return resolve_score_like(database._nonempty_view(), None, query)
 
 
 def find_memory_rows(
     database: Database[Any, Any], query: Array, k: int, score: ScoreLike | None = None
 ) -> MemoryRows:
-    """Return the k best rows with a value for each query (n, d); numbers are in the keys' units.
+    """Return the k nearest rows that have a value, for each query (n, d).
+
+    If keys are numbers, queries have the same units.
 
     >>> from qkv import Database
     >>> D = Database(np.eye(3), np.array([[10.0], [20.0], [30.0]]))
@@ -69,19 +74,23 @@ def find_memory_rows(
     view.check_query(EncodedQuery(query))
     selection = view.select_rows()
     rows = view.open_vectors(selection)
-    scores, places = find_nearest_rows(
+    scores, positions = find_nearest_rows(
         rows, query, min(k, rows.shape[0]), score=resolve_score_like(view, score, query)
     )
     fw = get_framework(query)
-    live = fw.to_numpy(scores) > -np.inf
+    is_found = fw.to_numpy(scores) > -np.inf
     ids = view.ids if selection.positions is None else view.ids[selection.positions]
-    ids, at = np.unique(ids[np.where(live, fw.to_numpy(places), 0)], return_inverse=True)
+    ids, row_positions = np.unique(
+        ids[np.where(is_found, fw.to_numpy(positions), 0)], return_inverse=True
+    )
     value = view.snapshot.read_tensor("value", ids)
-    return MemoryRows(ids, view.read_key_vectors(ids), value, at.reshape(live.shape), live)
+    return MemoryRows(
+        ids, view.read_key_vectors(ids), value, row_positions.reshape(is_found.shape), is_found
+    )
 
 
 def can_update_keys(database: Database[Any, Any]) -> bool:
-    """Return whether the keys are vectors that are not encoded, so that they can change."""
+    """Return whether keys can be changed: they are vectors that no encoder has changed."""
     view = database._nonempty_view()
     return view.schema.key_kind == "vector" and view.encoder.is_identity
 
@@ -89,14 +98,14 @@ def can_update_keys(database: Database[Any, Any]) -> bool:
 def update_memory_rows(
     database: Database[Any, Any], ids: np.ndarray, key: np.ndarray | None, value: np.ndarray
 ) -> int:
-    """Write new values, and new keys unless None, as a new version; return the number of rows.
+    """Write new values, and new keys unless `key` is None, as a new version.
 
-    Rows that were deleted in the meantime are skipped.
+    Return the number of updated rows. Rows that were deleted in the meantime are skipped.
     """
     with database._exclusive_lock():
         view = database._view
-        here = np.isin(ids, view.ids)
-        ids, value, key = ids[here], value[here], None if key is None else key[here]
+        exists = np.isin(ids, view.ids)
+        ids, value, key = ids[exists], value[exists], None if key is None else key[exists]
         if not len(ids):
             return 0
         schema, rows = view.schema, view.read_rows(ids.tolist())
@@ -112,10 +121,11 @@ def update_memory_rows(
 
 
 def forget_rows(database: Database[Any, Any], keys: Any) -> int:
-    """Delete all rows with these keys, and refit the encoder without them; return their number.
+    """Delete all rows with these keys, and refit the encoder without them.
 
-    If `Database.learn` used pairs with these keys, its parameters still depend on them. Call
-    `encode` with another encoder to remove them.
+    Return the number of deleted rows. If `Database.learn` was trained on pairs with these keys, the
+    learned parameters still depend on them. Call `encode` with another encoder to replace these
+    parameters.
     """
     with database._exclusive_lock():
         count = database.remove(keys)

@@ -1,4 +1,4 @@
-"""Conversion of text and JSON to cells, scores, weightings and options, and back."""
+"""Convert text and JSON to cells, scores, weightings and options, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parse_number(text: str) -> int | float | None:
-    """Parse a number; return None if the text is not one.
+    """Parse a number. Return None for any other text, and for NaN.
 
     >>> (
     ...     parse_number("3"),
@@ -38,11 +38,13 @@ def parse_number(text: str) -> int | float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if number == number else None  # not NaN
+    return number if number == number else None  # NaN is not a number here
 
 
 def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
-    """Return a date, or ISO text, as a datetime or time; a day becomes its midnight.
+    """Return a date, or ISO text, as a datetime or time; None for other text.
+
+    A day becomes its midnight.
 
     >>> parse_moment("2024-03-01 12:00"), parse_moment("2024-03-01"), parse_moment("soon")
     (datetime.datetime(2024, 3, 1, 12, 0), datetime.datetime(2024, 3, 1, 0, 0), None)
@@ -50,7 +52,7 @@ def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
     if isinstance(cell, str):
         with contextlib.suppress(ValueError):
             return datetime.datetime.fromisoformat(cell)
-        with contextlib.suppress(ValueError):  # without a colon, 2024 would be 20:24
+        with contextlib.suppress(ValueError):  # without a colon, 2024 would be parsed as 20:24
             return datetime.time.fromisoformat(cell) if ":" in cell else None
         return None
     if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
@@ -59,7 +61,9 @@ def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
 
 
 def equivalent_dates(moment: datetime.datetime | datetime.time | None) -> list[Any]:
-    """Return the dates equal to a moment: itself and, for a midnight, its day; [] for None.
+    """Return the dates that are equal to a moment: itself, and for a midnight also its day.
+
+    The list is empty for None.
 
     >>> equivalent_dates(datetime.datetime(2024, 3, 1))
     [datetime.datetime(2024, 3, 1, 0, 0), datetime.date(2024, 3, 1)]
@@ -70,7 +74,9 @@ def equivalent_dates(moment: datetime.datetime | datetime.time | None) -> list[A
 
 
 def guess_cell(text: str) -> Any:
-    """Guess the cell of an untyped column: a number if it prints back the same, else text.
+    """Return the cell of text in a column without a type: a number if it prints like the text.
+
+    Other text stays text.
 
     >>> guess_cell("7"), guess_cell("007"), guess_cell("3.5"), guess_cell("Mu")
     (7, '007', 3.5, 'Mu')
@@ -80,7 +86,9 @@ def guess_cell(text: str) -> Any:
 
 
 def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
-    """Parse text as a cell of the example's kind; guess if the example is None.
+    """Parse text as a cell of the same kind as `example`. `what` names the text in messages.
+
+    If `example` is None, guess the kind.
 
     >>> (
     ...     parse_cell_like("3.5", 2),
@@ -123,7 +131,7 @@ def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
                 raise ArgumentError(
                     f"{what} must be a date such as {example.isoformat()}, not {text!r}"
                 )
-            return next((one for one in dates if type(one) is type(example)), dates[0])
+            return next((date for date in dates if type(date) is type(example)), dates[0])
         case "bytes":
             return _parse_bytes(text)
         case _:
@@ -132,9 +140,9 @@ def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
 
 
 def cell_from_json(value: Any, example: Any, what: str = "the query") -> Any:
-    """Convert a JSON value to a cell of the example's kind.
+    """Convert a JSON value to a cell of the same kind as `example`.
 
-    Text is parsed by `parse_cell_like` unless the column is text. A list becomes a tuple or vector.
+    `parse_cell_like` parses text, unless the column is text. A list becomes a tuple or a vector.
 
     >>> (
     ...     cell_from_json(["Li", "3"], ("Hu", 1)),
@@ -163,7 +171,7 @@ NOT_JSON = object()
 
 
 def _load_json(text: str) -> Any:
-    """Parse JSON; return `NOT_JSON` for other text, or if it is nested too deeply."""
+    """Parse JSON text. Return `NOT_JSON` for other text, or if it is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -171,7 +179,7 @@ def _load_json(text: str) -> Any:
 
 
 def _split_parts(text: str, what: str) -> list[Any]:
-    """Split a JSON list or a line of CSV into its parts."""
+    """Return the items of a JSON list, or the cells of a line of CSV."""
     value = _load_json(text)
     if isinstance(value, list):
         return value
@@ -185,6 +193,7 @@ def _split_parts(text: str, what: str) -> list[Any]:
 
 
 def _parse_numbers(text: str, count: int, what: str) -> list[float]:
+    """Parse a list of `count` numbers."""
     parts = [
         parse_number(part) if isinstance(part, str) else part for part in _split_parts(text, what)
     ]
@@ -194,7 +203,7 @@ def _parse_numbers(text: str, count: int, what: str) -> list[float]:
 
 
 def _parse_bytes(text: str) -> bytes:
-    """Return the bytes of a text, or of base64 in the form {"$bytes": …}.
+    """Return the bytes of a text, or of base64 text in the form {"$bytes": …}.
 
     >>> _parse_bytes("a"), _parse_bytes('{"$bytes": "AP8="}')
     (b'a', b'\\x00\\xff')
@@ -209,7 +218,7 @@ def _parse_bytes(text: str) -> bytes:
 
 
 def parse_score(text: str | None) -> Any:
-    """Build a score from its name, optionally with parameters after a colon.
+    """Return the score for a name. Parameters may follow after a colon.
 
     >>> parse_score("gaussian:0.5"), parse_score("cosine")
     (Gaussian(bandwidth=0.5), Cosine(temperature=1.0))
@@ -222,7 +231,7 @@ def parse_score(text: str | None) -> Any:
 
 
 def parse_weighting(text: str) -> Any:
-    """Build a weighting from its name, optionally with parameters after a colon.
+    """Return the weighting for a name. Parameters may follow after a colon.
 
     >>> parse_weighting("topk:3"), parse_weighting("entmax:1.3"), parse_weighting("hard")
     (TopK(k=3), Entmax(alpha=1.3), Hard(straight_through=False))
@@ -231,12 +240,14 @@ def parse_weighting(text: str) -> Any:
     """
     from qkv import weightings
 
-    if text.startswith("entmax:"):  # the registered name, Entmax with its default
+    # Entmax is registered as "entmax15", which names its default alpha.
+    if text.startswith("entmax:"):
         text = text.replace("entmax", "entmax15", 1)
     return _parse_component(text, weightings.NAMES)
 
 
 def _parse_component(text: str, names: ClassRegistry[Any]) -> Any:
+    """Return the score or weighting for a name with parameters."""
     name, colon, arguments = text.partition(":")
     takes, needs = names.list_parameters(name), names.required_parameters(name)
     if not colon and len(needs) == 1 and re.search("int|float", str(takes[0].annotation)):
@@ -268,14 +279,14 @@ def _parameter_type(parameter: inspect.Parameter) -> str:
 
 
 def _parse_parameter(text: str, kind: str) -> Any:
-    """Parse the value of a parameter; return None if it has the wrong type."""
+    """Parse the value of a parameter of this type; return None for text of another type."""
     if kind == "bool":
         return {"true": True, "false": False}.get(text.lower())
     return text or None if kind == "str" else parse_number(text)
 
 
 def _describe_parameters(parameters: list[inspect.Parameter]) -> str:
-    """Describe the parameters after a name, such as "a number, or scale=…, softcap=…"."""
+    """Return the parameters that may follow a name, such as "a number, or scale=…, softcap=…"."""
     kinds = {"str": "a word", "bool": "true or false"}
     types = [kinds.get(_parameter_type(p), "a number") for p in parameters]
     if len(types) == 1:
@@ -284,7 +295,7 @@ def _describe_parameters(parameters: list[inspect.Parameter]) -> str:
 
 
 def format_component(component: Any, names: ClassRegistry[Any]) -> str:
-    """Return a score or weighting as text, which `parse_score` or `parse_weighting` reads.
+    """Return a score or weighting as text that `parse_score` or `parse_weighting` can parse.
 
     >>> from qkv import scores, weightings
     >>> (
@@ -301,7 +312,8 @@ def format_component(component: Any, names: ClassRegistry[Any]) -> str:
     if name is None:
         class_name = type(component).__name__
         raise ArgumentError(
-            f"{names.role}: {class_name} has no registered name: pass a name, as in 'name:0.5'"
+            f"{names.role}: {class_name} has no registered name: register the class, or pass text "
+            "such as 'name:0.5'"
         )
     parts = []
     for position, parameter in enumerate(names.list_parameters(name)):
@@ -312,13 +324,14 @@ def format_component(component: Any, names: ClassRegistry[Any]) -> str:
     text = f"{name}:{','.join(parts)}" if parts else name
     if repr(_parse_component(text, names)) != repr(component):
         raise ArgumentError(
-            f"{names.role}: {component!r} cannot be written as text, as in 'name:0.5'"
+            f"{names.role}: {component!r} cannot be written as text such as 'name:0.5': pass such "
+            "a text"
         )
     return text
 
 
 def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `ask` that are not None, with score and weighting built from text.
+    """Return the options of `ask` that are not None, with score and weighting as objects.
 
     >>> parse_options({"top": 3, "score": "gaussian:0.5", "weighting": None})
     {'top': 3, 'score': Gaussian(bandwidth=0.5)}
@@ -329,7 +342,9 @@ def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `ask` with score and weighting as text, which `parse_options` reads.
+    """Return the options of `ask` as JSON values: score and weighting become text.
+
+    `parse_options` is the inverse.
 
     >>> from qkv import scores
     >>> format_options({"top": 3, "score": scores.Gaussian(0.5), "weighting": "hard"})

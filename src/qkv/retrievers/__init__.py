@@ -1,9 +1,9 @@
 """Retrievers on a database, for LangChain, LlamaIndex and Haystack.
 
-Each passes a question to `ask` and returns the heaviest rows as documents of its framework. The
-text of a document is the row's value, or the column `content`. Its metadata contains the row's
-columns, its `key` and `weight`, and the certainty of the answer: `entropy`, `effective_rows`, and
-for a calibrated database `abstains`. A database of a `qkv.Client` works too.
+Each retriever passes a question to `ask` and returns the heaviest rows as documents of its
+framework. The text of a document is the row's value, or the column `content`. Its metadata contains
+the row's columns, its `key` and `weight`, and the certainty of the answer: `entropy`,
+`effective_rows`, and for a calibrated database `abstains`. A database of a `qkv.Client` works too.
 """
 
 from __future__ import annotations

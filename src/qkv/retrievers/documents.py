@@ -1,4 +1,4 @@
-"""Conversion of an answer's rows to documents with text and metadata."""
+"""Convert an answer's rows to documents with text and metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkv.util.formatting import to_jsonable
 
 
 class RetrievedDocument(NamedTuple):
-    """One row: its text, its metadata in JSON types, and its weight."""
+    """One row as a document. The cells in `metadata` are converted to JSON types."""
 
     text: str
     metadata: dict[str, Any]
@@ -25,7 +25,9 @@ class RetrievedDocument(NamedTuple):
 def retrieve_documents(
     database: Any, query: str, top: int, content: str | None = None, **options: Any
 ) -> list[RetrievedDocument]:
-    """Return the heaviest rows for a question, heaviest first; `options` are those of `ask`.
+    """Return the heaviest rows for a question, heaviest first.
+
+    `content` names the column with the text, by default the value. `options` are those of `ask`.
 
     >>> from qkv import Database
     >>> one = retrieve_documents(Database({"Li": "Mu", "Hu": "Rachel"}), "Lii", 1)[0]
@@ -34,7 +36,7 @@ def retrieve_documents(
     """
     answer = database.ask(query, top=top, **options)
     if not isinstance(answer, Answer):
-        raise DtypeError(f"query must be one question, not {query!r}")
+        raise DtypeError(f"query must be a single question, not {query!r}")
     sure: dict[str, Any] = {"entropy": answer.entropy, "effective_rows": answer.effective_rows}
     if answer.coverage is not None:
         sure |= {"coverage": answer.coverage, "abstains": answer.abstains}
@@ -42,6 +44,7 @@ def retrieve_documents(
 
 
 def check_arguments(database: Any, top: Any, options: Mapping[str, Any]) -> None:
+    """Check the arguments of a retriever; raise an error that names the wrong one."""
     if not hasattr(database, "ask") or not hasattr(database, "info"):
         raise DtypeError(
             f"database must be a qkv.Database or a database of a qkv.Client, not "
@@ -55,23 +58,28 @@ def check_arguments(database: Any, top: Any, options: Mapping[str, Any]) -> None
             )
 
 
-def _build_document(row: Row, content: str | None, sure: Mapping[str, Any]) -> RetrievedDocument:
+def _build_document(
+    row: Row, content: str | None, certainty: Mapping[str, Any]
+) -> RetrievedDocument:
+    """Return a row as a document; `certainty` is added to the metadata."""
     if content is not None and content not in row.record:
         raise unknown_name_error("column", content, row.record)
-    own = {"key": to_jsonable(row.key), "weight": row.weight, "index": row.index, **sure}
-    about: dict[str, Any] = {}
+    reserved = {"key": to_jsonable(row.key), "weight": row.weight, "index": row.index, **certainty}
+    columns: dict[str, Any] = {}
     for name, cell in row.record.items():
         if name == content or isinstance(cell, np.ndarray):
-            continue  # a vector tells a language model nothing
-        # These names win over columns with the same name.
-        about[f"{name}_" if name in own else name] = to_jsonable(cell)
+            continue  # a language model cannot use a vector
+        # A column with a reserved name gets an underscore.
+        columns[f"{name}_" if name in reserved else name] = to_jsonable(cell)
     return RetrievedDocument(
-        _format_text(row.value if content is None else row.record[content]), own | about, row.weight
+        _format_text(row.value if content is None else row.record[content]),
+        reserved | columns,
+        row.weight,
     )
 
 
 def _format_text(value: Any) -> str:
-    """Return a value as text, with one line per column if there are several.
+    """Return a value as text. Several columns get a line each.
 
     >>> _format_text({"author": "Melville", "year": 1851})
     'author: Melville\\nyear: 1851'

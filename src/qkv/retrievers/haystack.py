@@ -13,16 +13,16 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 @component
 class HaystackRetriever:
-    """Returns the heaviest rows for a question as Haystack documents; the score is the weight.
+    """A Haystack component that returns the heaviest rows for a question as documents.
 
-    `content` names the column with the text, by default the value. `options` are those of `ask`:
-    `where`, `score`, `weighting`.
+    The score of a document is the row's weight. `content` names the column with the text, by
+    default the value. `options` are those of `ask`: `where`, `score`, `weighting`.
 
     >>> from qkv import Database
     >>> from qkv.retrievers import HaystackRetriever
     >>> facts = Database({"the tallest mountain": "Everest", "the longest river": "the Nile"})
-    >>> retrieve_documents = HaystackRetriever(facts, top=1).run(query="which mountain is tallest?")
-    >>> retrieve_documents["documents"][0].content, retrieve_documents["documents"][0].meta["key"]
+    >>> result = HaystackRetriever(facts, top=1).run(query="which mountain is tallest?")
+    >>> result["documents"][0].content, result["documents"][0].meta["key"]
     ('Everest', 'the tallest mountain')
     """
 
@@ -43,7 +43,7 @@ class HaystackRetriever:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the component as a dictionary; the database is stored as its path."""
+        """Return the component as a dictionary, which contains the path of the database."""
         if getattr(self.database, "path", None) is None:
             raise CombinationError(
                 "a pipeline stores the path of its database, but this database is in memory: "

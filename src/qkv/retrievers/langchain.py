@@ -13,7 +13,7 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 class LangChainRetriever(BaseRetriever):
-    """Returns the heaviest rows for a question as LangChain documents.
+    """A LangChain retriever that returns the heaviest rows for a question as documents.
 
     `content` names the column with the text, by default the value. Other keywords are options of
     `ask`: `where`, `score`, `weighting`.
@@ -32,8 +32,8 @@ class LangChainRetriever(BaseRetriever):
     options: dict[str, Any] = Field(default_factory=dict)
 
     def __init__(self, database: Any, **fields: Any) -> None:
-        own = type(self).model_fields
-        options = {name: fields.pop(name) for name in [*fields] if name not in own}
+        model_fields = type(self).model_fields
+        options = {name: fields.pop(name) for name in [*fields] if name not in model_fields}
         options = fields.get("options", {}) | options
         super().__init__(database=database, **fields | {"options": options})
         check_arguments(self.database, self.top, self.options)

@@ -11,10 +11,10 @@ from qkv.retrievers.documents import check_arguments, retrieve_documents
 
 
 class LlamaIndexRetriever(BaseRetriever):
-    """Returns the heaviest rows for a question as LlamaIndex nodes; the score is the weight.
+    """A LlamaIndex retriever that returns the heaviest rows for a question as nodes.
 
-    `content` names the column with the text, by default the value. `options` are those of `ask`:
-    `where`, `score`, `weighting`.
+    The score of a node is the row's weight. `content` names the column with the text, by default
+    the value. `options` are those of `ask`: `where`, `score`, `weighting`.
 
     >>> from qkv import Database
     >>> from qkv.retrievers import LlamaIndexRetriever

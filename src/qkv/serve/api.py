@@ -1,4 +1,4 @@
-"""The routes of `/v1`: the methods of a database over HTTP."""
+"""The routes of `/v1`: a database's methods over HTTP."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def list_databases(registry: DatabaseRegistry, request: RequestData) -> Any:
     body=ASK_BODY,
 )
 async def ask_database(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Answer a query, or each query of a list: Σ α(q, k) v over all rows."""
+    """Answer a query, or each query of a list, with Σ α(q, k) v over all rows."""
     served, options = request.served_database, dict(request.body)
     query = options.pop("query")
     more = [name for name in ("weights", "spread") if options.pop(name, False)]
     size, characters = check_query_count(served.count_queries(query)), count_characters(query)
-    asked = served.batcher.submit_queries(encoding.dumps(options), query, size, characters)
-    answers, single = await asyncio.wrap_future(asked)
+    future = served.batcher.submit_queries(encoding.dumps(options), query, size, characters)
+    answers, single = await asyncio.wrap_future(future)
     results = [encoding.answer_to_dict(answer, request.accepts_tagged_cells) for answer in answers]
     if more:
         await registry.run_in_thread(_add_answer_details, answers, more, results)
@@ -88,14 +88,14 @@ async def ask_database(registry: DatabaseRegistry, request: RequestData) -> Any:
 def _add_answer_details(
     answers: list[Answer], names: list[str], results: list[dict[str, Any]]
 ) -> None:
-    """Add the optional fields: the weights of all rows, the spread."""
+    """Add the requested fields to the results: "weights" (of all rows) or "spread"."""
     if "weights" in names and sum(answer.total for answer in answers) > limits.MAX_NUMBERS:
         raise RequestError(
             413,
-            f"weights: at most {limits.MAX_NUMBERS:,} in one response: send fewer queries",
+            f"weights: at most {limits.MAX_NUMBERS:,} weights in one response: send fewer queries",
         )
-    for answer, one in zip(answers, results, strict=True):
-        one |= {name: getattr(answer, name) for name in names}
+    for answer, result in zip(answers, results, strict=True):
+        result |= {name: getattr(answer, name) for name in names}
 
 
 @ROUTES(
@@ -105,7 +105,7 @@ def _add_answer_details(
     body=ATTEND_BODY,
 )
 def attend_database(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Pool the values for a query, or for each query of a list; return only numbers."""
+    """Return only the pooled value Σ α(q, k) v of a query, or of each query of a list."""
     served, options = request.served_database, dict(request.body)
     query, version = options.pop("query"), options.pop("at", None)
     count_characters(query)
@@ -142,9 +142,9 @@ def attend_database(registry: DatabaseRegistry, request: RequestData) -> Any:
 )
 def list_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
     """List rows with all their columns, the oldest first."""
-    at = request.query_params
-    database, where = request.served_database.at_version(at.get("at")), at.get("where")
-    start, count = at.get("from", 0), at.get("count", 20)
+    params = request.query_params
+    database, where = request.served_database.at_version(params.get("at")), params.get("where")
+    start, count = params.get("from", 0), params.get("count", 20)
     rows = list(database.rows(where=where, start=start, count=count))
     total = database.count(where)
     hint = "" if total else database.why_no_rows(where)
@@ -160,7 +160,7 @@ def list_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
     error_statuses=(409,),
 )
 async def add_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Add rows, all or none. The response is sent after they are on disk."""
+    """Add all rows, or none if one is invalid. The rows are on disk when the response is sent."""
     served = _require_writable(request.served_database)
     return await asyncio.wrap_future(
         served.write_executor.submit(_write_rows, served, request.body, request.has_tagged_cells)
@@ -168,6 +168,10 @@ async def add_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
 
 
 def _write_rows(served: ServedDatabase, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
+    """Add or update the rows in `body`.
+
+    `exactly` says that the cells are tagged, so that no text needs parsing.
+    """
     database, cells = served.database, body["rows"]
     if not exactly:
         example = served.example_cells({name for row in cells for name in row})
@@ -194,7 +198,7 @@ def _write_rows(served: ServedDatabase, body: dict[str, Any], exactly: bool) -> 
                     "store the long value in a file, and its path in the row",
                 )
         if any(row.get(name) is None for name in key):
-            raise ArgumentError(f"rows[{i}] has no key: set {', '.join(key)}")
+            raise ArgumentError(f"rows[{i}] has no key: set the column {', '.join(key)}")
     if not body.get("update"):
         database.extend(cells)
         return _current_state(served)
@@ -206,9 +210,9 @@ def _write_rows(served: ServedDatabase, body: dict[str, Any], exactly: bool) -> 
                 f"({', '.join(value)})"
             )
         parts = tuple(row[name] for name in key)
-        results = {name: row[name] for name in value if name in row}
-        one = parts if len(key) > 1 else parts[0]
-        changed.append((one, results if len(value) > 1 else results.get(value[0])))
+        value_of_row = {name: row[name] for name in value if name in row}
+        key_of_row = parts if len(key) > 1 else parts[0]
+        changed.append((key_of_row, value_of_row if len(value) > 1 else value_of_row.get(value[0])))
     inserted = database.update(changed)
     return {**_current_state(served), "inserted": inserted}
 
@@ -223,7 +227,10 @@ def _write_rows(served: ServedDatabase, body: dict[str, Any], exactly: bool) -> 
     },
 )
 def get_row(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Look up a key. The error 404 names the nearest keys."""
+    """Look up a key and return its value.
+
+    If no row has the key, the error names the nearest keys.
+    """
     database, key = (
         request.served_database.at_version(request.query_params.get("at")),
         _parse_path_key(request),
@@ -234,7 +241,10 @@ def get_row(registry: DatabaseRegistry, request: RequestData) -> Any:
 
 
 def _parse_path_key(request: RequestData) -> Any:
-    """Return the key that the path names; a text that no key can have is a missing key."""
+    """Return the key that the path contains.
+
+    Text that no key can have gives the error for a missing key.
+    """
     try:
         if request.has_tagged_cells:
             return encoding.loads(request.path_key)
@@ -253,7 +263,7 @@ def _parse_path_key(request: RequestData) -> Any:
     error_statuses=(409,),
 )
 async def remove_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Delete every row that has this key."""
+    """Delete every row with this key."""
     served = _require_writable(request.served_database)
 
     def remove_and_report() -> dict[str, Any]:
@@ -264,6 +274,7 @@ async def remove_rows(registry: DatabaseRegistry, request: RequestData) -> Any:
 
 
 def _require_writable(served: ServedDatabase) -> ServedDatabase:
+    """Return the database; raise `RequestError` if it is held in memory, since it is read-only."""
     if not served.is_durable:
         raise RequestError(
             409,
@@ -273,6 +284,7 @@ def _require_writable(served: ServedDatabase) -> ServedDatabase:
 
 
 def _current_state(served: ServedDatabase) -> dict[str, Any]:
+    """Return the name, the number of rows and the version of a database."""
     return {"name": served.name, "rows": len(served.database), "version": served.database.version}
 
 
@@ -290,10 +302,10 @@ def list_versions(registry: DatabaseRegistry, request: RequestData) -> Any:
 
 @ROUTES("GET", f"{DATABASE_PATH}/info", INFO_SCHEMA, query={"at": VERSION_SCHEMA})
 def get_info(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Describe a database: rows, columns, encoder, size."""
+    """Describe a database: its number of rows, columns, encoder and size."""
     database = request.served_database.at_version(request.query_params.get("at"))
     info, described = dict(database.info()), database.describe()
-    del info["path"]  # clients need not know the server's paths
+    del info["path"]  # do not reveal paths of the server
     return {
         "name": request.served_database.name,
         **info,
@@ -310,7 +322,7 @@ def get_info(registry: DatabaseRegistry, request: RequestData) -> Any:
     body=WEIGHTS_BODY,
 )
 def compute_weights(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Compute the weights α(q, k) of the given vectors, one row per query."""
+    """Compute the weights α(q, k) of vectors: one row per query, one column per key."""
     options = dict(request.body)
     query, key = (_parse_matrix(name, options.pop(name)) for name in ("query", "key"))
     if query.shape[-2] * key.shape[-2] > limits.MAX_NUMBERS:
@@ -324,13 +336,14 @@ def compute_weights(registry: DatabaseRegistry, request: RequestData) -> Any:
 
 
 def _parse_matrix(name: str, rows: Any, kind: type = float) -> np.ndarray:
+    """Return the rows of a request as an array (rows, columns) of floats or booleans."""
     try:
         matrix: np.ndarray = np.asarray(rows, dtype=kind)
     except (ValueError, OverflowError):
         matrix = np.zeros(0)
     if matrix.ndim != 2 or not matrix.size:
-        what = "numbers" if kind is float else "booleans, one per key"
-        raise ArgumentError(f"{name} must be a list of rows of equal length, of {what}")
+        content = "numbers" if kind is float else "booleans, one per key"
+        raise ArgumentError(f"{name} must be a list of lists of equal length with {content}")
     return matrix
 
 
@@ -341,7 +354,7 @@ def _parse_matrix(name: str, rows: Any, kind: type = float) -> np.ndarray:
     right=None,
 )
 async def check_health(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Check that the server answers."""
+    """Check that the server answers requests."""
     return {"status": "ok", "databases": len(registry.databases)}
 
 

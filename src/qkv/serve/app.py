@@ -1,4 +1,4 @@
-"""The ASGI app: it reads, checks and answers the requests to each route."""
+"""The ASGI app: it checks requests, calls the handlers of routes, and sends the responses."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from qkv.serve.security import Access, SecurityMiddleware
 from qkv.util.deadline import DeadlineError, limit_time
 
 MAX_INLINE_PARSE_BYTES = 2**16
-"""Larger JSON bodies are parsed in a thread, so that other requests do not wait."""
+"""A larger JSON body is parsed in a thread, so that other requests do not wait."""
 ANY_OBJECT_SCHEMA: validation.Schema = {"type": "object"}
 
 
 class CellConvertor(PathConvertor):
-    """A key in a path, which may contain slashes and line breaks."""
+    """Converts a key in a path, which may contain slashes and line breaks."""
 
     regex = "(?s:.*)"
 
@@ -48,7 +48,7 @@ register_url_convertor("cell", CellConvertor())
 def create_app(
     registry: DatabaseRegistry, access: Access | None = None, hosts: Iterable[str] = ()
 ) -> Starlette:
-    """Return the ASGI app that serves these databases and closes them at its end.
+    """Return the ASGI app that serves these databases. It closes them when the server stops.
 
     >>> from qkv import Database
     >>> from starlette.testclient import TestClient
@@ -85,10 +85,10 @@ def create_app(
 
 
 def build_routes(access: Access) -> list[Route]:
-    """Return every route of the server, including its own description."""
+    """Return all routes of the server, also those of the OpenAPI document and its reference."""
 
     def readable_names(registry: DatabaseRegistry, data: RequestData) -> Iterable[str]:
-        # A client without the right to read sees the routes, but not the names of databases.
+        # A client that may not read gets the routes, but not the names of the databases.
         reads = access.find_denial(data.headers.get("authorization"), "read") is None
         return registry.databases if reads else ()
 
@@ -119,7 +119,10 @@ def build_routes(access: Access) -> list[Route]:
 
 
 class Endpoint:
-    """One path as an ASGI app, which avoids the wrappers that Starlette puts around a function."""
+    """All routes with one path, as an ASGI app.
+
+    Starlette would put slower wrappers around a function.
+    """
 
     def __init__(self, registry: DatabaseRegistry, access: Access, routes: Sequence[Route]):
         self.served, self.access = registry, access
@@ -144,7 +147,7 @@ class Endpoint:
                     raise denial
             if route.right in (None, "read"):
                 return await _with_timeout(route, _handle_request(self.served, route, request))  # type: ignore[no-any-return]
-            # A write is not stopped at the time limit: its thread would go on after the error.
+            # A write is not stopped at the time limit: its thread would continue after the error.
             data = await _with_timeout(route, _read_request(self.served, route, request))
             return await _call_handler(self.served, route, data)
         except RequestError as error:
@@ -155,7 +158,7 @@ class Endpoint:
             denial = await self.served.run_in_thread(to_request_error, error)
             if denial is None:
                 logging.getLogger("qkv").exception("unexpected error in %s", route.path)
-                denial = RequestError(500, "internal error in qkv: see the server's log")
+                denial = RequestError(500, "a bug in qkv: the server's log has the traceback")
             return error_response(denial, exactly=exactly)
 
 
@@ -164,6 +167,8 @@ async def _handle_request(registry: DatabaseRegistry, route: Route, request: Req
 
 
 async def _call_handler(registry: DatabaseRegistry, route: Route, data: RequestData) -> Response:
+    """Call the handler of a route, in a thread unless it is async, and return its response."""
+
     def as_response(result: Any) -> Response:
         if isinstance(result, Response):
             return result
@@ -175,7 +180,10 @@ async def _call_handler(registry: DatabaseRegistry, route: Route, data: RequestD
 
 
 async def _with_timeout(route: Route, call: Any) -> Any:
-    """Await a call and stop it at the time limit; work in a thread stops after its next block."""
+    """Await a call, and cancel it at the time limit.
+
+    A thread that works for the call stops when it next checks the deadline.
+    """
     try:
         with limit_time(time.monotonic() + limits.REQUEST_TIMEOUT_SECONDS):
             async with asyncio.timeout(limits.REQUEST_TIMEOUT_SECONDS):
@@ -189,16 +197,16 @@ def _timeout_error(route: Route) -> RequestError:
         limits.UPLOAD_TIMEOUT_SECONDS if route.right == "upload" else limits.REQUEST_TIMEOUT_SECONDS
     )
     return RequestError(
-        503, f"this exceeded the limit of {seconds:g} seconds: {_suggest_alternative(route)}"
+        503, f"the request took longer than {seconds:g} seconds: {_suggest_alternative(route)}"
     )
 
 
 def _suggest_alternative(route: Route) -> str:
-    """Return what to do about an exceeded limit."""
+    """Return advice for a request that exceeds a limit."""
     if route.right == "upload":
         return (
-            "on the server's machine, import it with `qkv import FILE NAME.qkv` and serve it with "
-            "`qkv serve NAME.qkv`"
+            "on the server's machine, import the file with `qkv import FILE NAME.qkv` and serve "
+            "the database with `qkv serve NAME.qkv`"
         )
     return "send smaller requests, or use qkv.open(PATH) in Python, which has no such limit"
 
@@ -217,24 +225,28 @@ async def _read_request(registry: DatabaseRegistry, route: Route, request: Reque
 
 
 def _parse_query_params(route: Route, request: Request) -> dict[str, Any]:
+    """Return the query parameters with the types of their schemas; raise for an invalid one."""
     params: dict[str, Any] = {}
     for name, text in request.query_params.multi_items():
         schema = route.query.get(name)
         if schema is None:
             raise RequestError(400, str(unknown_name_error("parameter", name, route.query)))
         if name in params:
-            raise RequestError(400, f"the parameter {name} is given twice")
+            raise RequestError(400, f"the parameter {name} appears twice: send it once")
         params[name] = validation.parse_parameter(text, schema)
         if fault := validation.find_violation(params[name], schema, name):
             raise RequestError(400, fault)
     for name in route.required_parameters:
         if name not in params:
-            raise RequestError(400, f"the parameter {name} is required")
+            raise RequestError(400, f"the parameter {name} is missing: add ?{name}=…")
     return params
 
 
 async def _read_body(registry: DatabaseRegistry, route: Route, request: Request) -> Any:
-    """Return the body: bytes if the route accepts the media type as raw, else validated JSON."""
+    """Read and check the body.
+
+    Return bytes if the route accepts its media type without parsing, else the parsed JSON.
+    """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     takes = [
         *route.raw_media_types,
@@ -246,7 +258,7 @@ async def _read_body(registry: DatabaseRegistry, route: Route, request: Request)
         )
     most = route.max_body_bytes or limits.MAX_BODY_BYTES
     large = RequestError(
-        413, f"the body may have at most {most:,} bytes: {_suggest_alternative(route)}"
+        413, f"the body has more than {most:,} bytes, the limit: {_suggest_alternative(route)}"
     )
     raw = bytearray()
     with contextlib.suppress(ValueError):
@@ -260,15 +272,15 @@ async def _read_body(registry: DatabaseRegistry, route: Route, request: Request)
             if registry.held_body_bytes > limits.MAX_TOTAL_BODY_BYTES:
                 raise RequestError(
                     503,
-                    "the server is busy: all bodies together exceed "
-                    f"{limits.MAX_TOTAL_BODY_BYTES:,} bytes; try again",
+                    "the server is busy: the bodies of all requests exceed "
+                    f"{limits.MAX_TOTAL_BODY_BYTES:,} bytes: try again later",
                 )
             if len(raw) > most:
                 raise large
     except ClientDisconnect:
         raise RequestError(400, "the client disconnected before the end of the body") from None
     if not raw and not media:
-        raise RequestError(400, "a body is required")
+        raise RequestError(400, "the request has no body: send one")
     if media in route.raw_media_types or route.body is None:
         return bytes(raw)
     if len(raw) < MAX_INLINE_PARSE_BYTES:
@@ -286,11 +298,11 @@ def _parse_body(raw: bytearray, schema: validation.Schema, media: str) -> Any:
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    """Return the router's errors 404 and 405 as JSON."""
+    """Return Starlette's errors 404 and 405 as JSON."""
     assert isinstance(error, HTTPException)
     messages = {
-        404: "this path does not exist: see /reference",
-        405: f"{request.method} is not allowed for this path: see /reference",
+        404: "this path does not exist: /reference lists all paths",
+        405: f"{request.method} is not allowed for this path: /reference lists the methods",
     }
     denial = RequestError(error.status_code, messages.get(error.status_code, error.detail))
     denial.headers.update(error.headers or {})

@@ -1,4 +1,4 @@
-"""Batches of queries: those that arrive during a computation are answered together next."""
+"""Batch queries: all queries that arrive during a computation are answered by the next one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from qkv.util.deadline import current_deadline, limit_time
 AnswerFunction = Callable[[Any, list[Any]], Sequence[Any]]
 
 WAIT_FRACTION, MAX_WAIT_SECONDS = 1 / 4, 0.05
-"""How long a batch waits for the next query of the clients that were just answered.
+"""How long a batch waits for the next queries of the clients that were just answered.
 
-It is a fraction of the time of the last batch, with an upper limit. Without the wait, clients that
-ask again would split into two batches, and each batch reads all rows.
+It waits for this fraction of the duration of the last batch, but at most `MAX_WAIT_SECONDS`.
+Without the wait, clients that query again would split into two batches, and each batch reads all
+rows.
 """
 
 
 class PendingRequest(NamedTuple):
-    """The queries of one request that wait for a batch, and the future of their answers."""
+    """One request that waits for a batch: its queries, and the future that gets the answers."""
 
     queries: Any
     size: int
@@ -33,10 +34,10 @@ class PendingRequest(NamedTuple):
 
 
 class QueryBatcher:
-    """A thread that computes one batch at a time, and the requests that wait for the next.
+    """A thread that computes one batch of queries at a time, and a queue of waiting requests.
 
     `answer(options, queries)` returns a result or an exception for each request. Requests with
-    equal options form a batch.
+    equal options form a batch. `observe_batch` is called with the number of queries of each batch.
 
     >>> batches = QueryBatcher(lambda options, queries: [f"{options} {x}" for x in queries])
     >>> batches.submit_queries("hello", "Li").result()
@@ -53,15 +54,19 @@ class QueryBatcher:
         self._waiting_by_options: dict[Hashable, list[PendingRequest]] = {}
         self._busy = False
         self._expected_requests, self._pause_seconds, self._wait_deadline = 0, 0.0, 0.0
-        """Requests at the end of the last batch, the wait for each of them, and for all."""
+        """The wait before the next batch.
+
+        It ends when `_expected_requests` requests are there, when none arrives for
+        `_pause_seconds`, or at `_wait_deadline`.
+        """
 
     def submit_queries(
         self, options: Hashable, queries: Any, size: int = 1, characters: int = 0
     ) -> Future[Any]:
-        """Add the queries of one request to the next batch, and return the future of their answers.
+        """Add the queries of one request to the next batch; return the future of their answers.
 
-        `size` is the number of queries and `characters` the length of their texts. The work stops
-        at the caller's deadline.
+        `size` is the number of queries, and `characters` the length of their texts. The computation
+        stops at the deadline of the caller.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -72,7 +77,7 @@ class QueryBatcher:
                 try:
                     self._thread.submit(self._run_batches)
                 except RuntimeError:
-                    raise StoreClosedError("the database is no longer served") from None
+                    raise StoreClosedError("the server has closed this database") from None
                 self._busy = True
             self._lock.notify()
         return future
@@ -104,32 +109,36 @@ class QueryBatcher:
                     request.future.set_result(answer)
 
     def _next_batch(self) -> tuple[Any, list[PendingRequest]] | None:
-        """Return the options and the requests of the next batch, the oldest ones; None if none."""
+        """Return the options and the requests of the next batch, or None if no request waits.
+
+        The batch has the options of the oldest request.
+        """
         with self._lock:
             if not self._waiting_by_options:
                 self._busy = False
                 return None
             while self._count_waiting() < self._expected_requests:
-                left = min(self._pause_seconds, self._wait_deadline - time.monotonic())
-                if left <= 0 or not self._lock.wait(left):
+                wait_seconds = min(self._pause_seconds, self._wait_deadline - time.monotonic())
+                if wait_seconds <= 0 or not self._lock.wait(wait_seconds):
                     break
             options = next(iter(self._waiting_by_options))
-            requests, taken, count, characters = self._waiting_by_options.pop(options), 0, 0, 0
-            while taken < len(requests):
-                count += requests[taken].size
-                characters += requests[taken].characters
-                if taken and (
+            requests, selected, count, characters = self._waiting_by_options.pop(options), 0, 0, 0
+            while selected < len(requests):
+                count += requests[selected].size
+                characters += requests[selected].characters
+                if selected and (
                     count > limits.MAX_QUERIES or characters > limits.MAX_BATCH_CHARACTERS
                 ):
                     break
-                taken += 1
-            if requests[taken:]:
-                self._waiting_by_options[options] = requests[taken:]  # after the other options
-            return options, requests[:taken]
+                selected += 1
+            if requests[selected:]:
+                # They now wait after the requests with other options.
+                self._waiting_by_options[options] = requests[selected:]
+            return options, requests[:selected]
 
     def _count_waiting(self) -> int:
         return sum(map(len, self._waiting_by_options.values()))
 
     def close(self) -> None:
-        """Answer the waiting requests, and end the thread."""
+        """Answer the waiting requests, then end the thread."""
         self._thread.shutdown(wait=True)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Client(Closable):
-    """A client of the databases that `qkv serve` serves at `url`. Threads may share it.
+    """A client of the `qkv serve` server at `url`. Threads may share a client.
 
-    `client["books"]` is one database, with the methods of a local one. `client.ask("books", query)`
-    is short for `client["books"].ask(query)`, and likewise for the other methods. `timeout` is in
-    seconds.
+    `client["books"]` is one database of the server, with the methods of a local database.
+    `client.ask("books", query)` is short for `client["books"].ask(query)`, and likewise for the
+    other methods. `timeout` is in seconds.
 
         client = qkv.Client("http://127.0.0.1:8000")
         client.ask("books", "the alchmist").value
@@ -37,7 +37,7 @@ class Client(Closable):
         return self._transport.url
 
     def databases(self) -> list[str]:
-        """Return the names of the databases that the server has."""
+        """Return the names of the server's databases."""
         response = self._transport.send_read("GET", "/v1/databases")
         return [str(database["name"]) for database in response["databases"]]
 

@@ -1,4 +1,4 @@
-"""The databases that a server has, by name."""
+"""The databases of a server, by name."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from qkv.database.interface import DatabaseInfo
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
-"""Valid names of databases; none of them can be a path."""
+"""The pattern of valid database names. No path matches it."""
 
 WORKER_THREADS = 8
-"""Threads for work that does not belong to one database."""
+"""The number of threads for work that is not a batch or a write of one database."""
 
 
 class DatabaseProfile(NamedTuple):
-    """The types of keys and cells of a database at one version."""
+    """What the server needs to parse queries and cells of one version of a database."""
 
     version: int
     info: DatabaseInfo
@@ -52,7 +52,7 @@ class DatabaseProfile(NamedTuple):
 
 
 class ServedDatabase:
-    """One database with its query batches and the thread that writes to it."""
+    """One database with the batcher of its queries and the thread that writes to it."""
 
     def __init__(self, name: str, database: Database, metrics: Metrics, uploaded: bool = False):
         self.name, self.database, self.uploaded = name, database, uploaded
@@ -64,12 +64,14 @@ class ServedDatabase:
 
     @property
     def is_durable(self) -> bool:
+        """Whether the database is in a folder on disk, and not an upload."""
         return self.database.path is not None and not self.uploaded
 
     def is_same_folder(self) -> bool:
-        """Return whether the folder on disk is still the one that was opened.
+        """Return whether the path still names the folder that was opened.
 
-        An open file can be read after it was removed, so reading does not reveal it.
+        The server can still read the open files of a folder that was removed, so reading does not
+        show the removal.
         """
         if self._opened_stat is None:
             return True
@@ -77,10 +79,11 @@ class ServedDatabase:
         return now is not None and os.path.samestat(now, self._opened_stat)
 
     def at_version(self, version: int | None) -> Database:
+        """Return the database at a version; None means the newest version."""
         return self.database if version is None else self.database.at(version)
 
     def get_profile(self) -> DatabaseProfile:
-        """Return the types of keys and cells; cached per version."""
+        """Return the profile of the newest version; it is cached."""
         profile, version = self._profile, self.database.version
         if profile is None or profile.version != version:
             key, row = next(iter(self.database), None), next(self.database.rows(), {})
@@ -88,9 +91,10 @@ class ServedDatabase:
         return profile
 
     def example_cells(self, names: Collection[str]) -> dict[str, Any]:
-        """Return one cell of each of these columns in which text is parsed as another type.
+        """Return an example cell of each of these columns whose cells must be parsed from text.
 
-        A column of mixed types is left out: its text stays text.
+        A column of text has no example, and neither has a column of mixed types: its text stays
+        text.
         """
         row = self.get_profile().first_row
         examples = {x: row[x] for x in names if not isinstance(row.get(x), str | None)}
@@ -98,15 +102,15 @@ class ServedDatabase:
         return {x: cell for x, cell in examples.items() if ", " not in types[x]["type"]}
 
     def parse_key(self, text: str, what: str = "the query") -> Any:
-        """Parse the text of a path as a key of the database's type."""
+        """Parse the text of a path as a key of this database. `what` names it in messages."""
         return parsing.parse_cell_like(text, self.get_profile().first_key, what)
 
     def parse_queries(self, query: Any) -> tuple[Any, bool]:
-        """Return a list or array of queries, and whether the request had a single one.
+        """Return the queries as a list or array, and whether the request had a single query.
 
-        A list is several queries, as in `Database.ask`, with two exceptions. A list of numbers is
-        one query if the keys are vectors or JSON. A list of single cells is one query if the keys
-        have several columns.
+        A list means several queries, as in `Database.ask`, with two exceptions. A list of numbers
+        is one query if the keys are vectors or JSON. A list of single cells is one query if the
+        keys have several columns.
         """
         profile = self.get_profile()
         query = as_cells(query, profile.key_kind)
@@ -139,39 +143,39 @@ class ServedDatabase:
         )
         if profile.key_kind == "tuple":
             many = many and not is_flat(query)
-        each = Batch(check_text_length(one, "query") for one in (query if many else [query]))
+        each = Batch(check_text_length(cell, "query") for cell in (query if many else [query]))
         if profile.key_kind in PARSER_BY_KIND:
             return each, not many
         read = (
-            parsing.cell_from_json(one, profile.first_key, f"query {i}")
-            for i, one in enumerate(each)
+            parsing.cell_from_json(cell, profile.first_key, f"query {i}")
+            for i, cell in enumerate(each)
         )
         return Batch(read), not many
 
     def count_queries(self, query: Any) -> int:
-        """Return the number of queries, without reading the database."""
+        """Return the number of queries in a request, without reading the database."""
         if isinstance(query, np.ndarray) and query.ndim == 2:
             return len(query)
         if not isinstance(query, list):
             return 1
-        one = self._profile is not None and self._profile.key_kind in ("vector", "tuple")
-        many = not one or not is_flat(query)
+        list_is_query = self._profile is not None and self._profile.key_kind in ("vector", "tuple")
+        many = not list_is_query or not is_flat(query)
         return len(query) if many else 1
 
-    def _answer_batch(self, options_json: str, asked: list[Any]) -> list[Any]:
-        """Return for each request its answers and whether it had one query, or its error."""
+    def _answer_batch(self, options_json: str, requests: list[Any]) -> list[Any]:
+        """Return for each request (answers, whether it had a single query), or its exception."""
         try:
             options = encoding.loads(options_json)
             database, built = self.at_version(options.pop("at", None)), build_options(options)
-            each = [self.parse_queries(query) for query in asked]
+            each = [self.parse_queries(query) for query in requests]
             many: Any = Batch(query for queries, _ in each for query in queries)
             if isinstance(each[0][0], np.ndarray):
                 many = np.stack(many) if many else many
             answers: list[Answer] = database.ask(many, **built) if len(many) else []
         except Exception as error:
-            if len(asked) == 1 or isinstance(error, DeadlineError):
-                return [error] * len(asked)
-            return [self._answer_batch(options_json, [one])[0] for one in asked]
+            if len(requests) == 1 or isinstance(error, DeadlineError):
+                return [error] * len(requests)
+            return [self._answer_batch(options_json, [request])[0] for request in requests]
         results, start = [], 0
         for queries, single in each:
             results.append((answers[start : start + len(queries)], single))
@@ -185,6 +189,7 @@ class ServedDatabase:
 
 
 def _stat_or_none(path: Path | None) -> os.stat_result | None:
+    """Return the status of a file; None if there is no path or no file."""
     try:
         return None if path is None else os.stat(path)
     except OSError:
@@ -194,12 +199,15 @@ def _stat_or_none(path: Path | None) -> os.stat_result | None:
 def _call_with_deadline(
     deadline: float | None, call: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
+    """Call a function that must stop at this deadline (`time.monotonic` seconds, None for none)."""
     with limit_time(deadline):
         return call(*args)
 
 
 def count_characters(query: Any) -> int:
-    """Return the number of characters of a query, or of a list of them; refuse too many.
+    """Return the number of characters of a query, or of all queries in a list.
+
+    Raise `RequestError` if there are too many.
 
     >>> count_characters(["Li", ["Mu", 1], {"name": "Bo"}])
     6
@@ -224,14 +232,18 @@ def count_characters(query: Any) -> int:
 
 
 def check_query_count(queries: int) -> int:
-    """Return the number of queries; refuse too many."""
+    """Return the number of queries; raise `RequestError` if there are too many."""
     if queries > limits.MAX_QUERIES:
-        raise RequestError(413, f"query: at most {limits.MAX_QUERIES:,} at a time, not {queries:,}")
+        raise RequestError(
+            413,
+            f"query: at most {limits.MAX_QUERIES:,} queries in one request, not {queries:,}: send "
+            "several requests",
+        )
     return queries
 
 
 def check_text_length(query: Any, what: str) -> Any:
-    """Return a query or key; refuse a text that is too long."""
+    """Return a query or key; raise `RequestError` if its text is too long. `what` names it."""
     if isinstance(query, str | bytes) and len(query) > limits.MAX_TEXT_CHARACTERS:
         raise RequestError(
             413,
@@ -250,13 +262,20 @@ def build_options(json_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_weighting(weighting: Weighting) -> None:
-    """Refuse a weighting that keeps too many rows per query, such as topk with a very large k."""
+    """Raise `RequestError` for a weighting that keeps too many rows per query.
+
+    An example is topk with a very large k.
+    """
     if (weighting.max_support or 0) > limits.MAX_ROWS:
-        raise RequestError(413, f"weighting: at most {limits.MAX_ROWS:,} rows per query")
+        raise RequestError(
+            413,
+            f"weighting: it keeps {weighting.max_support:,} rows per query; the limit is "
+            f"{limits.MAX_ROWS:,}",
+        )
 
 
 class DatabaseRegistry(MutableMapping[str, "Database"]):
-    """All databases of a server by name, and the threads that work on them.
+    """The databases of a server by name, and the threads that work on them.
 
     `registry[name] = database` adds an upload. Only uploads can be deleted or replaced.
 
@@ -273,12 +292,12 @@ class DatabaseRegistry(MutableMapping[str, "Database"]):
         self._pool = ThreadPoolExecutor(WORKER_THREADS, "qkv-serve")
         self._lock = threading.RLock()
         self.held_body_bytes = 0
-        """Bytes of all request bodies in memory."""
+        """The size of all request bodies in memory."""
 
     def add_database(
         self, name: str, database: Database, *, uploaded: bool = False
     ) -> ServedDatabase:
-        """Serve a database under a new name."""
+        """Serve a database under a name that is not in use."""
         if not re.fullmatch(NAME_PATTERN, name):
             raise ArgumentError(
                 f"{name!r} is not a valid name for a database: use at most 64 letters, digits, "
@@ -301,35 +320,39 @@ class DatabaseRegistry(MutableMapping[str, "Database"]):
         return len(self.databases)
 
     def __setitem__(self, name: str, database: Database) -> None:
-        """Serve an upload; replace an earlier upload of that name."""
+        """Serve an upload. It replaces an earlier upload with the same name."""
         with self._lock:
-            taken = self.databases.get(name)
-            if taken is not None and not taken.uploaded:
+            existing = self.databases.get(name)
+            if existing is not None and not existing.uploaded:
                 raise RequestError(409, f"the name {name!r} is taken: choose another")
-            served = [one for one in self.databases.values() if one.uploaded]
-            if taken is None and len(served) >= limits.MAX_UPLOADS:
-                names = ", ".join(one.name for one in served)
+            served = [each for each in self.databases.values() if each.uploaded]
+            if existing is None and len(served) >= limits.MAX_UPLOADS:
+                names = ", ".join(each.name for each in served)
                 raise RequestError(
                     409,
-                    f"the server holds {limits.MAX_UPLOADS} uploads, the limit: delete one of "
-                    f"{names}",
+                    f"the server has {limits.MAX_UPLOADS} uploads already, the limit: delete one "
+                    f"of {names}",
                 )
-            if taken is not None:
+            if existing is not None:
                 del self[name]
             self.add_database(name, database, uploaded=True)
 
     def __delitem__(self, name: str) -> None:
-        """Delete an upload after the queries to it are answered."""
+        """Delete an upload, after the server has answered the queries to it."""
         with self._lock:
             if not self.find_database(name).uploaded:
                 raise RequestError(409, f"{name} cannot be deleted: it was not uploaded")
             self._pool.submit(self.databases.pop(name).close)
 
     def find_database(self, name: str) -> ServedDatabase:
+        """Return the database with this name; raise `RequestError` if there is none.
+
+        It also raises if the folder on disk was removed or replaced.
+        """
         served = self.databases.get(name)
         if served is None:
-            known = ", ".join(self.databases) or "none"
-            raise RequestError(404, f"no database is named {name[:64]!r}; available: {known}")
+            names = ", ".join(self.databases) or "none"
+            raise RequestError(404, f"no database is named {name[:64]!r}; available: {names}")
         if not served.is_same_folder():
             raise RequestError(
                 503, f"{name} was removed or replaced on disk: restart the server to open it again"
@@ -337,22 +360,22 @@ class DatabaseRegistry(MutableMapping[str, "Database"]):
         return served
 
     async def run_in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a call in a thread, with the current deadline, and return its result."""
+        """Call a function in a thread with the current deadline; return its result."""
         return await asyncio.wrap_future(
             self._pool.submit(_call_with_deadline, current_deadline(), call, args)
         )
 
     def close(self) -> None:
-        """Finish the work in progress, and close every database."""
+        """Wait for the work in progress, then close every database."""
         self._pool.shutdown(wait=True)
         for served in self.databases.values():
             served.close()
 
 
 def open_sources(sources: Sequence[str | Path], shards: int | None = None) -> DatabaseRegistry:
-    """Open folders and tables, each under the name of its file without the suffix.
+    """Open folders and tables. The name of each database is its file name without the suffix.
 
-    With `shards`, folders and stores at URLs are opened as clusters with that many shards.
+    With `shards`, a folder or a store at a URL is opened as a cluster of that many shards.
     """
     registry = DatabaseRegistry()
     try:

@@ -1,6 +1,6 @@
-"""JSON with tags for types that JSON lacks: tuples, dates, bytes, vectors and NaN.
+"""JSON with tags for the types that JSON lacks: tuples, dates, bytes, vectors and NaN.
 
-The tags are those of a store. Clients select them by the media type `CELLS_MEDIA_TYPE`.
+The tags are the same as in a store. A client requests them with the media type `CELLS_MEDIA_TYPE`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ OPTIONAL_FIELDS = {
     "shares": "is_normalized",
     "coverage": "coverage",
 }
-"""Fields that a response may lack, and the attributes of `Answer` that hold them.
+"""Fields that a response may lack, and the attributes of `Answer` for them.
 
-A server older than the client does not send newer fields.
+A server that is older than the client does not send the newer fields.
 """
 
 CELLS_MEDIA_TYPE = "application/vnd.qkv.cells+json"
 
 
 def dumps(result: Any) -> str:
-    """Return a result as JSON with tagged cells; `loads` is the inverse.
+    """Return a result as JSON text with tagged cells; `loads` parses it.
 
     >>> dumps({"key": ("Li", 1)})
     '{"key": {"$tuple": ["Li", 1]}}'
@@ -43,7 +43,7 @@ def dumps(result: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """Parse JSON with tagged cells, also from an untrusted client."""
+    """Parse JSON text with tagged cells. The text may come from an untrusted client."""
     try:
         return restore_cells(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -51,7 +51,7 @@ def loads(text: str) -> Any:
 
 
 def restore_cells(body: Any) -> Any:
-    """Return parsed JSON with its tagged cells as Python values."""
+    """Convert the tagged cells in parsed JSON to Python values."""
     try:
         return cells.from_json_value(body)
     except cells.CELL_ERRORS as error:
@@ -59,7 +59,10 @@ def restore_cells(body: Any) -> Any:
 
 
 def answer_to_dict(answer: Answer, records: bool) -> dict[str, Any]:
-    """Return an answer without the weights of all rows; `records` adds all columns of its rows."""
+    """Return the fields of an answer, without the weights of all rows.
+
+    With `records`, each row has the cells of all columns.
+    """
 
     def row_to_dict(row: Row) -> dict[str, Any]:
         fields = {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
@@ -77,7 +80,10 @@ def answer_to_dict(answer: Answer, records: bool) -> dict[str, Any]:
 
 
 def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -> Answer:
-    """Return the answer from `answer_to_dict`; `ask_again` repeats the query with more options."""
+    """Rebuild an answer from the fields of `answer_to_dict`.
+
+    `ask_again(**options)` sends the query again with more options, and returns the new fields.
+    """
     return Answer(
         query=fields["query"],
         value=fields["value"],
@@ -90,7 +96,7 @@ def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -
 
 
 class ServerBackend(AnswerBackend):
-    """The backend of an answer from a server; it asks the server for further data when needed."""
+    """The backend of an answer from a server. It requests further data when they are read."""
 
     def __init__(self, fields: Mapping[str, Any], ask_again: Callable[..., Any]):
         self._answer_data, self._ask_again = fields, ask_again
@@ -117,8 +123,8 @@ class ServerBackend(AnswerBackend):
         if "set" in fields:
             return [Row(**row) for row in fields["set"]]
         raise CombinationError(
-            f"the prediction set has {fields['set_rows']:,} rows, too many for the server to send: "
-            "use qkv.open(path) in Python"
+            f"the prediction set has {fields['set_rows']:,} rows, too many for a response: call "
+            "ask with qkv.open(path) on the server's machine"
             if "coverage" in fields
             else "no prediction set: the server's database is not calibrated for these options"
         )

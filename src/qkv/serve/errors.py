@@ -1,4 +1,4 @@
-"""The error that handlers and checks raise to send an error response."""
+"""The exception that becomes an error response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 class RequestError(Exception):
-    """An error response: its status, its message, and further fields of its JSON body."""
+    """An error response: its status, its message, and further fields of its JSON body.
+
+    Handlers and checks raise it.
+    """
 
     def __init__(self, status: int, message: str, **data: Any):
         super().__init__(message)

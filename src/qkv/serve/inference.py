@@ -1,8 +1,10 @@
 """The Open Inference Protocol, version 2: a database as a model for standard clients.
 
 The input `query` has the type of the keys: texts are BYTES (n), numbers FP64 (n), vectors FP32
-(n, d), and other keys BYTES (n) with JSON. The outputs are `value` (n, …), `entropy` (n), and of
-the `top` heaviest rows `weights`, `rows` (their positions) and `keys`, each (n, top).
+(n, d), and other keys BYTES (n) with JSON.
+
+The outputs `value` (n, …) and `entropy` (n) have an entry per query. The outputs `weights`, `rows`
+and `keys`, each (n, top), are the weights, positions and keys of the `top` heaviest rows.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from qkv.util.formatting import to_jsonable
 
 HEADER_LENGTH = "inference-header-content-length"
 IGNORED_PARAMETERS = ("binary_data_output", "content_type", "headers", "priority", "timeout")
-"""Parameters that some clients always send; the server ignores them."""
+"""Parameters that some clients send with every request. The server ignores them."""
 PARAMETERS_SCHEMA = body_schema(
     "Parameters",
     {},
@@ -61,7 +63,10 @@ INFER_BODY = object_schema(
     outputs=list_schema(
         object_schema("Output", {"name": TEXT_SCHEMA}, parameters={"type": "object"})
     ),
-    parameters={"type": "object", "description": "Options of ask: top, score, weighting, where …"},
+    parameters={
+        "type": "object",
+        "description": "The options of ask: top, score, weighting, where …",
+    },
     id=TEXT_SCHEMA,
 )
 MODEL_PATH = "/v2/models/{name}"
@@ -86,7 +91,7 @@ def get_server(registry: DatabaseRegistry, request: RequestData) -> Any:
     "GET", "/v2/health/live", object_schema("Live", {}), "Check that the server runs.", right=None
 )
 async def check_ready(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Check that the server, or the database, answers."""
+    """Check that the server is ready, and that the database exists if the path names one."""
     return {}
 
 
@@ -129,21 +134,21 @@ def get_model(registry: DatabaseRegistry, request: RequestData) -> Any:
     binary_media_types=("application/octet-stream",),
 )
 async def run_inference(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Answer a tensor of queries with tensors, in JSON or as bytes after it."""
+    """Answer the queries in the input tensor. The outputs are JSON, or bytes after the JSON."""
     served = request.served_database
     body, options, queries, characters = await registry.run_in_thread(
         _read_request, served, request
     )
-    same = json.dumps(options, sort_keys=True)
-    asked = served.batcher.submit_queries(same, queries, len(queries), characters)
-    answers, _ = await asyncio.wrap_future(asked)
+    options_json = json.dumps(options, sort_keys=True)
+    future = served.batcher.submit_queries(options_json, queries, len(queries), characters)
+    answers, _ = await asyncio.wrap_future(future)
     return await registry.run_in_thread(_write_response, served, body, answers, options["top"])
 
 
 def _read_request(
     served: ServedDatabase, request: RequestData
 ) -> tuple[dict[str, Any], dict[str, Any], Any, int]:
-    """Return the JSON, the options, the queries and their number of characters."""
+    """Return the parsed JSON, the options, the queries, and their number of characters."""
     body, binary_data = request.body, b""
     if isinstance(body, bytes):
         body, binary_data = _split_request(body, request.headers.get(HEADER_LENGTH))
@@ -164,9 +169,10 @@ def _read_request(
 def _write_response(
     served: ServedDatabase, body: dict[str, Any], answers: list[Answer], top: int
 ) -> Response:
-    known = _describe_outputs(served)
-    names, binary = tensors.select_outputs(body, known)
-    results = {name: _build_tensor(name, known[name], answers, top) for name in names}
+    """Return the response with the outputs that the request selects."""
+    specs = _describe_outputs(served)
+    names, binary = tensors.select_outputs(body, specs)
+    results = {name: _build_tensor(name, specs[name], answers, top) for name in names}
     outputs, binary_data = tensors.write_tensors(results, binary)
     head = {"model_name": served.name, "model_version": str(served.database.version)}
     head |= {"id": body["id"]} if isinstance(body.get("id"), str) else {}
@@ -177,48 +183,53 @@ def _write_response(
     return Response(text + binary_data, media_type="application/octet-stream", headers=headers)
 
 
-def _split_request(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
-    """Split a body into its JSON and the bytes after it."""
-    end = len(sent)
+def _split_request(body: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
+    """Split a body into its parsed JSON and the bytes after the JSON.
+
+    `length` is the header with the number of bytes of the JSON; None means the whole body.
+    """
+    end = len(body)
     if length is not None:
-        if not re.fullmatch("[0-9]{1,12}", length) or int(length) > len(sent):
+        if not re.fullmatch("[0-9]{1,12}", length) or int(length) > len(body):
             raise ArgumentError(
-                f"{HEADER_LENGTH} must be at most the length of the body, not {length[:20]!r}"
+                f"{HEADER_LENGTH} must be a number of bytes up to {len(body)}, the length of the "
+                f"body, not {length[:20]!r}"
             )
         end = int(length)
     try:
-        return parse_json(sent[:end], INFER_BODY, "the request"), sent[end:]
+        return parse_json(body[:end], INFER_BODY, "the request"), body[end:]
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
 
 def _parse_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `ask` that the request's parameters contain."""
-    own = {
+    """Return the options of `ask` among the parameters of the request."""
+    options = {
         name: value
         for name, value in body.get("parameters", {}).items()
         if name not in IGNORED_PARAMETERS and not name.startswith(("sequence_", "triton_"))
     }
-    if violation := find_violation(own, PARAMETERS_SCHEMA):
+    if violation := find_violation(options, PARAMETERS_SCHEMA):
         raise ArgumentError(f"parameters: {violation}")
-    return {"top": 5, **normalize_integers(own, PARAMETERS_SCHEMA)}
+    return {"top": 5, **normalize_integers(options, PARAMETERS_SCHEMA)}
 
 
-def _parse_queries(served: ServedDatabase, request: np.ndarray) -> Any:
-    """Return the queries as `ask` takes them: a list, or an array (n, d)."""
-    if request.dtype == object:
+def _parse_queries(served: ServedDatabase, tensor: np.ndarray) -> Any:
+    """Convert the input tensor to queries for `ask`: a list, or an array (n, d)."""
+    if tensor.dtype == object:
         try:
-            return [served.parse_key(text.decode()) for text in request.reshape(-1)]
+            return [served.parse_key(text.decode()) for text in tensor.reshape(-1)]
         except UnicodeDecodeError:
             raise ArgumentError("query: elements of type BYTES must be UTF-8 text") from None
-    if request.ndim == 2 and served.get_profile().key_kind != "number":
-        return request.astype(float)
+    if tensor.ndim == 2 and served.get_profile().key_kind != "number":
+        return tensor.astype(float)
     if is_number_key(served.get_profile().first_key):
-        return [tuple(request.reshape(-1).tolist())]
-    return request.reshape(-1).tolist()
+        return [tuple(tensor.reshape(-1).tolist())]
+    return tensor.reshape(-1).tolist()
 
 
 def _describe_input(served: ServedDatabase) -> dict[str, Any]:
+    """Return the name, datatype and shape of the input; −1 stands for any length."""
     profile = served.get_profile()
     if profile.key_kind == "vector":
         return {"name": "query", "datatype": "FP32", "shape": [-1, len(profile.first_key)]}
@@ -230,7 +241,7 @@ def _describe_input(served: ServedDatabase) -> dict[str, Any]:
 
 
 def _describe_outputs(served: ServedDatabase) -> dict[str, dict[str, Any]]:
-    """Return the datatype and shape of each output by name."""
+    """Return the datatype and shape of each output by name; −1 stands for any length."""
     profile = served.get_profile()
     info, row = profile.info, profile.first_row
     value: dict[str, Any] = {"datatype": "BYTES", "shape": [-1]}
@@ -253,7 +264,10 @@ def _describe_outputs(served: ServedDatabase) -> dict[str, dict[str, Any]]:
 
 
 def _build_tensor(name: str, spec: Mapping[str, Any], answers: list[Answer], top: int) -> Tensor:
-    """Return one output of all answers; missing rows have the position −1 and the weight 0."""
+    """Return one output for all answers.
+
+    If an answer has fewer than `top` rows, the rest has the position −1 and the weight 0.
+    """
     datatype, shape = spec["datatype"], [len(answers), *spec["shape"][1:]]
     if name == "entropy":
         return Tensor(datatype, np.array([answer.entropy for answer in answers], np.float64))
@@ -263,14 +277,15 @@ def _build_tensor(name: str, spec: Mapping[str, Any], answers: list[Answer], top
     empty: Any = {"weights": 0, "rows": -1, "keys": b""}[name]
     table = np.full(shape, empty, tensors.NUMPY_DTYPES[datatype])
     for line, answer in zip(table, answers, strict=True):
-        for at, row in enumerate(answer.rows):
-            line[at] = {"weights": row.weight, "rows": row.index, "keys": _encode_cell(row.key)}[
+        for rank, row in enumerate(answer.rows):
+            line[rank] = {"weights": row.weight, "rows": row.index, "keys": _encode_cell(row.key)}[
                 name
             ]
     return Tensor(datatype, table)
 
 
 def _collect_values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarray:
+    """Return the values of the answers; NaN or b"" for an answer without a value."""
     if datatype == "BYTES":
         values = np.full(shape, b"", object)
         values[:] = [_encode_cell(answer.value) for answer in answers]
@@ -284,5 +299,5 @@ def _collect_values(answers: list[Answer], datatype: str, shape: list[int]) -> n
 
 
 def _encode_cell(cell: Any) -> bytes:
-    """Return the UTF-8 bytes of a text, or of the JSON of any other cell."""
+    """Return the UTF-8 bytes of a text cell, or of the JSON of any other cell."""
     return (cell if isinstance(cell, str) else json.dumps(to_jsonable(cell))).encode()

@@ -10,7 +10,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counters and histograms of one server.
+    """The counters and histograms of one server, for Prometheus.
 
     >>> metrics = Metrics()
     >>> metrics.observe_request("GET", "/healthz", 200, 0.01)
@@ -38,13 +38,15 @@ class Metrics:
         self.open_requests = Gauge("qkv_requests_open", "Requests in progress.", registry=registry)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count an answered request; `route` is the path of the route, `seconds` the duration."""
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
 
     def batch_observer(self, database: str) -> Callable[[int], None]:
-        """Return the function that records the size of a database's batches."""
+        """Return the function that records the number of queries in each batch of a database."""
         observe: Callable[[int], None] = self._batches.labels(database).observe
         return observe
 
     def render_text(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

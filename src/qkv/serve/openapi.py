@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description, built from the table of routes."""
+"""The OpenAPI 3.1 document of the server, built from its routes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from qkv.serve.schemas import TEXT_SCHEMA, object_schema, typed_schema
 from qkv.serve.validation import Schema
 
 STATUS_DESCRIPTIONS = {
-    400: "The request does not match this description.",
+    400: "A parameter or the body does not match its schema.",
     401: "The token is missing or wrong.",
-    403: "This token, or this origin, is not allowed to do that.",
+    403: "This token, or a page from this origin, may not do that.",
     404: "The database, key or version does not exist.",
     409: "The request conflicts with the current state.",
     413: "The request exceeds a limit.",
     415: "The body has an unsupported media type.",
     421: "The Host header does not name this server.",
-    422: "The request is well-formed but cannot be answered; `error` says why.",
-    500: "A database file is damaged, or the server has a bug.",
+    422: "The request is valid but has no answer; `error` says why.",
+    500: "A file of the database is damaged, or qkv has a bug.",
     501: "The server lacks an optional package; `error` names it.",
     503: "The server is busy, or the request took too long.",
 }
@@ -34,7 +34,10 @@ PATH_SCHEMAS: dict[str, Schema] = {
 
 
 def build_openapi(routes: Iterable[Route], names: Iterable[str], secured: bool) -> dict[str, Any]:
-    """Return the description of these routes, with the names of the databases.
+    """Return the OpenAPI document of these routes.
+
+    `names` are the databases that the client may read. `secured` says whether the server needs
+    tokens.
 
     >>> build_openapi([], [], secured=False)["openapi"]
     '3.1.0'
@@ -64,13 +67,16 @@ def build_openapi(routes: Iterable[Route], names: Iterable[str], secured: bool) 
 
 
 def database_name_schema(names: Iterable[str]) -> Schema:
-    """Return the schema of a database's name."""
-    known = list(names)
-    return {"type": "string", **({"enum": known} if known else {"pattern": NAME_PATTERN})}
+    """Return the schema of the parameter `name`, which accepts these names of databases."""
+    choices = list(names)
+    return {"type": "string", **({"enum": choices} if choices else {"pattern": NAME_PATTERN})}
 
 
 def build_parameters(route: Route, name: Schema) -> list[dict[str, Any]]:
-    """Return the parameters of a route, those in its path first; `name` is a database's schema."""
+    """Return the parameters of a route, those in its path first.
+
+    `name` is the schema of `{name}`.
+    """
     in_path = {x: y for x, y in {"name": name, **PATH_SCHEMAS}.items() if f"{{{x}}}" in route.path}
     return [_build_parameter(x, "path", schema, True) for x, schema in in_path.items()] + [
         _build_parameter(x, "query", schema, x in route.required_parameters)
@@ -81,6 +87,7 @@ def build_parameters(route: Route, name: Schema) -> list[dict[str, Any]]:
 def _build_operation(
     route: Route, name: Schema, secured: bool, components: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the OpenAPI operation of a route; add the schemas that it uses to `components`."""
     operation: dict[str, Any] = {
         "operationId": operation_id(route),
         "summary": route.summary,
@@ -117,12 +124,12 @@ def _build_operation(
 
 
 def operation_id(route: Route) -> str:
-    """Return the identifier of a route, such as `get-v1-databases`."""
+    """Return the identifier of a route in the document, such as `get-v1-databases`."""
     return re.sub(r"\W+", "-", f"{route.method.lower()}{route.path}").strip("-")
 
 
 def all_error_statuses(route: Route, secured: bool) -> list[int]:
-    """Return every error status that a route may answer with."""
+    """Return all error statuses that a route may answer with, ascending."""
     statuses = {400, 403, 421, 500, 503, *route.error_statuses}
     if secured and route.right is not None:
         statuses.add(401)
@@ -133,12 +140,15 @@ def all_error_statuses(route: Route, secured: bool) -> list[int]:
     return sorted(statuses)
 
 
-def _build_parameter(name: str, place: str, schema: Schema, needed: bool) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": needed, "schema": dict(schema)}
+def _build_parameter(name: str, location: str, schema: Schema, required: bool) -> dict[str, Any]:
+    return {"name": name, "in": location, "required": required, "schema": dict(schema)}
 
 
 def _hoist_components(schema: Any, components: dict[str, Any]) -> Any:
-    """Move each schema with a title into `components` and leave a reference to it."""
+    """Return a schema in which a reference replaces each part that has a title.
+
+    The part itself is added to `components`.
+    """
     if isinstance(schema, list):
         return [_hoist_components(part, components) for part in schema]
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""The page on a server: its files, its views, and the calls that it makes."""
+"""The page as the server provides it: its files, its views, and the calls that it makes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PAGE_HTML = """<!doctype html>
 
 
 def _file_route(path: str, summary: str, media: str, text: Callable[[], str]) -> Route:
-    """Return the route of a file that every client may read."""
+    """Return the route of a file that every client may read, even without a token."""
 
     def send_file(registry: DatabaseRegistry, request: RequestData) -> Any:
         return Response(text(), media_type=media)
@@ -77,15 +77,17 @@ COLUMNS_SCHEMA = list_schema(TEXT_SCHEMA, minItems=1, maxItems=64)
 CALL_RESULT_SCHEMA = object_schema("Called", {"result": {}, "buffers": list_schema(TEXT_SCHEMA)})
 SKIPPED_SCHEMA = list_schema(
     object_schema("Skipped", {"why": TEXT_SCHEMA, "rows": list_schema(COUNT_SCHEMA)}),
-    description="Rows that were skipped, by their numbers in the file, starting at 1.",
+    description="The skipped rows, by their numbers in the file; the first row is 1.",
 )
 ROUTES = Routes(
     [
         _file_route("/", "The page.", "text/html", lambda: PAGE_HTML),
-        _file_route("/page/qkv.js", "The module of the page.", "text/javascript", read_module),
+        _file_route(
+            "/page/qkv.js", "The JavaScript module of the page.", "text/javascript", read_module
+        ),
         _file_route(
             "/page/boot.js",
-            "The script that starts the page.",
+            "The JavaScript that starts the page.",
             "text/javascript",
             partial(_read_static, "boot.js"),
         ),
@@ -119,7 +121,7 @@ ROUTES = Routes(
     error_statuses=(409,),
 )
 def rekey_database(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Create a database from the rows of another one, with another key and value."""
+    """Create a database from the rows of another database, with other columns as key and value."""
     return _pack_result(_dispatch_call("columns", registry, request.body, _upload_deadline()))
 
 
@@ -135,21 +137,21 @@ def rekey_database(registry: DatabaseRegistry, request: RequestData) -> Any:
     error_statuses=(404,),
 )
 def run_page_call(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Run a call of the page by name."""
+    """Run one of the page's calls by its name, and return its result."""
     name = request.path_params["call"]
     if name not in {"views", *calls.CALL_HANDLERS} - WRITING_CALLS:
-        known = ", ".join(sorted({"views", *calls.CALL_HANDLERS} - WRITING_CALLS))
-        raise RequestError(404, f"unknown call {name[:40]!r}; the calls are {known}")
+        names = ", ".join(sorted({"views", *calls.CALL_HANDLERS} - WRITING_CALLS))
+        raise RequestError(404, f"unknown call {name[:40]!r}; the calls are {names}")
     return _pack_result(
         page_views(registry) if name == "views" else _dispatch_call(name, registry, request.body)
     )
 
 
 MAX_DATABASE_TABS = 6
-"""Databases with their own tab; the tab "Your data" lists all of them."""
+"""The number of databases with their own tab. The tab "Your data" lists all databases."""
 
 WRITING_CALLS = {"upload", "columns"}
-"""Calls that add a database; they need the right to upload."""
+"""The calls that add a database. The client needs the right to upload."""
 
 
 def _upload_deadline() -> float:
@@ -170,7 +172,7 @@ def _dispatch_call(
     except QkvError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        # Only the page makes these calls, so their arguments are not checked one by one.
+        # Only the page makes these calls, so there is no schema that checks their arguments.
         raise ArgumentError(
             f"{name}: invalid arguments ({type(error).__name__}: {error})"
         ) from error
@@ -183,7 +185,7 @@ def _pack_result(value: Any) -> dict[str, Any]:
 
 
 def page_views(registry: DatabaseRegistry) -> list[dict[str, Any]]:
-    """Return the views of the page: the first databases, then the views that need none."""
+    """Return the views of the page: those of the first databases, then those without a database."""
     first = list(registry.databases.values())[:MAX_DATABASE_TABS]
     views = [view for served in first for view in _database_views(served.name, served.database)]
     other_views = ["data", "sentence", "regression", "scores", "model"]
@@ -221,7 +223,7 @@ def _database_views(name: str, database: Database) -> list[dict[str, Any]]:
     error_statuses=(409,),
 )
 def upload_database(registry: DatabaseRegistry, request: RequestData) -> Any:
-    """Upload a file as a database, held in memory until the server stops."""
+    """Upload a file as a database. The server keeps it in memory until it stops."""
     params = request.query_params
     columns = {name: params[name].split(",") for name in ("key", "value") if params.get(name)}
     args = {"name": params["name"], "format": params["format"], "data": request.body, **columns}

@@ -1,4 +1,4 @@
-"""The API reference as HTML: the body and the responses of each route, with examples."""
+"""The API reference as HTML: the parameters, body, responses and examples of each route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qkv.serve.route import Route
 from qkv.serve.validation import Schema
 
 MAX_EXAMPLE_DEPTH = 4
-"""Depth of nested objects in an example."""
+"""The number of objects inside each other in an example."""
 
 DATABASE_PATH, MODEL_PATH = "/v1/databases/{name}", "/v2/models/{name}"
 EXAMPLE_BODIES: dict[tuple[str, str], Any] = {
@@ -34,7 +34,7 @@ EXAMPLE_BODIES: dict[tuple[str, str], Any] = {
         "inputs": [{"name": "query", "datatype": "BYTES", "shape": [1], "data": ["the alchmist"]}]
     },
 }
-"""Bodies that are better examples than those derived from the schema."""
+"""Example bodies of routes for which an example derived from the schema would say little."""
 
 PYTHON_EXAMPLES = {
     ("GET", "/v1/databases"): "client.databases()",
@@ -54,11 +54,15 @@ query = triton.InferInput("query", [1], "BYTES")
 query.set_data_from_numpy(np.array(["the alchmist"], dtype=object))
 client.infer({name}, [query]).as_numpy("value")""",
 }
-"""Python examples of the routes for which a client has a method."""
+"""Python code for the routes that a method of `qkv.Client` calls."""
 
 
 def render_reference(routes: Iterable[Route], names: Iterable[str], secured: bool, url: str) -> str:
-    """Return the reference of these routes as HTML; the examples call the server at `url`."""
+    """Return the reference of these routes as an HTML page.
+
+    The examples call the server at `url`; `names` are the databases in the examples. `secured` says
+    whether the server needs tokens.
+    """
     shown = [route for route in routes if not route.path.startswith("/page/")]
     name = database_name_schema(names)
     links = "".join(
@@ -102,23 +106,23 @@ def _render_section(route: Route, name: Schema, secured: bool, url: str) -> str:
 def _render_examples(
     route: Route, name: Schema, secured: bool, url: str, parameters: list[dict[str, Any]]
 ) -> Iterable[str]:
-    """Yield an example call with curl and one in Python."""
+    """Yield the HTML of two examples of a call: with curl, and in Python."""
     address, text, media = url + _fill_path(route.path, parameters), None, None
     words = ["curl", *(["-X", route.method] if route.method != "GET" else [])]
     words.append(shlex.quote(address))
     words += ['-H "Authorization: Bearer $QKV_TOKEN"'] if secured else []
-    known = route.method, route.path
+    method_and_path = route.method, route.path
     if route.body is not None:
         media = "application/json"
         text = json.dumps(
-            EXAMPLE_BODIES.get(known) or _example_value(route.body), ensure_ascii=False
+            EXAMPLE_BODIES.get(method_and_path) or _example_value(route.body), ensure_ascii=False
         )
         words.append(f"--json {shlex.quote(text)}")
     elif route.raw_media_types:
         media = route.raw_media_types[0]
         words.append(f"-H 'Content-Type: {media}' --data-binary @FILE")
     yield _render_code("curl", " ".join(words))
-    if call := PYTHON_EXAMPLES.get(known):
+    if call := PYTHON_EXAMPLES.get(method_and_path):
         opened = f"qkv.Client({url!r}{', token' if secured else ''})"
         source = call.format(name=repr(_example_value(name)), host=repr(url.partition("//")[2]))
         lines = source if "import" in source else f"import qkv\n\nclient = {opened}\n{source}"
@@ -130,7 +134,7 @@ def _render_examples(
 def _urllib_example(
     method: str, address: str, token: bool, text: str | None, media: str | None
 ) -> str:
-    """Return an example that uses only the standard library."""
+    """Return a Python example that uses only the standard library."""
     headers = [f"'Content-Type': {media!r}"] if media else []
     headers += ['"Authorization": f"Bearer {token}"'] if token else []
     more = f", method={method!r}" if method != "GET" else ""
@@ -148,7 +152,7 @@ def _render_code(language: str, source: str) -> str:
 
 
 def _render_schema(schema: Schema) -> str:
-    """Return the properties of an object as a table, or the type of any other schema."""
+    """Return the properties of an object schema as a table; for other schemas, the type."""
     if "properties" not in schema:
         return f"<p>{escape(_format_type(schema))}</p>"
     needed = schema.get("required", ())
@@ -159,16 +163,16 @@ def _render_schema(schema: Schema) -> str:
 def _render_table(heads: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
     head = "".join(f"<th>{x}</th>" for x in heads if x is not None)
     lines = []
-    for name, place, schema, needed in rows:
+    for name, location, schema, needed in rows:
         cells = [f"<code>{escape(name)}</code>{' *' if needed else ''}"]
-        cells += [] if place is None else [escape(place)]
+        cells += [] if location is None else [escape(location)]
         cells += [escape(_format_type(schema)), _render_paragraph(schema.get("description", ""))]
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _format_type(schema: Schema) -> str:
-    """Return the type of a schema in a few words."""
+    """Return the type that a schema describes in a few words, such as "list of string"."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(_format_type, schema["anyOf"])))
     if "enum" in schema:
@@ -181,7 +185,7 @@ def _format_type(schema: Schema) -> str:
 
 
 def _example_value(schema: Schema, depth: int = 0) -> Any:
-    """Return a simple value that matches a schema."""
+    """Return a short value that matches a schema."""
     if "enum" in schema:
         return schema["enum"][0]
     if "anyOf" in schema:
@@ -202,7 +206,7 @@ def _example_value(schema: Schema, depth: int = 0) -> Any:
 
 
 def _fill_path(path: str, parameters: list[dict[str, Any]]) -> str:
-    """Return a path with an example for each required parameter."""
+    """Return a URL path in which each required parameter has an example value."""
     examples = {
         x["name"]: "The%20Trial" if x["name"] == "key" else str(_example_value(x["schema"]))
         for x in parameters
@@ -213,6 +217,6 @@ def _fill_path(path: str, parameters: list[dict[str, Any]]) -> str:
 
 
 def _render_paragraph(text: str) -> str:
-    """Return a paragraph; text between backticks becomes code."""
+    """Return text as an HTML paragraph. Text between backticks is shown as code."""
     marked_up = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     return f"<p>{marked_up}</p>" if text else ""

@@ -1,4 +1,4 @@
-"""A database on a server, with the methods of a local one."""
+"""A database on a server, with the methods of a local database."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
     from qkv.database.interface import DatabaseInfo
 
 FIRST_PAGE_ROWS, MAX_PAGE_ROWS = 16, 1000
-"""Rows per request of `rows`: of the first one, and at most."""
+"""The number of rows that the first request of `rows` reads, and the maximum for later requests."""
 
 
 class RemoteDatabase(Closable, Displayable):
-    """The database `name` of a server; `at(version)` reads an earlier version."""
+    """The database `name` on a server. `at(version)` reads an earlier version."""
 
     def __init__(self, transport: Transport, name: str, version: int | None = None):
         self._transport, self.name, self._pinned_version = transport, name, version
         self._base = f"/v1/databases/{quote(name, safe='')}"
         self._known_columns: tuple[list[str], list[str]] | None = None
 
-    if not TYPE_CHECKING:  # a type checker reports unknown attributes itself
+    if not TYPE_CHECKING:  # type checkers report unknown attributes without this method
 
         def __getattr__(self, name: str) -> Any:
             from qkv.database import Database
 
-            message = f"a database on a server has no {name!r}"
+            message = f"a database on a server has no attribute {name!r}"
             if not name.startswith("_") and hasattr(Database, name):
                 message += f": use qkv.open(path).{name} on the server's machine"
             raise AttributeError(message)
 
     def _query_string(self, **params: Any) -> str:
-        """Return the query string of these parameters and the pinned version."""
+        """Return the URL's query string with these parameters and the pinned version."""
         params |= {"at": self._pinned_version}
         present = {name: value for name, value in params.items() if value is not None}
         return f"?{urlencode(present)}" if present else ""
@@ -67,29 +67,31 @@ class RemoteDatabase(Closable, Displayable):
     @overload
     def ask(self, query: Any, **options: Unpack[AskOptions]) -> Answer: ...
     def ask(self, query: Any, **options: Any) -> Any:
-        """Return Σᵢ α(q, kᵢ) vᵢ as an `Answer`; a list of queries gives a list of answers.
+        """Return Σᵢ α(q, kᵢ) vᵢ as an `Answer`; for a list of queries, return a list of answers.
 
-        The weights of all rows, the spread and `above` are fetched when they are read.
+        The options are those of `Database.ask`. The weights of all rows, `spread` and `above` are
+        requested from the server when they are read.
         """
         check_database_keywords("ask()", options, AskOptions.__optional_keys__)
         body = self._build_body(query, options)
         response = self._transport.send_read("POST", f"{self._base}/ask", body)
         if isinstance(response, dict):
             return self._build_answer(response, body)
-        each = zip(response, body["query"], strict=True)
-        return [self._build_answer(fields, {**body, "query": one}) for fields, one in each]
+        pairs = zip(response, body["query"], strict=True)
+        return [self._build_answer(fields, {**body, "query": cell}) for fields, cell in pairs]
 
     def _build_answer(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
-        # Further data is read from the version that answered.
+        # Later requests of this answer read the same version.
         return encoding.answer_from_dict(
             fields, partial(self._ask_again, {**body, "at": fields["version"]})
         )
 
     def _ask_again(self, body: Mapping[str, Any], **more: Any) -> Any:
+        """Send a query again with more options; return the fields of the answer."""
         return self._transport.send_read("POST", f"{self._base}/ask", {**body, **more})
 
     def attend(self, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray:
-        """Return Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
+        """Return Σᵢ α(q, kᵢ) vᵢ as an array: (n, d) → (n, d_v), and (d,) → (d_v,)."""
         check_database_keywords("attend()", options, AttendOptions.__optional_keys__)
         body = self._build_body(query, dict(options))
         response = self._transport.send_read("POST", f"{self._base}/attend", body)
@@ -114,13 +116,14 @@ class RemoteDatabase(Closable, Displayable):
         return self._look_up(key)["value"]
 
     def get(self, key: Any, default: Any = None) -> Any:
+        """Return the value of the newest row with this key, or the default if no row has it."""
         try:
             return self[key]
         except KeyNotFoundError:
             return default
 
     def get_all(self, key: Any) -> list[Any]:
-        """Return the value of every row with this key, oldest first; an empty list if none."""
+        """Return the values of all rows with this key, oldest first; [] if there is none."""
         try:
             return list(self._look_up(key, all="true")["values"])
         except KeyNotFoundError:
@@ -130,31 +133,30 @@ class RemoteDatabase(Closable, Displayable):
         return self.get(key, UNSET) is not UNSET
 
     def _look_up(self, key: Any, **more: Any) -> Any:
-        """Return the server's response for a key."""
+        """Return the server's response to a lookup of a key."""
         return self._transport.send_read(
             "GET", f"{self._row_path(key)}{self._query_string(**more)}"
         )
 
     def _row_path(self, key: Any) -> str:
-        """Return the path of a key. It keeps the type: 3.5 is not '3.5'."""
+        """Return the URL path of a key. The path keeps the key's type: 3.5 differs from '3.5'."""
         try:
             return f"{self._base}/rows/{quote(encoding.dumps(as_cells(key)), safe='')}"
-        except (ArgumentError, DtypeError, RecursionError):  # no row can have such a key
+        except (ArgumentError, DtypeError, RecursionError):  # such a key cannot be stored
             raise KeyNotFoundError(key, list) from None
 
     def rows(
         self, *, where: Any = None, start: int = 0, count: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield rows with all their columns, oldest first.
+        """Yield the rows that pass `where`, with all their columns, oldest first.
 
-        With `where`, only the rows that pass it are counted. `start` is the position of the first
-        row, and `count` the number of rows.
+        `start` rows are skipped, and at most `count` are returned.
         """
         size, database = FIRST_PAGE_ROWS, self
         while count is None or count > 0:
             page_rows = size if count is None else min(count, size)
             if page_rows == size and database._pinned_version is None:
-                database = self.at(self.version)  # all pages must be of one version
+                database = self.at(self.version)  # read all pages from one version
             page = database._fetch_page(where, start, page_rows)["rows"]
             yield from page
             if len(page) < page_rows:
@@ -163,14 +165,15 @@ class RemoteDatabase(Closable, Displayable):
             count = None if count is None else count - page_rows
 
     def count(self, where: Any = None) -> int:
-        """Return the number of rows that pass a condition."""
+        """Return the number of rows that pass the condition `where`."""
         return int(self._fetch_page(where, 0, 0)["total"])
 
     def why_no_rows(self, where: Any) -> str:
-        """Return a hint if no row passes a condition, with values of its columns; else ""."""
+        """Return a sentence with values of the condition's columns, or "" if some row passes."""
         return str(self._fetch_page(where, 0, 0).get("hint", ""))
 
     def _fetch_page(self, where: Any, start: int, count: int) -> Any:
+        """Return the server's response to a request for `count` rows from `start` on."""
         query = self._query_string(where=_format_condition(where), count=count, **{"from": start})
         return self._transport.send_read("GET", f"{self._base}/rows{query}")
 
@@ -199,29 +202,31 @@ class RemoteDatabase(Closable, Displayable):
     # Changing
 
     def add(self, keys: Any, values: Any = UNSET) -> None:
-        """Add one row, or several: lists and arrays are several keys and their values."""
+        """Add one row, or several: lists and arrays are several keys with as many values."""
         pairs = as_pairs(keys, values, values is not UNSET and self._is_many(keys))
         self.extend([self._build_row(key, value) for key, value in pairs])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows with named columns, all or none."""
+        """Add all rows, given as mappings of columns; add none if one is invalid."""
         self._write_rows({"rows": list(rows)})
 
     def update(self, key: Any, value: Any) -> int:
-        """Set the value of a key. Return 1 if the key was missing and inserted, else 0."""
+        """Set the value of a key. Return 1 if the key is new and was inserted, else 0."""
         return int(
             self._write_rows({"rows": [self._build_row(key, value)], "update": True})["inserted"]
         )
 
     def remove(self, keys: Any) -> int:
-        """Delete every row of these keys (one, or a list), and return the number of rows.
+        """Delete every row with this key, or with one of a list of keys; return their number.
 
-        If a key is missing, nothing is deleted.
+        If a key does not exist, nothing is deleted and `KeyNotFoundError` is raised.
         """
         keys = list(keys) if self._is_many(keys) else [keys]
         for key in keys:
             self[key]
-        rows = {_key_digest(key): self._row_path(key) for key in keys}  # 1 and 1.0 are one key
+        rows = {
+            _key_digest(key): self._row_path(key) for key in keys
+        }  # 1 and 1.0 are the same key: delete it once
         responses = (self._transport.send_write("DELETE", row) for row in rows.values())
         return sum(int(response["removed"]) for response in responses)
 
@@ -231,17 +236,18 @@ class RemoteDatabase(Closable, Displayable):
     def _write_rows(self, body: dict[str, Any]) -> Any:
         if self._pinned_version is not None:
             raise ArgumentError(
-                f"version {self._pinned_version} is read-only: write to the database without .at()"
+                f"version {self._pinned_version} is read-only, because at() selected it: write to "
+                "the database itself"
             )
         return self._transport.send_write("POST", f"{self._base}/rows", body)
 
     def _build_row(self, key: Any, value: Any) -> dict[str, Any]:
-        """Return a row as a mapping of columns."""
+        """Return a key and its value as a mapping of columns."""
         keys, values = self._column_names()
         parts = key if len(keys) > 1 else (key,)
         if not isinstance(parts, tuple) or len(parts) != len(keys):
             raise ArgumentError(
-                f"the key must be a tuple of {len(keys)} ({', '.join(keys)}), not {key!r}"
+                f"the key must be a tuple of the columns {', '.join(keys)}, not {key!r}"
             )
         columns = {values[0]: value} if len(values) == 1 else value
         if not isinstance(columns, Mapping):
@@ -255,7 +261,7 @@ class RemoteDatabase(Closable, Displayable):
     def reindex(
         self, key: str | Sequence[str], value: str | Sequence[str] | None = None, **options: Any
     ) -> Database:
-        """Copy the rows into a `Database` with other columns as key and value."""
+        """Copy the rows into a local `Database` with other columns as key and value."""
         from qkv.database.database import copy_rows
 
         return copy_rows(self, key, value, **options)
@@ -263,25 +269,25 @@ class RemoteDatabase(Closable, Displayable):
     by = reindex
 
     def swap(self, **options: Any) -> Database:
-        """Copy the rows into a `Database` with key and value exchanged."""
+        """Copy the rows into a local `Database` with key and value exchanged."""
         from qkv.database.database import swapped_columns
 
         return self.reindex(*swapped_columns(self), **options)
 
     def to_frame(self, where: Any = None) -> Any:
-        """Return the rows as a data frame of an installed library."""
+        """Return the rows that pass `where` as a data frame of polars, pandas or pyarrow."""
         from qkv.database.export import files
 
         return files.to_frame(self.columns, self.rows(where=where))
 
     def to_csv(self, path: str | PathLike[str], where: Any = None) -> int:
-        """Write the rows as CSV, or as TSV if the name ends in .tsv; return their number."""
+        """Write the rows as CSV, or as TSV if the name ends in .tsv; return the number of rows."""
         from qkv.database.export import files
 
         return files.write_file(path, self.columns, self.rows(where=where), ".csv", ".tsv")
 
     def to_parquet(self, path: str | PathLike[str], where: Any = None) -> int:
-        """Write the rows as Parquet, with their types; return their number."""
+        """Write the rows as Parquet, with their types; return the number of rows."""
         from qkv.database.export import files
 
         return files.write_file(path, self.columns, self.rows(where=where), ".parquet")
@@ -315,7 +321,10 @@ class RemoteDatabase(Closable, Displayable):
         return tuple(self.info()["columns"])
 
     def _column_names(self) -> tuple[list[str], list[str]]:
-        """Return the names of the key's and the value's columns; the first rows define them."""
+        """Return the names of the key's columns and of the value's columns.
+
+        The first rows of a database fix these names, so they are cached from then on.
+        """
         if self._known_columns is None:
             info = self.info()
             columns = info["key"] or ["key"], info["value"] or ["value"]
@@ -325,13 +334,13 @@ class RemoteDatabase(Closable, Displayable):
         return self._known_columns
 
     def info(self) -> DatabaseInfo:
-        """Return the rows, columns, types, encoder, versions and size."""
+        """Return the number of rows, the columns, types, encoder, version and size."""
         response = self._fetch_info()
         fields = {name: response[name] for name in response if name not in _SERVER_ONLY_FIELDS}
         return {"path": self.path, **fields}  # type: ignore[typeddict-item]
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Return the type of each column, and the number of its missing values."""
+        """Return the type of each column and the number of its missing cells."""
         response = self._fetch_info()
         return {
             name: {"type": kind, "missing": response["missing"][name]}
@@ -342,14 +351,14 @@ class RemoteDatabase(Closable, Displayable):
         return self._transport.send_read("GET", f"{self._base}/info{self._query_string()}")
 
     def versions(self) -> list[Any]:
-        """Return every version, oldest first."""
+        """Return every version that the server has, oldest first."""
         from qkv.database.storage.store import Version
 
         response = self._transport.send_read("GET", f"{self._base}/versions")
         return [Version(**fields) for fields in response["versions"]]
 
     def at(self, version: int) -> Self:
-        """Return the database at an earlier version, read-only."""
+        """Return the database as of an earlier version, read-only."""
         return type(self)(self._transport, self.name, version)
 
     def close(self) -> None:
@@ -365,7 +374,10 @@ _SERVER_ONLY_FIELDS = ("name", "types", "missing", "uploaded")
 
 
 def _format_condition(where: Any) -> str | None:
-    """Return a condition as text; a mapping says which cells each column may equal."""
+    """Return a condition as text for the server.
+
+    A mapping gives for each column the cell that it must equal, or a list of such cells.
+    """
     if where is None or isinstance(where, str):
         return where
     if not isinstance(where, Mapping):
@@ -381,6 +393,6 @@ def _format_condition(where: Any) -> str | None:
 
 
 def _key_digest(key: Any) -> bytes:
-    """Return the digest by which a store finds a key."""
+    """Return the digest with which a store looks up a key."""
     vector = is_array(key) and len(key.shape) == 1
     return (cells.vector_digest if vector else cells.key_digest)(key)

@@ -1,4 +1,4 @@
-"""HTTP responses from results and from errors."""
+"""HTTP responses for results and for errors."""
 
 from __future__ import annotations
 
@@ -36,38 +36,41 @@ STATUS_BY_ERROR: dict[type[QkvError], int] = {
     StoreUnreadableError: 503,
     StoreUnwritableError: 503,
 }
-"""The status of each error. Any other `QkvError` is a 422: a valid request that has no answer."""
+"""The status of each error. Any other `QkvError` gets 422: a valid request without an answer."""
 
 
 def json_response(result: Any, status: int = 200, *, exactly: bool = False) -> Response:
-    """Return a result as a JSON response; `exactly` tags cells of types that JSON lacks."""
+    """Return a result as a JSON response.
+
+    With `exactly`, cells of types that JSON lacks are tagged.
+    """
     if exactly:
         return Response(encoding.dumps(result), status, media_type=encoding.CELLS_MEDIA_TYPE)
     try:
         text = orjson.dumps(result, _encode_default, orjson.OPT_PASSTHROUGH_DATETIME)
-        if b"null" in text:  # orjson also writes infinity and NaN as null
+        if b"null" in text:  # orjson writes None as null, but also infinity and NaN
             text = orjson.dumps(
                 to_jsonable(result, _widen_floats), option=orjson.OPT_SERIALIZE_NUMPY
             )
-    except TypeError:  # an integer of more than 64 bits, or half of a surrogate pair
+    except TypeError:  # an integer of more than 64 bits, or a lone surrogate
         text = json.dumps(to_jsonable(result), separators=(",", ":")).encode()
     return Response(text, status, media_type="application/json")
 
 
 def _encode_default(x: Any) -> Any:
-    """Encode a type that orjson does not know."""
+    """Convert an object of a type that orjson does not know."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         return orjson.Fragment(orjson.dumps(_widen_floats(x), option=orjson.OPT_SERIALIZE_NUMPY))
     return to_jsonable(x)
 
 
 def _widen_floats(x: np.ndarray) -> np.ndarray:
-    """Return floats as float64, which prints the digits that Python prints."""
+    """Return floats as float64, so that orjson prints the digits that Python prints."""
     return np.asarray(x, dtype=np.float64 if x.dtype.kind == "f" else None, order="C")
 
 
 def error_response(error: RequestError, *, exactly: bool = False) -> Response:
-    """Return the response that reports an error: `{"error": message, …}`."""
+    """Return the response for an error. Its body is `{"error": message, …}`."""
     body = {"error": error.message, **error.data}
     response = json_response(body, error.status, exactly=exactly)
     response.headers.update(error.headers)
@@ -75,7 +78,7 @@ def error_response(error: RequestError, *, exactly: bool = False) -> Response:
 
 
 def to_request_error(error: Exception) -> RequestError | None:
-    """Convert an expected error to a `RequestError`; return None for a bug."""
+    """Convert an expected error to a `RequestError`; return None for an unexpected one, a bug."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, KeyNotFoundError):
@@ -87,13 +90,13 @@ def to_request_error(error: Exception) -> RequestError | None:
         return RequestError(next(statuses, 422), _redact_message(error), kind=type(error).__name__)
     if isinstance(error, MemoryError):
         return RequestError(
-            413, "the server has not enough memory for this: send a smaller request"
+            413, "the server does not have enough memory for this request: send a smaller one"
         )
     return None
 
 
 def _redact_message(error: QkvError) -> str:
-    """Return the message of an error without paths of files and numbers of processes."""
+    """Return the message of an error without the server's paths and process ids."""
     if isinstance(error, StoreLockedError):
         return "another process is writing to this database: try again later"
     if not isinstance(error, OSError):

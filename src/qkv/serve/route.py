@@ -1,4 +1,4 @@
-"""The table of routes. The app, its checks and its OpenAPI description are built from it."""
+"""The type of a route. The app, its checks and its OpenAPI document are built from all routes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RequestData:
-    """The parsed parts of a request that a handler reads."""
+    """The parts of a request for a handler, parsed and checked."""
 
     database: ServedDatabase | None = None
     path_params: Mapping[str, str] = field(default_factory=dict)
@@ -33,31 +33,32 @@ class RequestData:
 
     @property
     def accepts_tagged_cells(self) -> bool:
-        """Whether the client accepts cells of types that JSON lacks, tagged as in a store."""
+        """Whether the client accepts cells with tags for the types that JSON lacks."""
         return CELLS_MEDIA_TYPE in self.headers.get("accept", "")
 
     @property
     def has_tagged_cells(self) -> bool:
-        """Whether the body, or the key in the path, may have tagged cells."""
+        """Whether cells in the body, or the key in the path, may have such tags."""
         return self.headers.get("content-type", "").strip().lower().startswith(CELLS_MEDIA_TYPE)
 
     @property
     def served_database(self) -> ServedDatabase:
-        """The database that the path names; an error if the route has none."""
+        """The database that the path names. Only for routes with {name} in their path."""
         assert self.database is not None, "the route has no {name}"
         return self.database
 
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path, with the function that handles it.
+    """One method of one path, with its handler and the schemas of its body and response.
 
-    `handler(databases, request)` returns a `Response`, or data that is sent as JSON and matches
+    `handler(registry, request)` returns a `Response`, or data that is sent as JSON and matches
     `response_schema`. A handler that is not async runs in a thread.
 
-    `body` is the schema of a JSON body. A body of one of `raw_media_types` is passed on as bytes.
-    `binary_media_types` are the media types of a response in bytes. `error_statuses` are the error
-    statuses that this route has in addition to those of every route.
+    `right` is what the client must be allowed to do; None means that every client may call the
+    route. `body` is the schema of a JSON body. A body with one of `raw_media_types` reaches the
+    handler as bytes. `binary_media_types` are the media types of responses in bytes.
+    `error_statuses` are those that only this route has.
     """
 
     method: Method
@@ -82,7 +83,9 @@ class Route:
 
 
 class Routes(list[Route]):
-    """A list of routes with a decorator that adds one; the docstring is the route's summary.
+    """A list of routes. Calling it returns a decorator that adds the route of a handler.
+
+    The summary of the route is the docstring of the handler, unless `summary` is set.
 
     >>> routes = Routes()
     >>> @routes("GET", "/healthz", {}, right=None)

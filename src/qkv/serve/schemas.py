@@ -1,4 +1,4 @@
-"""JSON schemas of bodies and responses. The server checks them and publishes them."""
+"""JSON schemas of bodies and responses, for the server's checks and for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from qkv.serve.validation import Schema
 
 
 def typed_schema(kind: str | list[str], description: str, **more: Any) -> Schema:
+    """Return the schema of values of this JSON type."""
     return {"type": kind, **more, "description": description}
 
 
 def list_schema(items: Schema, **more: Any) -> Schema:
+    """Return the schema of a list of `items`."""
     return {"type": "array", "items": items, **more}
 
 
 def object_schema(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    """Return the schema of an object; `more` are its optional fields."""
     return {
         "title": title,
         "type": "object",
@@ -26,6 +29,7 @@ def object_schema(title: str, required: dict[str, Schema], **more: Schema) -> Sc
 
 
 def body_schema(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    """Return the schema of an object that may have no other fields."""
     return {**object_schema(title, required, **more), "additionalProperties": False}
 
 
@@ -37,25 +41,29 @@ NUMBER_SCHEMA = typed_schema(
     'A number. NaN is null, and infinity is "inf" or "-inf".',
 )
 VERSION_SCHEMA = typed_schema(
-    "integer", "The version to read; the newest by default.", minimum=0, maximum=2**53
+    "integer", "The version to read, by default the newest.", minimum=0, maximum=2**53
 )
 WHERE_SCHEMA = typed_schema(
     "string", "A filter, such as \"year < 1900 and genre == 'poetry'\".", maxLength=10_000
 )
-SCORE_DESCRIPTION = 'How keys are compared with the query: "cosine", "gaussian:0.5" …'
-WEIGHTING_DESCRIPTION = 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …'
+SCORE_DESCRIPTION = 'The score that compares keys with the query: "cosine", "gaussian:0.5" …'
+WEIGHTING_DESCRIPTION = (
+    'The rule that turns scores into weights: "softmax", "hard", "topk:5", "entmax15" …'
+)
 SCORING_PROPERTIES: dict[str, Schema] = {
     "score": typed_schema(["string", "null"], SCORE_DESCRIPTION, maxLength=64),
     "weighting": typed_schema("string", WEIGHTING_DESCRIPTION, maxLength=64),
 }
-TOLERANCE_DESCRIPTION = "Guaranteed bound of ½ Σ |weight − exact weight|."
-CONFIDENCE_DESCRIPTION = "Probability with which the tolerance holds; below 1 rows may be sampled."
+TOLERANCE_DESCRIPTION = "The largest allowed error of the weights: ½ Σ |weight − exact weight|."
+CONFIDENCE_DESCRIPTION = (
+    "The probability that the tolerance holds. Below 1, the server may sample rows."
+)
 TOLERANCE_PROPERTIES = {
     "tolerance": typed_schema(["number", "null"], TOLERANCE_DESCRIPTION, minimum=0),
     "confidence": typed_schema(["number", "null"], CONFIDENCE_DESCRIPTION, minimum=0, maximum=1),
 }
 NO_ROWS = typed_schema(
-    "string", "Set if no row passes `where`: says so and names values that the columns have."
+    "string", "Present if no row passes `where`: it names values that the columns have."
 )
 EQUALITY_SCHEMA = typed_schema("object", 'Columns and their values: {"genre": "poetry"}.')
 CONDITION_SCHEMA: Schema = {"anyOf": [WHERE_SCHEMA, EQUALITY_SCHEMA, {"type": "null"}]}
@@ -79,15 +87,18 @@ ANSWER_SCHEMA = object_schema(
         "exact": typed_schema("boolean", "Whether the query equals a key with nearly all weight."),
         "error_bound": {
             **NUMBER_SCHEMA,
-            "description": "½ Σ |weight − exact weight| is at most this.",
+            "description": "An upper bound on ½ Σ |weight − exact weight|.",
         },
-        "rows_read": {**COUNT_SCHEMA, "description": "Rows for which the full key was read."},
+        "rows_read": {
+            **COUNT_SCHEMA,
+            "description": "The number of keys that were read in full precision.",
+        },
         "statistical": typed_schema(
-            "boolean", "Whether the bound holds only with the probability `confidence`."
+            "boolean", "Whether `error_bound` holds only with the probability `confidence`."
         ),
         "engine": TEXT_SCHEMA,
         "hint": typed_schema(
-            "string", "Says which score or option to use if the default may be wrong."
+            "string", "Advice: the score or option to use, if the default may be wrong."
         ),
         "score": TEXT_SCHEMA,
         "weighting": TEXT_SCHEMA,
@@ -98,10 +109,12 @@ ANSWER_SCHEMA = object_schema(
     },
     weights=list_schema(NUMBER_SCHEMA),
     spread={},
-    coverage=typed_schema("number", "Probability that `set` contains the right row."),
+    coverage=typed_schema("number", "The probability that `set` contains the right row."),
     abstains=typed_schema("boolean", "Whether the answer abstains: `set` is empty."),
-    set_rows={**COUNT_SCHEMA, "description": "Number of rows in `set`."},
-    set=list_schema(ROW_SCHEMA, description="The prediction set, if it is small."),
+    set_rows={**COUNT_SCHEMA, "description": "The number of rows in `set`."},
+    set=list_schema(
+        ROW_SCHEMA, description="The rows of the prediction set, unless there are too many."
+    ),
 )
 ASK_BODY = body_schema(
     "Ask",

@@ -1,4 +1,4 @@
-"""Access control: tokens, the headers Host and Origin, and security headers of responses."""
+"""Access control: tokens, checks of the headers Host and Origin, and security headers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkv.serve.route import Right
 from qkv.util.caches import memoize
 
 MIN_TOKEN_CHARACTERS = 16
-"""Shorter tokens are refused because they can be guessed."""
+"""The minimum length of a token. A shorter token could be guessed."""
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -40,10 +40,10 @@ RAW_SECURITY_HEADERS = [(name.encode(), value.encode()) for name, value in SECUR
 
 @dataclass(frozen=True)
 class Access:
-    """The rights of clients.
+    """What clients may do.
 
-    A client with `token` may do everything, one with `read_token` may read. Without any token
-    every client may read and upload, and may write if `write` is true.
+    A client with `token` may do everything. A client with `read_token` may read. If neither token
+    is set, every client may read and upload, and may write if `write` is true.
 
     >>> Access(read_token="0123456789abcdef").find_denial("Bearer 0123456789abcdef", "write").status
     403
@@ -57,8 +57,8 @@ class Access:
         for name, token in (("token", self.token), ("read_token", self.read_token)):
             if token is not None and not re.fullmatch(rf"[!-~]{{{MIN_TOKEN_CHARACTERS},}}", token):
                 raise ArgumentError(
-                    f"{name} must have at least {MIN_TOKEN_CHARACTERS} visible characters and no "
-                    "spaces; `openssl rand -hex 16` prints one"
+                    f"{name} must have at least {MIN_TOKEN_CHARACTERS} visible ASCII characters "
+                    "and no spaces: `openssl rand -hex 16` prints such a token"
                 )
 
     @property
@@ -67,7 +67,7 @@ class Access:
         return self.token is None and self.read_token is None
 
     def find_denial(self, header: str | None, right: Right) -> RequestError | None:
-        """Return the error if this Authorization header does not grant the right, else None."""
+        """Return the error if this Authorization header does not allow `right`; None if it does."""
         if self.is_open:
             if right != "write" or self.write:
                 return None
@@ -76,17 +76,23 @@ class Access:
             )
         scheme, _, sent = (header or "").partition(" ")
         sent = sent.strip() if scheme.lower() == "bearer" else ""
-        # Both tokens are always compared, so that the time does not reveal which one matched.
+        # Compare both tokens always, so that the response time does not reveal which one matched.
         is_full, is_reader = (_is_same_token(sent, x) for x in (self.token, self.read_token))
         if is_full or (is_reader and right == "read"):
             return None
         if is_reader:
-            return RequestError(403, f"this token may only read, not {right}")
+            return RequestError(
+                403,
+                f"this token may only read, but the request needs the right to {right}: send the "
+                "token that the server has as --token",
+            )
         if sent:
             message = "this token is not valid for this server"
         else:
             message = "a token is required: send the header Authorization: Bearer TOKEN"
-        error = RequestError(401, f"{message} (qkv reads it from --token or QKV_TOKEN)")
+        error = RequestError(
+            401, f"{message} (the qkv command reads the token from --token or QKV_TOKEN)"
+        )
         error.headers["www-authenticate"] = "Bearer"
         return error
 
@@ -97,10 +103,10 @@ def _is_same_token(sent: str, token: str | None) -> bool:
 
 
 class SecurityMiddleware:
-    """Check Host and Origin, limit concurrent requests, count them, and add security headers.
+    """Checks the headers Host and Origin, limits concurrent requests, and adds security headers.
 
-    Host may be an IP address, `localhost` or one of `hosts`. Any other name is refused, which
-    prevents DNS rebinding.
+    Host may be an IP address, `localhost` or one of `hosts`. A request with another Host is
+    refused, which prevents DNS rebinding. The middleware also records each request in the metrics.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Iterable[str] = ()):
@@ -141,18 +147,24 @@ class SecurityMiddleware:
             self.metrics.observe_request(method, route, status, time.perf_counter() - start)
 
     def _find_denial(self, headers: Headers, scope: Scope) -> RequestError | None:
-        host = ", ".join(headers.getlist("host"))  # two Host headers never match
+        """Return the error for a request that must be refused, else None."""
+        # If there are two Host headers, the joined text matches no host.
+        host = ", ".join(headers.getlist("host"))
         name = re.sub(r":\d+$", "", host).lower()
         if name not in self.hosts and not _is_address(name.removeprefix("[").removesuffix("]")):
             return RequestError(
-                421, f"this server does not answer to the Host {host[:80]!r}: use its IP address"
+                421,
+                f"this server does not answer requests to the host {host[:80]!r}: use its IP "
+                "address",
             )
         origin = headers.get("origin")
         if origin is not None and origin != f"{scope['scheme']}://{host}":
-            return RequestError(403, f"pages from {origin[:80]!r} may not use this server")
+            return RequestError(
+                403, f"a page from {origin[:80]!r} may not send requests to this server"
+            )
         if self.open_requests >= limits.MAX_REQUESTS:
             busy = RequestError(
-                503, f"the server is busy with {limits.MAX_REQUESTS} requests: try again"
+                503, f"the server is busy with {limits.MAX_REQUESTS} requests: try again later"
             )
             busy.headers["retry-after"] = "1"
             return busy
@@ -169,7 +181,7 @@ def _is_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address can be reached only from this machine.
+    """Return whether only this machine can reach an address.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
     [True, True, True, False, False]

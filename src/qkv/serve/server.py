@@ -21,11 +21,11 @@ from qkv.serve import limits
 from qkv.serve.security import Access, is_loopback
 
 SHUTDOWN_TIMEOUT_SECONDS = 30
-"""Time for requests in progress to finish after Ctrl-C or SIGTERM."""
+"""How long the server waits for requests in progress after Ctrl-C or SIGTERM."""
 
 
 def check_address(host: str, access: Access) -> None:
-    """Refuse an address that other machines can reach if no token is set."""
+    """Raise `ArgumentError` if other machines can reach this address but no token is set."""
     if access.is_open and not is_loopback(host):
         raise ArgumentError(
             f"--host: other machines can reach {host}: set a --token or a --read-token"
@@ -33,10 +33,10 @@ def check_address(host: str, access: Access) -> None:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; port 0 chooses a free port.
+    """Return a socket that listens at this address. Port 0 means any free port.
 
-    >>> with bind_socket("127.0.0.1", 0) as place:
-    ...     place.getsockname()[0]
+    >>> with bind_socket("127.0.0.1", 0) as listener:
+    ...     listener.getsockname()[0]
     '127.0.0.1'
     """
     try:
@@ -56,24 +56,25 @@ TOO_MANY_REQUESTS_RESPONSE = (
 
 
 class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """uvicorn's HTTP protocol with limits that it lacks.
+    """uvicorn's HTTP protocol with three more limits.
 
-    It limits the connections per address, the time until the head of a request is complete, and
-    the time until a client reads the next part of a response.
+    It limits the number of connections per address, the time until the head of a request is
+    complete, and the time until a client reads the next part of a response.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _head_bytes: int | None = None
-    """Bytes received so far of a head that is not complete."""
+    """The number of bytes received of an incomplete head; None if no head is being received."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # call `pause_writing` whenever data is unread
+        # asyncio then calls `pause_writing` whenever the client has not read everything.
+        transport.set_write_buffer_limits(0)
         self._start_head_timer()
-        own = client_network(self.client)
+        network = client_network(self.client)
         if (
-            sum(client_network(one.client) == own for one in self.connections)
+            sum(client_network(other.client) == network for other in self.connections)
             > limits.MAX_CONNECTIONS_PER_ADDRESS
         ):
             transport.write(TOO_MANY_REQUESTS_RESPONSE)
@@ -92,7 +93,10 @@ class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self._start_head_timer()
 
     def on_message_begin(self) -> None:
-        """Start counting the bytes of a head. httptools calls this; h11 has its own limit."""
+        """Start counting the bytes of a head.
+
+        httptools calls this method. The other parser, h11, has its own limit.
+        """
         super().on_message_begin()
         self._head_bytes = 0
 
@@ -122,11 +126,14 @@ class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self._head_timer = None
 
     def _check_write_progress(self, before: int) -> None:
-        """Close the connection unless the client has read something since the last check."""
-        left = self.transport.get_write_buffer_size()
-        if left < before:
+        """Close the connection unless the client has read something since the last check.
+
+        `before` is the number of unread bytes at the last check.
+        """
+        unread = self.transport.get_write_buffer_size()
+        if unread < before:
             self._write_timer = self.loop.call_later(
-                limits.WRITE_TIMEOUT_SECONDS, self._check_write_progress, left
+                limits.WRITE_TIMEOUT_SECONDS, self._check_write_progress, unread
             )
         else:
             self.transport.abort()
@@ -138,7 +145,9 @@ class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 def client_network(client: tuple[str, int] | None) -> str:
-    """Return the address of a client; for IPv6 its /64 network, which one customer usually has.
+    """Return the address of a client, or the /64 network of an IPv6 client.
+
+    One customer of a provider usually has a whole /64 network.
 
     >>> client_network(("192.168.0.7", 50000)), client_network(("2001:db8::1:2:3:4", 50000))
     ('192.168.0.7', '2001:db8::')
@@ -151,7 +160,7 @@ def client_network(client: tuple[str, int] | None) -> str:
 
 
 def build_config(app: Starlette) -> uvicorn.Config:
-    """Return the uvicorn configuration of the app."""
+    """Return uvicorn's configuration for the app."""
     return uvicorn.Config(
         app,
         http=LimitedHTTPProtocol,
@@ -169,22 +178,22 @@ def build_config(app: Starlette) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        if self.force_exit:  # requests cut off by a second Ctrl-C need no traceback in the log
+        if self.force_exit:  # a second Ctrl-C aborts requests: log no tracebacks for them
             logging.getLogger("uvicorn.error").disabled = True
 
 
-def run_server(app: Starlette, place: socket.socket) -> None:
-    """Serve at the socket until Ctrl-C or SIGTERM.
+def run_server(app: Starlette, listener: socket.socket) -> None:
+    """Serve the app at this socket until Ctrl-C or SIGTERM.
 
-    Requests in progress are finished first, unless Ctrl-C comes a second time.
+    The server first finishes the requests in progress. A second Ctrl-C aborts them.
     """
     _raise_file_limit()
-    gc.freeze()  # the garbage collector can skip everything that is loaded now
-    _Server(build_config(app)).run(sockets=[place])
+    gc.freeze()  # the garbage collector then skips all objects that exist now
+    _Server(build_config(app)).run(sockets=[listener])
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files, which connections and databases share."""
+    """Raise this process's limit of open files, which connections and databases share."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -197,6 +206,7 @@ def _raise_file_limit() -> None:
             soft = hard
     if soft != resource.RLIM_INFINITY and soft < least:
         warnings.warn(
-            f"this process may open {soft} files, and {least} are needed: raise ulimit -n",
+            f"this process may open {soft} files, but the server needs {least}: raise the limit "
+            "with ulimit -n",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server, with reused connections. Errors become qkv's exceptions."""
+"""JSON over HTTP to one server, over reused connections. Error responses become exceptions."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ from qkv.serve.encoding import CELLS_MEDIA_TYPE
 
 MAX_TRIES = 3
 RETRY_PAUSE_SECONDS = 0.2
-"""Pause before the first retry of a read; each further one is twice as long."""
+"""The pause before the first retry of a read. Each further pause is twice as long."""
 
 BUSY_STATUSES = (429, 503)
-MAYBE_WRITTEN_HINT = "the rows may have been written: check before you send them again"
+MAYBE_WRITTEN_HINT = (
+    "the server may have written the rows: check whether they are there before you send them again"
+)
 
 
 class ServerUnreachableError(QkvError, ConnectionError):
-    """The server does not answer, is too slow, or is not a qkv server."""
+    """The server does not answer, answers too late, or is not a qkv server."""
 
 
 class NotAllowedError(QkvError, PermissionError):
-    """The token is missing, wrong, or lacks the right."""
+    """The token is missing or wrong, or it does not allow this request."""
 
 
 class Transport:
-    """Send requests to the server at `url`. Threads may share it; each uses its own connection.
+    """Sends requests to the server at `url`.
 
-    A read is retried if the connection breaks or the server is busy. A write is sent only once,
-    because it may have been executed before the connection broke.
+    Threads may share a transport; each uses its own connection.
+
+    A read is sent again if the connection breaks or the server is busy. A write is sent only once,
+    because the server may have executed it before the connection broke.
     """
 
     def __init__(self, url: str, token: str | None, timeout: float):
         if not isinstance(url, str) or not isinstance(token, str | None):
-            name, got = ("url", url) if not isinstance(url, str) else ("token", token)
-            raise DtypeError(f"{name} must be text, not {type(got).__name__}")
+            name, argument = ("url", url) if not isinstance(url, str) else ("token", token)
+            raise DtypeError(f"{name} must be text, not {type(argument).__name__}")
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -55,11 +59,14 @@ class Transport:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ArgumentError(f"url must be like http://host:8000, not {url!r}")
         if parts.username or parts.query or parts.fragment:
-            raise ArgumentError("url must be only an address: pass the token as token=…")
+            raise ArgumentError(
+                "url must be only the address of the server, without a user name or query: pass "
+                "the token as token=…"
+            )
         if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise ArgumentError(f"timeout must be a number of seconds above 0, not {timeout!r}")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ArgumentError("token must be printable ASCII")
+            raise ArgumentError("token must consist of printable ASCII characters")
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
@@ -73,23 +80,23 @@ class Transport:
         self._lock = threading.Lock()
 
     def send_read(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request that changes nothing, and return the response; retry if necessary."""
+        """Send a request that changes nothing, and retry if necessary; return the response."""
         pause = RETRY_PAUSE_SECONDS
-        for left in reversed(range(MAX_TRIES)):
+        for tries_left in reversed(range(MAX_TRIES)):
             try:
                 status, response = self._send_once(method, path, body)
             except ServerUnreachableError:
-                if not left:
+                if not tries_left:
                     raise
             else:
-                if status not in BUSY_STATUSES or not left:
+                if status not in BUSY_STATUSES or not tries_left:
                     return self._unwrap_response(status, response)
             time.sleep(pause)
             pause *= 2
         raise AssertionError
 
     def send_write(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request that changes rows, once, and return the response."""
+        """Send a request that changes rows, only once; return the response."""
         return self._unwrap_response(*self._send_once(method, path, body, MAYBE_WRITTEN_HINT))
 
     def close(self) -> None:
@@ -104,7 +111,10 @@ class Transport:
             self.close()
 
     def _send_once(self, method: str, path: str, body: Any, hint: str = "") -> tuple[int, Any]:
-        """Return the status and the response; `hint` is part of an error after the request left."""
+        """Send a request, and return the status and the parsed response.
+
+        If the request fails after it was sent, the error contains `hint`.
+        """
         text = None if body is None else encoding.dumps(body).encode()
         connection, hint_after_send = self._take_connection(), ""
         try:
@@ -123,7 +133,7 @@ class Transport:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             reason = str(error) or type(error).__name__
-            step = hint_after_send or "is it running?"
+            step = hint_after_send or "check that the server is running and that url is right"
             raise ServerUnreachableError(
                 f"{self.url} does not answer ({reason}): {step}"
             ) from error
@@ -145,7 +155,7 @@ class Transport:
             ) from None
 
     def _take_connection(self) -> http.client.HTTPConnection:
-        """Return an idle connection that is still open, or a new one."""
+        """Return an idle connection that is still open, else a new connection."""
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -156,20 +166,24 @@ class Transport:
             connection.close()
 
     def _unwrap_response(self, status: int, response: Any) -> Any:
+        """Return the response; raise the exception for an error status."""
         if 200 <= status < 300:
             return response
         raise _build_error(status, response if isinstance(response, dict) else {}, self.url)
 
 
 def _is_still_open(idle: socket.socket) -> bool:
-    """Return whether nothing can be read: an idle connection is readable only once it is closed."""
+    """Return whether an idle connection is open.
+
+    If the server has closed the connection, the socket is readable.
+    """
     with selectors.DefaultSelector() as watched:
         watched.register(idle, selectors.EVENT_READ)
         return not watched.select(0)
 
 
 def _build_error(status: int, body: Mapping[str, Any], url: str) -> QkvError:
-    """Return the exception that the server reported, with its message."""
+    """Return the exception that an error response describes, with its message."""
     message, kind = str(body.get("error") or f"{url} answers {status}"), str(body.get("kind"))
     if kind == "KeyNotFoundError":
         return KeyNotFoundError(body.get("key"), lambda: body.get("nearest") or [])

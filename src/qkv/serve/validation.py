@@ -1,8 +1,8 @@
 """Validation of JSON bodies and parameters against the schemas of the OpenAPI description.
 
-It is written by hand because the texts of its errors are part of the API: they name the field, the
-value, the limit and the nearest valid name. jsonschema and jsonschema-rs have their own texts,
-and pydantic and msgspec need classes in the place of the published schemas.
+The error messages are part of the API: they name the field, the value, the limit and the nearest
+valid name. No library gives such messages: jsonschema and jsonschema-rs have fixed ones, and
+pydantic and msgspec need classes instead of the published schemas.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def find_violation(x: Any, schema: Schema, place: str = "the body") -> str | None:
-    """Return a sentence that says where and how `x` violates the schema; None if it is valid.
+def find_violation(x: Any, schema: Schema, location: str = "the body") -> str | None:
+    """Return a sentence on where and how `x` violates the schema; None if `x` is valid.
+
+    `location` names `x` in the sentence.
 
     >>> top = {"type": "integer", "minimum": 1, "maximum": 1000}
     >>> find_violation({"top": 0}, {"type": "object", "properties": {"top": top}})
@@ -42,28 +44,29 @@ def find_violation(x: Any, schema: Schema, place: str = "the body") -> str | Non
     >>> find_violation(5, top)
     """
     if "anyOf" in schema:
-        faults = [find_violation(x, option, place) for option in schema["anyOf"]]
+        faults = [find_violation(x, option, location) for option in schema["anyOf"]]
         if None in faults:
             return None
         types = " or ".join(_describe_type(option) for option in schema["anyOf"])
-        return next((f for f in faults if f and " must be " not in f), f"{place} must be {types}")
+        return next(
+            (f for f in faults if f and " must be " not in f), f"{location} must be {types}"
+        )
     if "enum" in schema and x not in schema["enum"]:
-        return str(unknown_name_error(place, x, schema["enum"]))
+        return str(unknown_name_error(location, x, schema["enum"]))
     kinds = schema.get("type")
     if kinds is not None:
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if not any(_has_type(x, kind) for kind in kinds):
-            return (
-                f"{place} must be {' or '.join(map(_with_article, kinds))}, not {_shorten_repr(x)}"
-            )
+            expected = " or ".join(map(_with_article, kinds))
+            return f"{location} must be {expected}, not {_shorten_repr(x)}"
     if isinstance(x, str):
-        return _find_text_violation(x, schema, place)
+        return _find_text_violation(x, schema, location)
     if isinstance(x, int | float) and not isinstance(x, bool):
-        return _find_number_violation(x, schema, place)
+        return _find_number_violation(x, schema, location)
     if isinstance(x, list):
-        return _find_list_violation(x, schema, place)
+        return _find_list_violation(x, schema, location)
     if isinstance(x, dict):
-        return _find_object_violation(x, schema, place)
+        return _find_object_violation(x, schema, location)
     return None
 
 
@@ -71,8 +74,10 @@ DIGITS_TO_NINES, LONG_NUMBER = bytes.maketrans(b"012345678", b"9" * 9), b"9" * 1
 ESCAPED_COLON_PREFIX = b"\\u003"
 
 
-def parse_json(raw: bytes | bytearray, schema: Schema, place: str = "the body") -> dict[str, Any]:
-    """Parse a JSON object and check it against the schema; raise ValueError if it is not valid.
+def parse_json(
+    raw: bytes | bytearray, schema: Schema, location: str = "the body"
+) -> dict[str, Any]:
+    """Parse a JSON object and check it against the schema; raise `ValueError` if it is invalid.
 
     >>> parse_json(b'{"top": 5.0}', {"type": "object", "properties": {"top": {"type": "integer"}}})
     {'top': 5}
@@ -80,28 +85,30 @@ def parse_json(raw: bytes | bytearray, schema: Schema, place: str = "the body") 
     try:
         body = _load_json(raw)
     except RecursionError:
-        raise ValueError(f"{place} is nested too deeply") from None
+        raise ValueError(f"{location} is nested too deeply") from None
     except DuplicateNameError as error:
-        raise ValueError(f"{place} {error}") from None
+        raise ValueError(f"{location} {error}") from None
     except ValueError as error:
-        raise ValueError(f"{place} is not JSON: {error}") from None
-    opened = raw.count(b"[") + raw.count(b"{")  # an upper bound of the depth, cheap to get
+        raise ValueError(f"{location} is not JSON: {error}") from None
+    # This number is an upper bound on the depth, and fast to compute.
+    opened = raw.count(b"[") + raw.count(b"{")
     if opened > limits.MAX_JSON_DEPTH and is_deeper_than(body, limits.MAX_JSON_DEPTH):
-        raise ValueError(f"{place} is nested too deeply")
-    if violation := find_violation(body, schema, place):
+        raise ValueError(f"{location} is nested too deeply")
+    if violation := find_violation(body, schema, location):
         raise ValueError(violation)
     return normalize_integers(body, schema)
 
 
 def _load_json(raw: bytes | bytearray) -> Any:
-    """Parse JSON with orjson, or with json where orjson would lose data.
+    """Parse JSON with orjson, or with the module json if orjson would lose data.
 
-    orjson rounds integers of more than 64 bits and keeps only the last of two equal names.
+    orjson rounds integers of more than 64 bits, and keeps only the last of two equal names.
     """
     if LONG_NUMBER not in raw.translate(DIGITS_TO_NINES):
-        with contextlib.suppress(ValueError, TypeError):  # TypeError: too deep for orjson.dumps
+        # orjson.dumps raises TypeError for a body that is nested too deeply.
+        with contextlib.suppress(ValueError, TypeError):
             body, colons = orjson.loads(raw), raw.count(b":")
-            # If the number of colons is that of the parsed body, no name was dropped.
+            # If text and parsed body have the same number of colons, orjson dropped no name.
             if isinstance(body, dict) and len(body) == colons:
                 return body
             if ESCAPED_COLON_PREFIX not in raw and orjson.dumps(body).count(b":") == colons:
@@ -111,14 +118,14 @@ def _load_json(raw: bytes | bytearray) -> Any:
 
 
 class DuplicateNameError(ValueError):
-    """An object has the same name twice."""
+    """A JSON object has the same name twice."""
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise DuplicateNameError(f"has {twice!r} twice in one object: leave one out")
+        raise DuplicateNameError(f"has the name {twice!r} twice in one object: leave one out")
     return unique
 
 
@@ -133,7 +140,7 @@ def _parse_float(text: str) -> float:
 
 
 def is_deeper_than(x: Any, most: int) -> bool:
-    """Return whether lists and objects are nested more than `most` times.
+    """Return whether more than `most` lists and objects are inside each other.
 
     >>> is_deeper_than([[{"a": 1}]], 3), is_deeper_than([[{"a": 1}]], 2)
     (False, True)
@@ -148,18 +155,20 @@ def is_deeper_than(x: Any, most: int) -> bool:
 
 
 def normalize_integers(x: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """Convert numbers such as 5.0 to int where the schema has the type integer.
+    """Convert numbers such as 5.0 to int if their schema has the type integer.
 
     >>> normalize_integers({"top": 5.0}, {"properties": {"top": {"type": "integer"}}})
     {'top': 5}
     """
-    known = schema.get("properties", {})
-    counts = {name for name in x if known.get(name, {}).get("type") == "integer"}
+    properties = schema.get("properties", {})
+    counts = {name for name in x if properties.get(name, {}).get("type") == "integer"}
     return {name: int(item) if name in counts else item for name, item in x.items()}
 
 
 def parse_parameter(text: str, schema: Schema) -> Any:
-    """Convert the text of a parameter to its schema's type; return other text unchanged.
+    """Convert the text of a query parameter to the type of its schema.
+
+    Text of another form is returned unchanged.
 
     >>> (
     ...     parse_parameter("5", {"type": "integer"}),
@@ -177,6 +186,7 @@ def parse_parameter(text: str, schema: Schema) -> Any:
 
 
 def _has_type(x: Any, kind: str) -> bool:
+    """Return whether a value has this JSON type. 5.0 counts as an integer."""
     if isinstance(x, bool):
         return kind == "boolean"
     if kind == "integer" and isinstance(x, float):
@@ -184,48 +194,48 @@ def _has_type(x: Any, kind: str) -> bool:
     return isinstance(x, PYTHON_TYPES[kind])
 
 
-def _find_text_violation(x: str, schema: Schema, place: str) -> str | None:
+def _find_text_violation(x: str, schema: Schema, location: str) -> str | None:
     most, pattern = schema.get("maxLength"), schema.get("pattern")
     if most is not None and len(x) > most:
-        return f"{place} must have at most {most:,} characters, not {len(x):,}"
+        return f"{location} must have at most {most:,} characters, not {len(x):,}"
     if pattern is not None and not re.search(pattern, x):
-        return f"{place} must match {pattern}, not {_shorten_repr(x)}"
+        return f"{location} must match {pattern}, not {_shorten_repr(x)}"
     return None
 
 
-def _find_number_violation(x: float, schema: Schema, place: str) -> str | None:
+def _find_number_violation(x: float, schema: Schema, location: str) -> str | None:
     least, most = schema.get("minimum"), schema.get("maximum")
     if least is not None and x < least:
-        return f"{place} must be at least {least:,}, not {x}"
+        return f"{location} must be at least {least:,}, not {x}"
     if most is not None and x > most:
-        return f"{place} must be at most {most:,}, not {x}"
+        return f"{location} must be at most {most:,}, not {x}"
     return None
 
 
-def _find_list_violation(x: list[Any], schema: Schema, place: str) -> str | None:
+def _find_list_violation(x: list[Any], schema: Schema, location: str) -> str | None:
     least, most = schema.get("minItems", 0), schema.get("maxItems")
     if len(x) < least:
-        return f"{place} must have at least {least} {'item' if least == 1 else 'items'}"
+        return f"{location} must have at least {least} {'item' if least == 1 else 'items'}"
     if most is not None and len(x) > most:
-        return f"{place} may have at most {most:,} items, not {len(x):,}: send several requests"
+        return f"{location} may have at most {most:,} items, not {len(x):,}: send several requests"
     items = schema.get("items")
     if not items:
         return None
-    violations = (find_violation(item, items, f"{place}[{i}]") for i, item in enumerate(x))
+    violations = (find_violation(item, items, f"{location}[{i}]") for i, item in enumerate(x))
     return next((violation for violation in violations if violation), None)
 
 
-def _find_object_violation(x: dict[str, Any], schema: Schema, place: str) -> str | None:
-    prefix = "" if place == "the body" else f"{place}."
-    known = schema.get("properties", {})
+def _find_object_violation(x: dict[str, Any], schema: Schema, location: str) -> str | None:
+    prefix = "" if location == "the body" else f"{location}."
+    properties = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in x:
-            return f"{place} must have {name!r}"
+            return f"{location} must have {name!r}"
     additional = schema.get("additionalProperties", True)
     for name, item in x.items():
-        if name not in known and additional is False:
-            return str(unknown_name_error(f"name in {place}", name, known))
-        expected = known.get(name, additional if isinstance(additional, dict) else {})
+        if name not in properties and additional is False:
+            return str(unknown_name_error(f"name in {location}", name, properties))
+        expected = properties.get(name, additional if isinstance(additional, dict) else {})
         if violation := find_violation(item, expected, f"{prefix}{name}"):
             return violation
     return None

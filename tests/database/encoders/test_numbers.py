@@ -132,7 +132,7 @@ def test_keys_must_fit_what_was_fitted() -> None:
     encoder = Numbers().fit([(1.0, 2.0)])
     with pytest.raises(ShapeError, match="key 0 has 1 number, but the keys have 2 each"):
         encoder.encode([1.0])
-    with pytest.raises(ShapeError, match="3 units for keys of 2"):
+    with pytest.raises(ShapeError, match="3 units, but keys have 2"):
         Numbers(units=(1, 2, 3)).fit([(1.0, 2.0)])
     with pytest.raises(ArgumentError, match="too far"):
         Numbers(units=1e-30).fit([0.0]).encode([1e20])

@@ -177,8 +177,8 @@ class TestRefusals:
             (["ab"], r"pairs\[0\] must be"),
             ([("a", "cat"), ("a",)], r"pairs\[1\] must be"),
             ([("a", "cat"), ("b", "unicorn")], r"pairs\[1\] has the right key 'unicorn'"),
-            ([("a", "cat", 0)], "weight 0; it must be above 0"),
-            ([("a", "cat", float("nan"))], "weight nan"),
+            ([("a", "cat", 0)], "must be above 0, not 0"),
+            ([("a", "cat", float("nan"))], "must be above 0, not nan"),
             ([(None, "cat")], r"pairs\[0\] has no query"),
         ],
     )

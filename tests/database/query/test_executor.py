@@ -99,8 +99,8 @@ def test_raise_and_refusals(database):
 @pytest.mark.parametrize(
     ("keys", "query", "message"),
     [
-        (np.eye(3), [np.nan, 0.0, 0.0], "query 0 holds NaN"),
-        (np.eye(3), np.array([[0.0, 0.0, 1.0], [0.0, np.inf, 0.0]]), "query 1 holds NaN"),
+        (np.eye(3), [np.nan, 0.0, 0.0], "query 0 contains NaN"),
+        (np.eye(3), np.array([[0.0, 0.0, 1.0], [0.0, np.inf, 0.0]]), "query 1 contains NaN"),
         ([1.0, 2.0, 3.0], [2.0, np.nan], "query 1 is not a finite number$"),
         ([1.0, 2.0, 3.0], "two", "query 0 must be a number, not 'two'$"),
         (["a", "b", "c"], None, "query 0 must not be None$"),

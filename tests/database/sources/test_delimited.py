@@ -21,7 +21,9 @@ class TestBrokenCsv:
             (1_000, "1002 cells"),
             (1_001, "more than 1002 cells"),
         ):
-            with pytest.raises(SourceError, match=f": {message} where the header has 2") as caught:
+            with pytest.raises(
+                SourceError, match=f": this row has {message}, but the header has 2"
+            ) as caught:
                 delimited.read_delimited(b"a,b\n1,2" + b",3" * extra + b"\n", "x", "x.csv", None)
             assert (caught.value.line, caught.value.column) == (2, 5)
 
@@ -39,7 +41,7 @@ class TestBrokenCsv:
         for end in ("\n", "\r\n", "\r"):
             looked.clear()
             text = end.join(["a,b", *(f'{i},"x{end}y"' for i in range(50_000)), "1", "2,3"])
-            with pytest.raises(SourceError, match="1 cell where the header has 2") as caught:
+            with pytest.raises(SourceError, match="1 cell, but the header has 2") as caught:
                 delimited.read_delimited(text.encode(), "x", "x.csv", None)
             assert caught.value.line == 100_002
             assert len(looked) < 2_000

@@ -199,16 +199,16 @@ def test_names_for_a_table_without_any(tmp_path):
     both = read(str(tmp_path / "*.csv"), names=("city", "people"))
     assert both.columns["people"] == [3.6, 2.1, 2.0]
     says = refused(path, names=["city"])
-    assert "line 1: 2 cells, but names= has 1" in str(says)
+    assert "line 1: this line has 2 cells, but names= has 1" in str(says)
     assert "are all named 'a'" in str(refused(path, names=["a", "a"]))
     headed = write(tmp_path, "v.csv", "city,people\nRome,2\n")
-    assert "line 1: this line already has these names" in str(
+    assert "line 1: this line contains the same names already" in str(
         refused(headed, names=["city", "people"])
     )
     with pytest.raises(DtypeError, match="names must be a list of names"):
         read(path, names="city,people")  # type: ignore[arg-type]
     lines = write(tmp_path, "t.jsonl", '{"a": 1}\n')
-    with pytest.raises(CombinationError, match="has column names: leave it out"):
+    with pytest.raises(CombinationError, match="has column names: leave names= out"):
         read(lines, names=["a"])
     twice = write(tmp_path, "iris.csv", "5.1,3.5,3.5,setosa\n4.9,3.0,1.4,setosa\n")
     assert "if this is a row, give names=" in str(refused(twice))
@@ -256,9 +256,9 @@ def test_csv_on_standard_input(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "line", "column", "says"),
     [
-        ("a,b\n1,x\n2,y,z\n", 3, 5, "3 cells where the header has 2"),
-        ("a,b\n1,x\n2\n", 3, 2, "1 cell where the header has 2"),
-        ('a,b\n"x\ny","1\n2",3\n', 4, 4, "3 cells where"),
+        ("a,b\n1,x\n2,y,z\n", 3, 5, "3 cells, but the header has 2"),
+        ("a,b\n1,x\n2\n", 3, 2, "1 cell, but the header has 2"),
+        ('a,b\n"x\ny","1\n2",3\n', 4, 4, "3 cells, but"),
         ('a,b\r\n1,x\r\n2,"y\r\n', 3, 3, "never closes"),
         ('a,b\n1,x\n2,"y" z\n', 3, 6, "' ' follows a closing quote"),
         ('a,b\n"foo,1\n"bar",2\n', 3, 2, "opens at line 2, column 1"),
@@ -453,12 +453,12 @@ def test_json_not_a_number(tmp_path):
     [
         ('{"a": 1}\n{"a": 2,,}\n', 2, 9, "invalid JSON"),
         ('{"a": 1}\n  {"a": 1} x\n', 2, 12, "text after the object"),
-        ('{"a": 1}\n[1]\n', 2, 1, "a list where an object"),
+        ('{"a": 1}\n[1]\n', 2, 1, "for each row, not a list"),
         ('{"a": "x\n', 1, 7, "invalid JSON"),
         ('[{"a": 1},\n {"a": 2}', 2, 10, "expecting ',' or ']'"),
-        ('[{"a": 1},\n 5]', 2, 2, "a number where an object"),
-        ('[{"a": 1}]\nx', 2, 1, "text after the end of the list"),
-        ('{\n"a": 1\n}', 1, 1, "one object over many lines"),
+        ('[{"a": 1},\n 5]', 2, 2, "for each row, not a number"),
+        ('[{"a": 1}]\nx', 2, 1, "there is text after the list"),
+        ('{\n"a": 1\n}', 1, 1, "one object over several lines"),
         ('{"a": 1, "a": 2}', 1, 1, "'a' twice"),
         ('{"a": 1}\n{"a": "\\ud800"}', 2, 1, "lone surrogate"),
         ('{"a": 1e999}', 1, 1, "too large for a float"),
@@ -645,7 +645,7 @@ def test_sqlite_addresses(tmp_path, monkeypatch):
     assert read("sqlite:///my shop.db?query=select 1+1 as two").columns == {"two": [2]}
     with pytest.raises(CombinationError, match="differ"):
         read("sqlite:///my shop.db?table=books", table="other")
-    with pytest.raises(CombinationError, match="give only one of them"):
+    with pytest.raises(CombinationError, match="pass only one of them"):
         read(query, table="books")
     assert "three slashes" in str(refused("sqlite://shop.db"))
     assert "no such file: did you mean 'my shop.db'?" in str(refused("sqlite:///my shp.db"))
@@ -680,7 +680,7 @@ def test_sqlite_is_only_read(tmp_path):
 def test_damaged_sqlite(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS)
     path.write_bytes(path.read_bytes()[:100])
-    assert "SQLite cannot read it" in str(refused(path))
+    assert "SQLite cannot read the file" in str(refused(path))
     path = write_sqlite(tmp_path / "u.db", "create table a (b); insert into a values "
                         "(cast(x'ff41' as text));")  # fmt: skip
     assert "UTF-8" in str(refused(path))
@@ -891,7 +891,7 @@ def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     assert "qkv.open" in str(refused(tmp_path))
     assert "cannot be opened" in str(refused(tmp_path / ("x" * 5000)))
     assert "cannot be opened" in str(refused("a\0b.csv"))
-    assert "the file name is empty" in str(refused(" "))
+    assert "the name of the source is empty" in str(refused(" "))
 
     def deny(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")

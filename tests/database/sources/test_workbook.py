@@ -83,8 +83,8 @@ def test_a_table_may_begin_below_and_right_of_the_corner(tmp_path):
     [
         ([("a", None), (1, 2)], "line 1: column 2 of 2 has no name"),
         ([("a", "a"), (1, 2)], "columns 1, 2 are all named 'a'"),
-        ([("a", "b")], "only column names, no rows"),
-        ([], "no tables: there is nothing to read"),
+        ([("a", "b")], "only column names but no rows"),
+        ([], "there are no tables to read"),
     ],
 )
 def test_what_is_no_table_is_reported(tmp_path, rows, says):

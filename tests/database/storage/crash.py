@@ -189,7 +189,7 @@ def kill_once(path: Path, model: Model, rng: random.Random) -> Model:
 
 def left(problem: Problem) -> bool:
     """Whether a problem is a file of a commit or a compaction that did not finish."""
-    return problem.what.startswith(("left by", "a file that was never finished"))
+    return problem.what.startswith(("left by", "a temporary file that was not finished"))
 
 
 def battery(rounds: int, seed: int, say=lambda text: None) -> None:

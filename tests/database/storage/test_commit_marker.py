@@ -71,11 +71,11 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
     before = content(copy)
     for _ in range(2):
         with pytest.raises(
-            StoreDamagedError, match=r"version 2 was acknowledged.*catalogue.sqlite-wal"
+            StoreDamagedError, match=r"version 2 was committed.*catalogue.sqlite-wal"
         ):
             Store(copy)
     [problem] = check(copy)
-    assert "version 2 was acknowledged" in problem.what
+    assert "version 2 was committed" in problem.what
     assert {name: content(copy)[name] for name in before if name != "lock"} == {
         name: text for name, text in before.items() if name != "lock"
     }

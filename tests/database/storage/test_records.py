@@ -109,7 +109,7 @@ def test_keys_that_repeat_and_keys_that_must_not(store):
     assert store.open_snapshot().find_ids(b"1") == [1, 5] and store.open_snapshot().find_newest(
         b"1"
     ) == (5, "f")
-    with pytest.raises(DuplicateKeyError, match="position 0 exists already, as row 10"):
+    with pytest.raises(DuplicateKeyError, match="position 0 exists already, in row 10"):
         store.commit(
             records=["m"], digests=[b"2"], tensors={"key": tensors["key"][:1]}, unique=True
         )
@@ -266,7 +266,9 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
         ) and store.open_snapshot().settings == {"key": "title"}
         add(store, 3)
         assert store.open_snapshot().find_ids(b"digest 7") == [7]
-    assert any("list of versions is lost" in what for what in problems) == (harm == "catalogue")
+    assert any("versions before the repair are lost" in what for what in problems) == (
+        harm == "catalogue"
+    )
 
 
 def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path, monkeypatch):
@@ -282,7 +284,9 @@ def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path
         catalogue.execute("UPDATE settings SET crc = 0")
         catalogue.commit()
     problems = [problem.what for problem in check(tmp_path, repair=True)]
-    assert any("the settings are lost; those of an older file replace them" in x for x in problems)
+    assert any(
+        "the settings are lost; the settings of an older file replace them" in x for x in problems
+    )
     with Store(tmp_path) as store:
         assert (
             store.open_snapshot().settings == {"schema": "mine"}

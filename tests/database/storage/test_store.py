@@ -238,10 +238,10 @@ def test_unique_names_the_position(make):
     s = make()
     add(s, 2)
     tensors = {"key": keys([2, 3]), "value": np.array([2, 3])}
-    with pytest.raises(DuplicateKeyError, match="position 1 exists already, as row 1") as caught:
+    with pytest.raises(DuplicateKeyError, match="position 1 exists already, in row 1") as caught:
         s.commit(records=["a", "b"], digests=[b"x", b"digest 1"], tensors=tensors, unique=True)
     assert caught.value.position == 1
-    with pytest.raises(DuplicateKeyError, match="position 1 repeats the one at position 0"):
+    with pytest.raises(DuplicateKeyError, match="position 1 repeats the key at position 0"):
         s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
     assert s.version == 1 and whole(s.open_snapshot()) == expected(range(2))
 
@@ -278,8 +278,8 @@ def test_bad_input_changes_nothing(make):
     bad(DtypeError, r"digest bytes", digests=["d"])
     bad(ArgumentError, "not valid Unicode", records=["\ud800"])
     bad(RowNotFoundError, "row 7 cannot be removed", remove=[0, 7])
-    bad(DtypeError, "integer row ids, not 'x'", remove=["x"])
-    bad(ArgumentError, "settings must be JSON", settings={"a": object()})
+    bad(DtypeError, "row ids, which are integers, not 'x'", remove=["x"])
+    bad(ArgumentError, "settings must consist of JSON values", settings={"a": object()})
     s.commit(remove=[0])
     bad(RowNotFoundError, "row 0 cannot be removed", remove=[0])
     assert s.version == 2 and whole(s.open_snapshot()) == expected([1])
@@ -400,7 +400,7 @@ def test_recode_wants_every_row_in_order(make):
         assert s.version == 2
 
     bad([0, 1, 3], match="2 live rows have no new tensors; the first is row 4")
-    bad([0, 1], [4, 3, 5], match="expected row 3, got row 4")
+    bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
     bad([0, 1, 2], match="expected row 3, got row 2")
     bad([0, 1, 3, 4, 5], [6], match="expected the end, got row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
@@ -465,7 +465,7 @@ def test_compaction_keeps_what_is_read_here(make, small):
     s.commit(remove=range(0, 40, 2))
     add(s, 30)
     report = s.compact()
-    assert report.held == (1,) and "kept version 1 for its readers" in str(report)
+    assert report.held == (1,) and "kept version 1, which readers still use" in str(report)
     rest = np.concatenate([first.ids, *(part.ids for part in half)])
     assert rest.tolist() == list(range(40))
     assert whole(old) == whole(unread) == whole(s.open_snapshot(1)) == expected(range(40))
@@ -567,7 +567,8 @@ def test_a_dead_writer_holds_nothing(tmp_path):
         assert child.stdout.readline() == b"held\n"
         with Store(tmp_path) as s:
             with pytest.raises(
-                StoreLockedError, match=f"is locked by process {child.pid}: close it there"
+                StoreLockedError,
+                match=f"is locked by process {child.pid}: close the database there",
             ):
                 s.commit(remove=[0])
             with pytest.raises(StoreLockedError):

@@ -137,7 +137,7 @@ def test_what_cannot_be_kept_is_said():
         cells.dump_row({"c": {1, 2}})
     with pytest.raises(DtypeError, match="names of a stored mapping must be text"):
         cells.dump_row({"c": {1: 2}})
-    with pytest.raises(ArgumentError, match="lone surrogate at 1"):
+    with pytest.raises(ArgumentError, match="lone surrogate at position 1"):
         cells.dump_row({"c": "a\ud800"})
     with pytest.raises(ArgumentError, match="lone surrogate"):
         cells.key_digest("\ud800")
@@ -149,11 +149,11 @@ def test_what_cannot_be_kept_is_said():
     ids=["400", "-400", "5000", "decimal 1000000", "decimal -400"],
 )
 def test_a_number_beyond_floats_is_refused_at_once(number):
-    with pytest.raises(ArgumentError, match="larger than any float") as caught:
+    with pytest.raises(ArgumentError, match="too large for a float") as caught:
         cells.key_digest(number)
     assert len(str(caught.value)) < 200
     for cell in (number, (number,), [number], {"a": number}):
-        with pytest.raises(ArgumentError, match="larger than any float"):
+        with pytest.raises(ArgumentError, match="too large for a float"):
             cells.dump_row({"a": cell})
 
 

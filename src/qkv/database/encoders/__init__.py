@@ -1,4 +1,7 @@
-"""Encoders turn keys into vectors: choose one by name, build one, or let the keys decide."""
+"""Encoders turn keys into vectors.
+
+Choose one by its name, build one, or let the type of keys decide.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +75,9 @@ __all__ = [
 
 
 def resolve_name(name: Any) -> Encoder:
-    """Return the encoder of a registered name from an untrusted client.
+    """Return the encoder for a registered name that an untrusted client sent.
 
-    "module:function" is not accepted, because it would import and call any function.
+    Names such as "module:function" are refused, because they would import and call any function.
 
     >>> resolve_name("exact")
     Exact(width=256)
@@ -103,7 +106,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
         columns = len(keys.shape)  # type: ignore[attr-defined]
         return Numbers() if columns == 1 else Arrays()
     if not len(keys):
-        raise ArgumentError("no keys: an encoder cannot be chosen by their type")
+        raise ArgumentError("there are no keys whose type could choose an encoder: pass encoder=")
     kind = cells.common_kind(keys)
     if kind == "text":
         return Text() if is_installed() else Characters()
@@ -119,11 +122,12 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
 
 
 def _default_for_columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoder:
+    """Return the default encoder for keys that are tuples: one encoder per column."""
     widths = {len(key) for key in keys}
     if len(widths) > 1:
         return Exact()
     columns = list(zip(*keys, strict=True))
-    # The encoder of a column rejects missing values later, with their row.
+    # The column's encoder rejects missing values later, in an error that names the row.
     heads = [default([x for x in column if x is not None] or column) for column in columns]
     if all(isinstance(head, Numbers) for head in heads):
         return Numbers()

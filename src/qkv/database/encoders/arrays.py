@@ -15,10 +15,10 @@ from qkv.scores import ScaledDot, Score
 from qkv.util.keyword_hints import suggest_keywords
 
 KEYS_PER_BLOCK = 512
-"""Keys that are checked at a time; the result stays in the processor's cache."""
+"""The number of keys that are checked at a time, so that they fit the processor's cache."""
 
 MAX_ROUNDING_RATIO = 1 + 1e-5
-"""A larger ratio is not a rounding error."""
+"""A ratio above this is not due to rounding."""
 LONG_KEY_HINT = (
     "the dot product favours long vectors, so a key equal to the query would not rank first: use "
     "score='cosine' to compare directions, or score='gaussian' to compare distances"
@@ -32,9 +32,9 @@ SIMILAR_KEYS_HINT = (
 @suggest_keywords
 @dataclass(frozen=True)
 class Arrays(Encoder):
-    """x = the key itself, compared by qᵀk/√d.
+    """x = the key, which is a vector already. Vectors are compared by qᵀk/√d.
 
-    Keys are vectors of one length, or the rows of one array (m, width) of any framework.
+    Keys are vectors of one length, or the rows of an array (m, width) of any framework.
 
     >>> Arrays().fit([[1.0, 2.0]]).encode(np.array([[3, 4], [5, 6]])).tolist()
     [[3.0, 4.0], [5.0, 6.0]]
@@ -58,14 +58,14 @@ class Arrays(Encoder):
         out = to_float32_matrix(keys) if len(keys) else np.empty((0, self.width), np.float32)
         if out.shape[1] != self.width:
             came = format_plural(out.shape[1], "number")
-            raise ShapeError(f"key 0 has {came}, but the keys are vectors of {self.width}")
+            raise ShapeError(f"key 0 has {came}, but the keys are vectors of {self.width} numbers")
         return out
 
     def default_score(self, rows: int) -> Score:
         return ScaledDot()
 
     def score_hint(self, query: Any, key: Any, flat: bool) -> str:
-        # q·k > ‖q‖²: this key would rank above a key equal to the query.
+        # If q·k > ‖q‖², this key ranks above a key equal to the query.
         if np.dot(query, key) > np.dot(query, query) * MAX_ROUNDING_RATIO:
             return LONG_KEY_HINT
         return SIMILAR_KEYS_HINT if flat else ""
@@ -82,13 +82,13 @@ class Arrays(Encoder):
 
 
 def to_float32_matrix(keys: Sequence[Any]) -> np.ndarray:
-    """Return vectors as one array (m, width) float32; an error names the row that is wrong."""
+    """Return vectors as an array (m, width) of float32; an error names the first wrong row."""
     check_batch(keys)
     if is_array(keys):
-        whole = to_numpy(keys)
-        if whole.ndim != 2:
-            raise ShapeError(f"an array of keys must be (rows, width), not {whole.shape}")
-        rows = whole
+        array = to_numpy(keys)
+        if array.ndim != 2:
+            raise ShapeError(f"an array of keys must be (rows, width), not {array.shape}")
+        rows = array
     else:
         first = None
         vectors = []
@@ -110,7 +110,9 @@ def to_float32_matrix(keys: Sequence[Any]) -> np.ndarray:
         fine = np.isfinite(out[start : start + KEYS_PER_BLOCK])
         if not fine.all():
             bad = start + int(fine.all(axis=1).argmin())
-            raise ArgumentError(f"key {bad} holds NaN or a number beyond float32")
+            raise ArgumentError(
+                f"key {bad} contains NaN or a number too large for float32: leave that row out"
+            )
     return out
 
 

@@ -1,4 +1,4 @@
-"""The base class of encoders, which turn keys into vectors, and helpers for subclasses."""
+"""The base class of encoders, and helper functions for its subclasses."""
 
 from __future__ import annotations
 
@@ -20,45 +20,48 @@ from qkv.util.types import Array
 
 EncoderSettings = Mapping[str, Any]
 EncoderArrays = Mapping[str, np.ndarray]
-"""The stored form of an encoder: settings as JSON, and learned arrays."""
+"""The learned arrays of an encoder by name. They are stored together with its settings (JSON)."""
 
 
 class Encoder(ABC):
-    """Turn m keys into vectors (m, width) float32, and n queries into vectors (n, width).
+    """Turns m keys into vectors (m, width) float32, and n queries into vectors (n, width).
 
     Subclasses are frozen dataclasses. `fit` returns a copy that has learned from the keys. `build`
-    makes the same encoder in another process from `settings` (JSON) and `arrays`. By default these
-    are the fields.
+    makes the same encoder in another process from `settings` (JSON) and `arrays`. By default, both
+    consist of the dataclass's fields.
     """
 
     kind: ClassVar[str]
-    """The name in settings, in `ENCODERS` and in `resolve`."""
+    """The name of the encoder in settings, in `ENCODERS` and in `resolve`."""
 
     uses_cosine: ClassVar[bool] = False
-    """Whether it compares only the directions of its vectors when it is one of several heads."""
+    """Whether the encoder, as one of several heads, compares only the directions of its vectors."""
 
     int8_safe: bool = False
-    """Whether vectors in 8 bits give the same answers, as directions of text do."""
+    """Whether vectors of 8 bits give the same answers.
+
+    This is so for the directions of text vectors.
+    """
 
     is_identity: ClassVar[bool] = False
-    """Whether the keys are vectors already and stay unchanged."""
+    """Whether the keys are vectors already, which the encoder does not change."""
 
     reads_only_text: ClassVar[bool] = False
     """Whether a query must be text."""
 
     accepts_any_query: ClassVar[bool] = False
-    """Whether a query may have another type than the keys."""
+    """Whether queries may have another type than the keys."""
 
     encodes_in_parallel: bool = False
-    """Whether several threads may encode at the same time, and are faster."""
+    """Whether several threads may encode at the same time, and are faster than one."""
 
     @property
     def min_fit_keys(self) -> int:
-        """The number of keys that `fit` needs to learn anything."""
+        """The number of keys that `fit` needs in order to learn anything."""
         return 0
 
     def fit(self, keys: Sequence[Any]) -> Encoder:
-        """Return a copy that has learned from the keys; most encoders need nothing."""
+        """Return a copy that has learned from the keys. Most encoders learn nothing."""
         return self
 
     @abstractmethod
@@ -70,16 +73,16 @@ class Encoder(ABC):
         return self.encode(queries)
 
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        """Return sparse vectors in 2³² dimensions that supplement the dense ones; None for none.
+        """Return sparse vectors in 2³² dimensions, which are added to the dense vectors.
 
-        See `qkv.frameworks.ragged` for the format.
+        Return None if the encoder has none. See `qkv.frameworks.ragged` for the format.
         """
         return None
 
     def encode_pair(
         self, queries: Sequence[Any], keys: Sequence[Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return dense vectors of queries (n, w) and keys (m, w) that include the sparse parts."""
+        """Return vectors of queries (n, w) and keys (m, w) that contain the sparse parts too."""
         query, key = self.encode_full_query(queries), self.encode(keys)
         sparse = self.encode_sparse(keys)
         if query.sparse_positions is None or sparse is None:
@@ -91,7 +94,8 @@ class Encoder(ABC):
         query, sparse = self.encode_query(queries), self.encode_sparse(queries, query=True)
         if sparse is None:
             return EncodedQuery(query)
-        # Without the counts, NumPy would import its masked arrays, which takes longer than a query.
+        # Without `return_counts`, NumPy would import its masked arrays, which takes longer than a
+        # query.
         positions, _ = np.unique(entry_positions(sparse), return_counts=True)
         return EncodedQuery(np.asarray(DenseAndSparse(query, sparse, positions)), positions)
 
@@ -101,21 +105,22 @@ class Encoder(ABC):
         """The number of elements of a dense vector."""
 
     def score_hint(self, query: Any, key: Any, flat: bool) -> str:
-        """Suggest another score if the default one may not do what the user expects.
+        """Return advice if the default score may surprise the user, else "".
 
-        `key` has the largest weight. With `flat`, all rows have about the same weight.
+        `key` is the key with the largest weight. `flat` says that all rows have about the same
+        weight.
         """
         return ""
 
     def default_score(self, rows: int) -> Score:
-        """Return the score that compares the vectors of this many rows by default."""
+        """Return the score that compares vectors by default, for this number of rows."""
         return ScaledDot(sharpness_for_rows(rows))
 
     def encode_head(self, keys: Sequence[Any], query: bool = False) -> np.ndarray:
         """Return vectors (m, head_width) whose dot product is the similarity of this head.
 
-        The similarity is the cosine with `uses_cosine`, otherwise the score without its scale,
-        which the heads share. The query None is ignored: its vector is 0.
+        With `uses_cosine`, the similarity is the cosine. Otherwise it is the score without its
+        scale, because all heads share one scale. For a query of None, the vector is 0.
         """
         present = (
             [i for i, key in enumerate(keys) if key is not None] if query else range(len(keys))
@@ -128,7 +133,7 @@ class Encoder(ABC):
         return out
 
     def encode_head_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
-        """Return the sparse vectors that supplement those of `encode_head`; None keys are empty."""
+        """Return the sparse vectors to add to those of `encode_head`; empty ones for None."""
         is_present = np.array([key is not None for key in keys], bool)
         present = keys if is_present.all() else [key for key in keys if key is not None]
         vectors = self.encode_sparse(present, query)
@@ -138,6 +143,7 @@ class Encoder(ABC):
         return Ragged(vectors.flat, vectors.starts[ends])
 
     def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        """Return the vectors of `encode_head` for keys that are not None."""
         x = self.encode_query(keys) if query else self.encode(keys)
         if self.uses_cosine:
             return normalize_rows(x)
@@ -155,15 +161,18 @@ class Encoder(ABC):
         )
 
     def head_scale(self, rows: int) -> float:
-        """Return the scale of the dot product if this is the only head, for this many rows."""
+        """Return the scale of the dot product for this many rows, if this is the only head."""
         form = self._product_form(np.zeros((1, self.width)), rows)
         return 1.0 if _has_shift(form) else form.scale
 
     def _product_form(self, x: np.ndarray, rows: int) -> DotProductForm:
-        """Return the score as a dot product of functions of the query and the key."""
+        """Return the score as a dot product of functions of query and key.
+
+        Raise if there is no such form.
+        """
         score, x = self.default_score(rows), np.asarray(x, np.float64)
-        # A form that is fitted to the range of these vectors would not fit those of another call.
-        # For float16, only scores that always need the range have one.
+        # A form that depends on the range of these vectors would be wrong for other vectors. For
+        # float16, a form has such a range only if the score always needs one.
         lowering = score.find_lowering(x, x, None, "float16")
         if isinstance(lowering, str) or lowering[0].needs_range:
             raise self._no_product_error(score)
@@ -173,6 +182,7 @@ class Encoder(ABC):
         return form
 
     def _no_product_error(self, score: Score) -> CombinationError:
+        """Return the error for an encoder whose score is not a dot product."""
         return CombinationError(
             f"{type(self).__name__} cannot be one of several heads: its score "
             f"{type(score).__name__} is not a dot product of a query vector and a key vector. Use "
@@ -181,9 +191,10 @@ class Encoder(ABC):
         )
 
     def standardize_query(self, query: Array) -> Array | None:
-        """Encode numeric queries (n, columns) of any framework, with gradients, as (n, width).
+        """Encode queries of numbers, (n, columns), as vectors (n, width), with gradients.
 
-        The result is float32 or float64. Return None if the encoder is not differentiable.
+        The queries may belong to any framework. The result is float32 or float64. Return None if
+        the encoder is not differentiable.
         """
         return None
 
@@ -192,47 +203,50 @@ class Encoder(ABC):
         return not self.reads_only_text or isinstance(query, str)
 
     def settings(self) -> dict[str, Any]:
-        """Return "kind" and the fields that take part in comparisons, as JSON types."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}  # type: ignore[arg-type]
-        values = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
+        """Return "kind" and the fields that are compared by `==`, as JSON values."""
+        compared = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}  # type: ignore[arg-type]
+        values = {name: list(x) if isinstance(x, tuple) else x for name, x in compared.items()}
         return {"kind": self.kind} | values
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the learned arrays: the fields that are NumPy arrays."""
+        """Return the learned arrays by name: the fields that are NumPy arrays."""
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     @classmethod
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Encoder:
-        """Build the encoder from its settings and arrays."""
+        """Build the encoder from the settings and arrays that it returned."""
         return cls(**{name: x for name, x in settings.items() if name != "kind"}, **arrays)
 
     @classmethod
     def restore(
         cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Encoder:
-        """Build the encoder from a store, which may be untrusted.
+        """Build the encoder of a store, which may be untrusted.
 
-        Functions, folders and files that the settings name come from `user_encoder`, the argument
-        `encoder=` of the caller, if it has this kind.
+        Settings may name functions, folders and files. These come from `user_encoder`, the argument
+        `encoder=` of the caller, if it has the same kind.
         """
         return cls.build(settings, arrays)
 
 
 def _has_shift(form: DotProductForm) -> bool:
-    """Return whether the form adds terms to the dot product, as a Gaussian does."""
+    """Return whether the form adds a term to the dot product, as that of a Gaussian does."""
     return form.bias is not None or form.offset is not None
 
 
 SHARPNESS_COEFFICIENTS = (8.0, 1.6)
-"""a and b. With these values, a query with one typo puts most of the weight on the right key, and
-a vague query spreads it: among 6 names, 300 titles and 100,000 words."""
+"""The numbers a and b in `sharpness_for_rows`.
+
+With these values, a query with one typo gives most of the weight to the right key, and a vague
+query spreads the weight. This holds among 6 names, 300 titles and 100,000 words.
+"""
 
 
 def sharpness_for_rows(rows: int) -> float:
-    """Return τ(m) = a + b ln m, the factor between a cosine and a score.
+    """Return τ(m) = a + b ln m, the factor by which a cosine is multiplied to get a score.
 
-    A key must outweigh m − 1 other rows. To keep its weight constant, the difference of the
-    cosines must be scaled in proportion to ln m.
+    The best key competes with m − 1 other rows. Its weight stays about the same if the difference
+    of the cosines is scaled in proportion to ln m.
 
     >>> sharpness_for_rows(300) > sharpness_for_rows(6)
     True
@@ -242,7 +256,7 @@ def sharpness_for_rows(rows: int) -> float:
 
 
 def normalize_rows(vectors: np.ndarray) -> np.ndarray:
-    """Return x / ‖x‖ for each row, and 0 for 0.
+    """Return x / ‖x‖ for each row x; a row of zeros stays 0.
 
     >>> normalize_rows(np.array([[0.0, 4.0], [0.0, 0.0]])).tolist()
     [[0.0, 1.0], [0.0, 0.0]]
@@ -255,12 +269,15 @@ def normalize_rows(vectors: np.ndarray) -> np.ndarray:
 
 
 def select_by_prefix(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays with this prefix, named without it."""
+    """Return the arrays whose names begin with this prefix.
+
+    In the result, the prefix is removed.
+    """
     return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
 
 
 def check_batch(keys: Sequence[Any]) -> Sequence[Any]:
-    """Return the keys; raise `DtypeError` for a single text instead of a list."""
+    """Return the keys; raise `DtypeError` for a single text, which is not a list."""
     if isinstance(keys, str | bytes):
         raise DtypeError(
             f"encode takes a list of keys, not one {type(keys).__name__}: put it in a list"
@@ -269,7 +286,7 @@ def check_batch(keys: Sequence[Any]) -> Sequence[Any]:
 
 
 def to_texts(keys: Sequence[Any]) -> list[str]:
-    """Return each key as text: text unchanged, anything else as compact JSON.
+    """Return each key as text. A key that is not text becomes compact JSON.
 
     >>> to_texts(["Li", {"b": 1, "a": [2]}, 3])
     ['Li', '{"a":[2],"b":1}', '3']

@@ -1,4 +1,4 @@
-"""A byte-pair tokenizer for a few words, which is faster than loading the real one."""
+"""A byte-pair tokenizer for a few words. It starts faster than the real tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from qkv.database.table.cells import encode_utf8
 
 MAX_LETTERS, MAX_WORD_LETTERS = 1 << 14, 256
-"""Limits on all letters and on those of one word; beyond them the real tokenizer is faster."""
+"""Limits on the letters of all words and of one word. For more, the real tokenizer is faster."""
 
 _SPECIAL_CHARACTERS = " ▁<"
 _NO_NUMBER = sys.maxsize
@@ -19,9 +19,10 @@ _VOCABULARY_START, _VOCABULARY_END = b'"vocab":', b'"merges":'
 
 
 class BytePairTokenizer:
-    """Byte-pair encoding with only a vocabulary: merge the neighbours with the lowest number first.
+    """Byte-pair encoding that needs only a vocabulary.
 
-    This is correct if the merges are sorted by the number of their result, as in wordllama's file.
+    It merges the neighbours whose merged piece has the lowest number. This is correct if the merges
+    of the tokenizer are sorted by the number of their result, as they are in wordllama's file.
 
     >>> pieces = BytePairTokenizer(
     ...     {"▁": 9, "a": 5, "b": 6, "ab": 3, "▁a": 4, "<0xC3>": 1, "<0xA9>": 2}
@@ -35,7 +36,7 @@ class BytePairTokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> BytePairTokenizer:
-        """Read the vocabulary of a tokenizer file; skip its merges."""
+        """Read the vocabulary of a tokenizer file, but not its merges."""
         text = path.read_bytes()
         begin = text.index(_VOCABULARY_START) + len(_VOCABULARY_START)
         return cls(
@@ -44,7 +45,7 @@ class BytePairTokenizer:
 
     @staticmethod
     def can_tokenize(words: Sequence[str]) -> bool:
-        """Return whether the words are few, and have no spaces or angle brackets.
+        """Return whether the words are few and have no spaces or angle brackets.
 
         Several spaces, or text in angle brackets, may be special tokens.
         """
@@ -54,6 +55,7 @@ class BytePairTokenizer:
         return not any(x in together for x in _SPECIAL_CHARACTERS)
 
     def __call__(self, word: str) -> list[int]:
+        """Return the token ids of a word."""
         number, parts = self._number_by_piece, list[str]()
         for letter in f"▁{word}" if word else "":
             if letter in number:
@@ -61,21 +63,23 @@ class BytePairTokenizer:
             else:
                 parts += [f"<0x{byte:02X}>" for byte in encode_utf8(letter)]
         get = number.get
-        union = [get(one + two, _NO_NUMBER) for one, two in pairwise(parts)]
+        union = [get(left + right, _NO_NUMBER) for left, right in pairwise(parts)]
         while union and (first := min(union)) < _NO_NUMBER:
-            at = union.index(first) if union.count(first) == 1 else self._first_pair(union, parts)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            del union[at]
-            if at:
-                union[at - 1] = get(parts[at - 1] + parts[at], _NO_NUMBER)
-            if at < len(union):
-                union[at] = get(parts[at] + parts[at + 1], _NO_NUMBER)
+            position = (
+                union.index(first) if union.count(first) == 1 else self._first_pair(union, parts)
+            )
+            parts[position : position + 2] = [parts[position] + parts[position + 1]]
+            del union[position]
+            if position:
+                union[position - 1] = get(parts[position - 1] + parts[position], _NO_NUMBER)
+            if position < len(union):
+                union[position] = get(parts[position] + parts[position + 1], _NO_NUMBER)
         return [number[part] for part in parts]
 
     def _first_pair(self, union: list[int], parts: list[str]) -> int:
-        """Return the pair to merge first if several pairs give the same piece."""
+        """Return the position of the pair to merge first, if several pairs give the same piece."""
         number = self._number_by_piece
         return min(
-            (joined, number[parts[at]], number[parts[at + 1]], at)
-            for at, joined in enumerate(union)
+            (joined, number[parts[position]], number[parts[position + 1]], position)
+            for position, joined in enumerate(union)
         )[-1]

@@ -21,16 +21,16 @@ TEXT_SEPARATOR = "\x1e"
 SPACE_CODE = 32
 
 TEXTS_PER_BLOCK = 1024
-"""Texts per block; their counts stay in the processor's cache."""
+"""The number of texts in a block. Their counts fit the processor's cache."""
 
 MAX_CHARACTERS = 1 << 18
-"""Characters per block; each takes about 200 bytes while it is encoded."""
+"""The number of characters in a block. Each takes about 200 bytes while it is encoded."""
 
 IDF_TABLE_SIZE = 1 << 16
-"""Entries of the idf table; n-grams that share one share their weight."""
+"""The number of entries in the idf table. N-grams with the same entry have the same weight."""
 
 _DROPPED_CHARACTERS = dict.fromkeys([*map(ord, "'’‘ʼ`´"), *range(0x300, 0x370)])
-"""Apostrophes and accents, which users often omit."""
+"""Apostrophes and accents, which users often leave out."""
 
 _KEPT_PUNCTUATION = set("#&@%*" + TEXT_SEPARATOR)
 
@@ -42,13 +42,17 @@ _IS_VOWEL = np.isin(np.arange(128), [ord(vowel) for vowel in "aeiouy"])
 class Characters(Encoder):
     """x_b = Σ_g ±w(g) over the n-grams g of the text's words with hash(g) = b; then x / ‖x‖.
 
-    A word has one space of padding on each side, so that its ends count. N-grams have `n[0]` to
-    `n[1]` letters. The last letter of a word, the space and the first letter of the next are an
-    n-gram too, so that the order of words counts a little. Case, accents and punctuation are
-    ignored. Each word counts again with the weight `sounds`, with all vowels equal and repeated
-    letters once, so that Lee is near Li. The hash is fixed: a text has the same vector on every
-    machine. With `idf`, `fit` weights an n-gram by ln((1 + m) / (1 + df)) + 1, where df of the m
-    keys have it.
+    N-grams have `n[0]` to `n[1]` letters. A word has one space of padding on each side, so that its
+    first and last letters count more. The last letter of a word, a space and the first letter of
+    the next word also form an n-gram, so that the order of words counts a little. Case, accents and
+    punctuation are ignored.
+
+    Each word counts a second time with the weight `sounds`: all vowels are equal, and repeated
+    letters count once. So Lee is near Li. The hash is fixed: a text has the same vector on every
+    machine.
+
+    With `idf`, `fit` multiplies the weight of an n-gram by ln((1 + m) / (1 + df)) + 1. Here df is
+    the number of the m keys that have the n-gram.
 
     >>> encoder = Characters()
     >>> right, slip, other = encoder.encode(["The Alchemist", "the alchmist", "Dracula"])
@@ -95,32 +99,34 @@ class Characters(Encoder):
         out = np.empty((len(keys), self.width), np.float32)
         for start, block in split_blocks(keys):
             row, code, weight = self._weigh_ngrams(block)
-            # The high bits choose the position, the lowest bit the sign.
-            place = (code.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
+            # The high bits choose the position in the vector, and the lowest bit chooses the sign.
+            position = (code.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
             weight = np.where(code & np.uint32(1), weight, -weight)
             if self.table is not None:
                 weight *= self.table[code >> np.uint32(16)]
-            at = row * self.width + place.astype(np.int64)
-            count = np.bincount(at, weight, len(block) * self.width)
+            cell = row * self.width + position.astype(np.int64)
+            count = np.bincount(cell, weight, len(block) * self.width)
             out[start : start + len(block)] = count.reshape(len(block), self.width)
         return normalize_rows(out)
 
     def _weigh_ngrams(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the row, hash and weight (g,) of every n-gram of the texts."""
+        """Return the row, hash and weight, each (g,), of every n-gram of the texts."""
         letters, row = to_letters(block)
-        found = [(*pair, 1.0) for pair in hash_ngrams(letters, row, self.n, seed=2166136261)]
+        parts = [(*pair, 1.0) for pair in hash_ngrams(letters, row, self.n, seed=2166136261)]
         if self.sounds:
             heard = hash_ngrams(*to_sounds(letters, row), self.n, seed=84696351)
-            found += [(*pair, float(self.sounds)) for pair in heard]
-        if not found:
+            parts += [(*pair, float(self.sounds)) for pair in heard]
+        if not parts:
             return row[:0], letters[:0], np.empty(0, np.float32)
-        rows, codes, weights = zip(*found, strict=True)
+        rows, codes, weights = zip(*parts, strict=True)
         weight = np.repeat(np.array(weights, np.float32), [len(code) for code in codes])
         return np.concatenate(rows), np.concatenate(codes), weight
 
 
 def split_blocks(keys: list[str], most: int = TEXTS_PER_BLOCK) -> Iterator[tuple[int, list[str]]]:
-    """Yield blocks of texts and the index of their first, within `most` and MAX_CHARACTERS.
+    """Yield (index of the first text, texts) of blocks of texts.
+
+    A block has at most `most` texts and at most MAX_CHARACTERS characters.
 
     >>> list(split_blocks(["a", "b", "c"], 2))
     [(0, ['a', 'b']), (2, ['c'])]
@@ -139,7 +145,7 @@ def split_blocks(keys: list[str], most: int = TEXTS_PER_BLOCK) -> Iterator[tuple
 
 
 def normalize_text(text: str) -> str:
-    """Return text without case, accents and compatibility forms; punctuation becomes a space.
+    """Return text without case, accents and compatibility forms. Punctuation becomes a space.
 
     >>> normalize_text("Les Misérables: Gulliver’s C++")
     'les miserables  gullivers c++'
@@ -150,14 +156,14 @@ def normalize_text(text: str) -> str:
 
 
 MAX_ACCENTS_PER_LETTER = 30
-"""Accents of one letter, as Unicode's stream-safe text has them."""
+"""The number of accents that a letter may have in Unicode's stream-safe format."""
 
 
 def _decompose(text: str) -> str:
-    """Return the text in NFKD.
+    """Return the text in the Unicode form NFKD.
 
-    Python sorts the marks of a letter in quadratic time, so a long run of marks is normalized in
-    pieces.
+    Python sorts the marks of a letter in quadratic time. So a long run of marks is cut into pieces,
+    which are normalized one by one.
 
     >>> _decompose("é") == "e\u0301"
     True
@@ -171,6 +177,7 @@ def _decompose(text: str) -> str:
 
 
 def _replace_punctuation(text: str) -> str:
+    """Replace punctuation and control characters by spaces; drop apostrophes and accents."""
     table: dict[int, str | None] = dict(_DROPPED_CHARACTERS)
     for letter in set(text) - _KEPT_PUNCTUATION:
         if unicodedata.category(letter)[0] in "PZC":
@@ -180,14 +187,17 @@ def _replace_punctuation(text: str) -> str:
 
 @memoize("encoders.ascii_table")
 def _ascii_table() -> tuple[bytes, bytes]:
-    """Return the table for `bytes.translate`, and the bytes to delete."""
+    """Return the table of `bytes.translate` that normalizes ASCII, and the bytes to delete."""
     made = [_replace_punctuation(chr(i).casefold()) for i in range(128)]
     table = bytes(ord(x) if x else 0 for x in made) + bytes(range(128, 256))
     return table, bytes(i for i, x in enumerate(made) if not x)
 
 
 def to_letters(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the letters of all texts (t,) uint32, one space between words, and their rows."""
+    """Return the letters of all texts as code points, (t,) uint32, and their rows, (t,).
+
+    There is one space between two words.
+    """
     joined = TEXT_SEPARATOR.join(block)
     if joined.count(TEXT_SEPARATOR) != len(block) - 1:
         joined = TEXT_SEPARATOR.join(text.replace(TEXT_SEPARATOR, " ") for text in block)
@@ -199,7 +209,7 @@ def to_letters(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
         letters = np.frombuffer(code, "<u4").astype(np.uint32)
     ends = letters == ord(TEXT_SEPARATOR)
     letters[ends] = SPACE_CODE
-    # A separator is the space before the next text's first word.
+    # A separator becomes the space before the first word of the next text.
     row = np.cumsum(ends)
     first = np.ones(len(letters), bool)
     first[1:] = (letters[1:] != SPACE_CODE) | (letters[:-1] != SPACE_CODE) | (row[1:] != row[:-1])
@@ -207,7 +217,7 @@ def to_letters(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_sounds(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the letters with all vowels equal, and repeated letters once."""
+    """Return the letters with all vowels equal and without repetitions, and their rows."""
     letters = np.where(_IS_VOWEL[np.minimum(letters, 127)], np.uint32(ord("a")), letters)
     new = np.ones(len(letters), bool)
     new[1:] = (letters[1:] != letters[:-1]) | (row[1:] != row[:-1])
@@ -217,10 +227,10 @@ def to_sounds(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndar
 def hash_ngrams(
     letters: np.ndarray, row: np.ndarray, n: tuple[int, int], seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield for each length the row (r,) and the 32-bit hash (r,) of every n-gram of the words."""
+    """Yield, for each length, the rows (r,) and the 32-bit hashes (r,) of all n-grams."""
     inside = letters != SPACE_CODE
     code = np.full(len(letters), seed, np.uint32)
-    # An n-gram may begin or end at the border of a word, but not span it,
+    # An n-gram may begin or end with the space at the border of a word, but may not cross it.
     in_word = np.ones(len(letters), bool)
     for length in range(1, n[1] + 1):
         count = len(letters) - length + 1
@@ -234,14 +244,14 @@ def hash_ngrams(
         else:
             in_word = in_word[:count] & inside[length - 2 : length - 2 + count]
             is_ngram = in_word
-        if length == 3:  # except with one letter on each side, so that the order of words counts
+        if length == 3:  # one letter on each side of a space is allowed: the order of words counts
             is_ngram = in_word | (inside[:-2] & inside[2:] & (row[:-2] == row[2:]))
         if length >= n[0]:
             yield row[:count][is_ngram], mix_hash(code[is_ngram])
 
 
 def mix_hash(code: np.ndarray) -> np.ndarray:
-    """MurmurHash3's last step: every bit of the result depends on every bit of the code."""
+    """Return the last step of the hash MurmurHash3: every bit depends on every bit of the code."""
     code = (code ^ (code >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     code = (code ^ (code >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     code ^= code >> np.uint32(16)

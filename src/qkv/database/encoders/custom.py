@@ -1,4 +1,4 @@
-"""Encode keys with a user-defined function."""
+"""Encode keys with a user's function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qkv.util.formatting import quote_cell
 from qkv.util.keyword_hints import suggest_keywords
 
 _FUNCTION_BY_NAME: dict[str, Callable[..., Any]] = {}
-"""The functions of all `Custom` encoders in this process, by name."""
+"""The functions of all `Custom` encoders of this process, by name."""
 
 
 @suggest_keywords
@@ -31,12 +31,12 @@ _FUNCTION_BY_NAME: dict[str, Callable[..., Any]] = {}
 class Custom(Encoder):
     """x = function(keys): a list of m keys → m vectors of one width, as an array or as lists.
 
-    The score is the cosine, scaled by the number of rows, so that a key is nearest to itself. A
-    vector of one number has no direction: use `Numbers` for such keys.
+    The score is the cosine, with a scale that depends on the number of rows. So every key is
+    nearest to itself. A vector of one number has no direction: use `Numbers` for such keys.
 
-    A database stores the name of the function (`module:function`, or `name`), not the function. To
-    open it again, create the same `Custom` first, or pass `encoder=`. qkv does not import a name
-    from a file, because that would run code.
+    A database stores the name of the function (`module:function`, or `name`), but not the function.
+    To open the database again, create the same `Custom` first, or pass `encoder=`. qkv does not
+    import the function by its name, because that would run code that a file chooses.
 
     >>> counts = Custom(lambda keys: [[k.count("a"), k.count("b")] for k in keys], width=2)
     >>> counts.encode(["abba", "baa"]).tolist()
@@ -67,7 +67,9 @@ class Custom(Encoder):
     @property
     def width(self) -> int:
         if self.size is None:
-            raise ArgumentError("Custom: give width=, or fit it to keys first")
+            raise ArgumentError(
+                "Custom has no width yet: pass width=, or fit the encoder to keys first"
+            )
         return self.size
 
     def fit(self, keys: Sequence[Any]) -> Custom:
@@ -87,6 +89,7 @@ class Custom(Encoder):
         return out
 
     def _call_function(self, keys: Sequence[Any]) -> np.ndarray:
+        """Return the vectors that the function returns, (m, width) float32, after a check."""
         result = self.function(list(keys))
         out = np.asarray(to_numpy(result) if is_array(result) else result)
         if out.ndim != 2 or len(out) != len(keys):
@@ -122,9 +125,10 @@ class Custom(Encoder):
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Custom:
         name = settings["name"]
         if name not in _FUNCTION_BY_NAME:
-            what = f"the function {name!r}" if name else "a function without a name"
+            function = f"the function {name!r}" if name else "a function without a name"
             raise ArgumentError(
-                f"the keys were encoded by {what}: open the database with encoder=Custom(function)"
+                f"the keys were encoded by {function}: open the database with "
+                "encoder=Custom(function)"
             )
         return cls(_FUNCTION_BY_NAME[name], settings["width"], name)
 
@@ -141,14 +145,14 @@ class Custom(Encoder):
 
 
 def import_path(function: Any) -> str | None:
-    """Return "module:name" if the function can be imported by it, otherwise None.
+    """Return "module:name" if the function can be imported with this text, else None.
 
     >>> from math import sqrt
     >>> import_path(sqrt), import_path(lambda keys: keys)
     ('math:sqrt', None)
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    found = sys.modules.get(module or "")
+    value = sys.modules.get(module or "")
     for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    return f"{module}:{name}" if found is function and found is not None else None
+        value = getattr(value, part, None)
+    return f"{module}:{name}" if value is function and value is not None else None

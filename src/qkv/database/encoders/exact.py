@@ -1,4 +1,4 @@
-"""An encoder under which only equal keys match."""
+"""An encoder with which only equal keys match."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from qkv.util.keyword_hints import suggest_keywords
 class Exact(Encoder):
     """x = ±1/√width; the signs are the bits of a digest of the key.
 
-    Equal keys have the dot product 1, others about 0 (± 1/√width). Different keys have different
-    vectors, so `scores.Exact()` works too. The default score puts nearly all the weight on an equal
-    key, and spreads it if there is none.
+    Equal keys have the dot product 1. Other keys have about 0 (± 1/√width). Different keys have
+    different vectors, so `scores.Exact()` can be used too. The default score gives nearly all the
+    weight to an equal key. If there is none, the weight is spread over all rows.
 
     >>> a, b, c = Exact().encode(["Li", "Li", b"Li"])
     >>> float(a @ b), bool(abs(a @ c) < 0.3)

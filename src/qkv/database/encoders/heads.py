@@ -29,10 +29,12 @@ from qkv.util.keyword_hints import suggest_keywords
 class Heads(Encoder):
     """s(q, k) = Σ_h w_h s_h(q, k), with Σ w_h = 1: each head encodes the complete key.
 
-    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`, or the default score of your own encoder. The
-    vectors of the heads are multiplied by √w_h and concatenated, so that one dot product is the
-    sum. `heads` is a list of encoders or their names, or a mapping from names that you choose. By
-    default, all weights are equal.
+    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`, or the default score of a user's encoder. The
+    vectors of the heads are multiplied by √w_h and concatenated. One dot product of the result is
+    the sum s.
+
+    `heads` is a list of encoders or their names, or a mapping from names that you choose to
+    encoders. By default, all weights are equal.
 
     >>> from qkv.database.encoders import Characters, Exact
     >>> both = Heads([Characters(), Exact()], weights=[3, 1])
@@ -47,24 +49,32 @@ class Heads(Encoder):
     kind: ClassVar[str] = "heads"
 
     def __post_init__(self) -> None:
-        heads, names, what = self.heads, self.names, type(self).__name__
+        heads, names, class_name = self.heads, self.names, type(self).__name__
         if isinstance(heads, Mapping):
             names, heads = tuple(map(str, heads)), tuple(heads.values())
         if isinstance(heads, str) or not isinstance(heads, Sequence) or not heads:
             raise DtypeError(
-                f"{what}: heads must be a list or a mapping of encoders, not {heads!r}"
+                f"{class_name}: heads must be a list or a mapping of encoders, not {heads!r}"
             )
         heads = tuple(resolve(head) for head in heads)
         weights = self.weights
         if isinstance(weights, Mapping):
             if set(weights) - set(names):
-                raise ArgumentError(f"{what}: weights for {sorted(weights)}, but heads {names}")
+                raise ArgumentError(
+                    f"{class_name}: weights has the names {', '.join(map(str, weights))}, but the "
+                    f"heads are {', '.join(names) or 'a list without names'}"
+                )
             weights = [weights.get(name, 1.0) for name in names]
         weights = [1.0] * len(heads) if weights is None else [float(w) for w in weights]
         if len(weights) != len(heads):
-            raise ShapeError(f"{what}: {len(weights)} weights for {len(heads)} heads")
+            raise ShapeError(
+                f"{class_name}: there are {len(weights)} weights but {len(heads)} heads: pass one "
+                "weight per head"
+            )
         if not all(0 <= w < math.inf for w in weights) or not sum(weights):
-            raise ArgumentError(f"{what}: weights must be 0 or more, and not all 0, not {weights}")
+            raise ArgumentError(
+                f"{class_name}: weights must be 0 or more, and not all 0, not {weights}"
+            )
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "weights", tuple(w / sum(weights) for w in weights))
         object.__setattr__(self, "names", tuple(names) or tuple(map(str, range(len(heads)))))
@@ -96,40 +106,47 @@ class Heads(Encoder):
         return self._encode_vectors(queries, True)
 
     def _encode_vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        """Return the dense vectors (m, width) of all heads, concatenated."""
         out = np.empty((len(check_batch(keys)), self.width), np.float32)
         parts = self._split_keys(keys, query)
         stretch = self._head_factors(keys, query)
-        at = 0
+        start = 0
         for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
-            stop = at + head.head_width
-            np.multiply(head.encode_head(part, query), stretch[..., i : i + 1], out=out[:, at:stop])
-            at = stop
+            stop = start + head.head_width
+            np.multiply(
+                head.encode_head(part, query), stretch[..., i : i + 1], out=out[:, start:stop]
+            )
+            start = stop
         return out
 
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
         parts = self._split_keys(check_batch(keys), query)
         stretch = self._head_factors(keys, query)
-        found: dict[int, Ragged] = {}
+        vectors_by_head: dict[int, Ragged] = {}
         for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
             vectors = head.encode_head_sparse(part, query)
             if vectors is not None:
-                found[i] = vectors
+                vectors_by_head[i] = vectors
         every = np.broadcast_to(stretch, (len(keys), len(self.heads)))
-        return merge_sparse_heads(found, {i: every[:, i] for i in found}) if found else None
+        return (
+            merge_sparse_heads(vectors_by_head, {i: every[:, i] for i in vectors_by_head})
+            if vectors_by_head
+            else None
+        )
 
     def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        """Return the factors of the vectors of the heads, (h,) or (m, h)."""
+        """Return the numbers to multiply the vectors of the heads by, (h,) or (m, h)."""
         return np.asarray(np.sqrt(self.head_shares(keys)), np.float32)
 
     def head_shares(self, keys: Sequence[Any]) -> np.ndarray:
-        """Return the shares of the heads, (h,) for all keys or (m, h); they sum to 1."""
+        """Return the weights of the heads: (h,) if all keys have the same weights, else (m, h)."""
         return np.asarray(self.weights)
 
     def _encode_head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         return self.encode_query(keys) if query else self.encode(keys)
 
     def _split_keys(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
-        """Return the keys that each head encodes."""
+        """Return, for each head, the keys that it encodes."""
         return [keys] * len(self.heads)
 
     def can_read_query(self, query: Any) -> bool:
@@ -158,16 +175,20 @@ class Heads(Encoder):
     def restore(
         cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Heads:
-        own = user_encoder.heads if isinstance(user_encoder, Heads) else ()
+        user_heads = user_encoder.heads if isinstance(user_encoder, Heads) else ()
         heads = [
-            load(one, select_by_prefix(f"{i}.", arrays), own[i] if i < len(own) else None)
-            for i, one in enumerate(settings["heads"])
+            load(
+                head_settings,
+                select_by_prefix(f"{i}.", arrays),
+                user_heads[i] if i < len(user_heads) else None,
+            )
+            for i, head_settings in enumerate(settings["heads"])
         ]
         return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
 
 
 def resolve(encoder: Any) -> Encoder:
-    """Return the encoder for a name, an encoder, a function, "module:function" or a list of heads.
+    """Return the encoder for a name, an encoder, a function, "module:function" or several heads.
 
     >>> resolve("exact")
     Exact(width=256)
@@ -178,21 +199,22 @@ def resolve(encoder: Any) -> Encoder:
 
 
 def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:
-    """Merge the sparse vectors of several heads into one per row.
+    """Merge the sparse vectors of several heads into one vector per row.
 
-    A salt per head keeps their positions apart; `stretch` (m,) multiplies their values.
+    Each head has its own salt, so that the positions of different heads differ. `stretch` (m,) are
+    the numbers to multiply the values of a head by.
     """
-    rows, found = [], []
+    rows, entries = [], []
     for i, vectors in heads.items():
         row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
         salt = np.uint32(i * 0x9E3779B9 & 0xFFFFFFFF)
         rows.append(row)
-        found.append(
+        entries.append(
             (mix_hash(entry_positions(vectors) ^ salt), entry_values(vectors) * stretch[i][row])
         )
-    row, (place, number) = np.concatenate(rows), map(np.concatenate, zip(*found, strict=True))
+    row, (positions, values) = np.concatenate(rows), map(np.concatenate, zip(*entries, strict=True))
     order = np.argsort(row, kind="stable") if len(heads) > 1 else slice(None)
-    return build_sparse(row[order], place[order], number[order], len(vectors))
+    return build_sparse(row[order], positions[order], values[order], len(vectors))
 
 
 @suggest_keywords
@@ -200,9 +222,9 @@ def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.nda
 class Columns(Heads):
     """s(q, k) = Σ_c w_c s_c(q_c, k_c): each head encodes one column of a key that is a tuple.
 
-    A query is a tuple, a mapping from column names, or one value. None in a tuple ignores a column
-    and leaves its weight to the others. One value is compared with every column that can encode it,
-    and needs to match only one.
+    A query is a tuple, a mapping from column names to values, or a single value. None in a tuple
+    leaves a column out; its weight goes to the others. A single value is compared with every column
+    that can encode it, and needs to match only one of them.
 
     >>> from qkv.database.encoders import Characters, Numbers
     >>> books = [("Dracula", 1897), ("Emma", 1815)]
@@ -228,22 +250,26 @@ class Columns(Heads):
         stretch = super()._head_factors(keys, query)
         if not query:
             return stretch
-        whole = np.array([self.query_weight(key) for key in keys], np.float32)
-        return np.asarray(stretch / whole[:, None], np.float32)
+        query_weights = np.array([self.query_weight(key) for key in keys], np.float32)
+        return np.asarray(stretch / query_weights[:, None], np.float32)
 
     def query_weight(self, query: Any) -> float:
-        """Return the total weight of the columns that a query has.
+        """Return the total weight of the columns that a query uses.
 
-        Scores are divided by it, so that a query with few columns is as sharp as one with all.
-        One value needs to match only one column: the one with the largest weight that encodes it.
+        Scores are divided by this weight, so that a query with few columns is as sharp as one with
+        all. A single value needs to match only one column. So the largest weight of a column that
+        can encode the value counts.
         """
         parts = zip(self.weights, self._split_query(query), strict=True)
-        asked = [weight for weight, part in parts if part is not None]
+        used = [weight for weight, part in parts if part is not None]
         several = isinstance(query, tuple | list | Mapping)
-        return (sum(asked) if several else max(asked, default=0.0)) or 1.0
+        return (sum(used) if several else max(used, default=0.0)) or 1.0
 
     def _split_query(self, query: Any) -> Any:
-        """Return a query as a tuple of columns."""
+        """Return a query as a tuple with one part for each column.
+
+        None for a column that is left out.
+        """
         if isinstance(query, tuple | list) and len(query) == len(self.heads):
             return query
         if isinstance(query, Mapping):
@@ -258,7 +284,8 @@ class Columns(Heads):
         spread = tuple(query if head.can_read_query(query) else None for head in self.heads)
         if all(part is None for part in spread):
             raise DtypeError(
-                f"no column can read the query {quote_cell(query)}: pass a tuple of columns"
+                f"no column can encode the query {quote_cell(query)}: pass a tuple with a value "
+                "for each column"
             )
         return spread
 

@@ -1,4 +1,4 @@
-"""The encoder that `learn` trains: a projection and a pooling for each head of a base encoder."""
+"""The encoder that `learn` trains: for each head of a base encoder, a projection and a pooling."""
 
 from __future__ import annotations
 
@@ -30,56 +30,65 @@ from qkv.util.keyword_hints import suggest_keywords
 
 TEXTS_PER_BLOCK = 4096
 MAX_TOKEN_POSITIONS = 32
-"""Positions with their own parameter; later tokens share the last one."""
+"""The number of token positions with a parameter of their own. Later tokens share the last one."""
 
 SIDES = ("query", "key")
 
 
 class TokenBag(NamedTuple):
-    """The tokens of m texts: ids (t,), offsets of the texts (m + 1,), positions in them (t,)."""
+    """The tokens of m texts.
+
+    `ids` (t,) are all tokens, `offsets` (m + 1,) the start of each text and the end of the last,
+    and `positions` (t,) the position of each token in its text.
+    """
 
     ids: np.ndarray
     offsets: np.ndarray
     positions: np.ndarray
 
     def take_texts(self, texts: np.ndarray) -> TokenBag:
-        """Return the bag of these texts."""
+        """Return the tokens of these texts only."""
         lengths = self.offsets[texts + 1] - self.offsets[texts]
         offsets = np.zeros(len(texts) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        at = np.arange(offsets[-1]) + np.repeat(self.offsets[texts] - offsets[:-1], lengths)
-        return TokenBag(self.ids[at], offsets, self.positions[at])
+        indices = np.arange(offsets[-1]) + np.repeat(self.offsets[texts] - offsets[:-1], lengths)
+        return TokenBag(self.ids[indices], offsets, self.positions[indices])
 
     def drop_tokens(self, is_kept: np.ndarray) -> TokenBag:
-        """Return the bag of the tokens for which `is_kept` (t,) is True."""
+        """Return only the tokens for which `is_kept` (t,) is True."""
         count = np.concatenate([[0], np.cumsum(is_kept)])
         return TokenBag(self.ids[is_kept], count[self.offsets], self.positions[is_kept])
 
 
 class HeadInput(NamedTuple):
-    """The input of a head for m texts: tokens, sparse or dense vectors, and their lengths (m,)."""
+    """The input of a head for m texts: tokens, or sparse or dense vectors.
+
+    `length` (m,) are numbers to multiply the output vectors by.
+    """
 
     x: TokenBag | Ragged | np.ndarray
     length: np.ndarray | None = None
 
     def take_texts(self, texts: np.ndarray) -> HeadInput:
+        """Return the input for these texts only."""
         x = self.x.take_texts(texts) if isinstance(self.x, TokenBag) else self.x[texts]
         return HeadInput(x, None if self.length is None else self.length[texts])
 
 
 class ProjectedVectors(NamedTuple):
-    """Dense vectors (m, width), and the sparse ones that supplement them."""
+    """Dense vectors (m, width), and the sparse vectors to add to them, if any."""
 
     dense: np.ndarray
     sparse: Ragged | None
 
     def take_rows(self, rows: np.ndarray) -> ProjectedVectors:
+        """Return the vectors of these rows only."""
         return ProjectedVectors(
             self.dense[rows], None if self.sparse is None else self.sparse[rows]
         )
 
     def compute_scores(self, key: ProjectedVectors) -> np.ndarray:
-        """Return the dot products with the keys, (n, m)."""
+        """Return the dot products with the vectors of keys, (n, m)."""
         s: np.ndarray = self.dense @ key.dense.T
         if self.sparse is not None and key.sparse is not None:
             s += sparse_products(self.sparse, key.sparse)
@@ -87,17 +96,17 @@ class ProjectedVectors(NamedTuple):
 
 
 def build_token_bag(ids: np.ndarray, offsets: np.ndarray) -> TokenBag:
-    """Build a bag with the position of each token.
+    """Return the tokens with the position of each in its text.
 
     >>> build_token_bag(np.array([5, 7, 5]), np.array([0, 2, 2, 3])).positions.tolist()
     [0, 1, 0]
     """
-    places = np.arange(len(ids)) - np.repeat(offsets[:-1], np.diff(offsets))
-    return TokenBag(ids, offsets, np.minimum(places, MAX_TOKEN_POSITIONS - 1))
+    positions = np.arange(len(ids)) - np.repeat(offsets[:-1], np.diff(offsets))
+    return TokenBag(ids, offsets, np.minimum(positions, MAX_TOKEN_POSITIONS - 1))
 
 
 def softmax_by_text(logits: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return the softmax over the tokens of each text: logits (t,) → weights (t,).
+    """Return the softmax of the logits (t,) over the tokens of each text: weights (t,).
 
     >>> softmax_by_text(np.array([1.0, 1.0, 7.0]), np.array([0, 2, 2, 3])).tolist()
     [0.5, 0.5, 1.0]
@@ -114,7 +123,10 @@ def softmax_by_text(logits: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def pool_tokens(
     table: np.ndarray, weights: np.ndarray, ids: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """Return Σ_t weights[t] table[ids[t]] over each text, (m, width); 0 for an empty text."""
+    """Return Σ_t weights[t] table[ids[t]] over the tokens t of each text, (m, width).
+
+    The sum of an empty text is 0.
+    """
     out = np.zeros((len(offsets) - 1, table.shape[1]), table.dtype)
     nonempty = np.flatnonzero(np.diff(offsets))
     if len(nonempty):
@@ -128,11 +140,15 @@ class Learned(Encoder):
     """s(q, k) = τ Σ_h w_h cos(W_Qʰ x_h(q), W_Kʰ x_h(k)), with Σ w_h = 1.
 
     x_h is the vector of head h of `base`. A head with tokens pools them with an attention:
-    x = Σ_t softmax_t(a[token t] + b[position t]) E[token t]. Queries and keys have separate W (w),
-    a (logits), b (places) and, if learned, E (vectors). `parameters` has them as "head.side.name",
-    and ln τw_h as "scales". A head of sparse vectors has no W but a weight for each word of the
-    keys, Σ_w e^(g_w) φ_w ψ_w, with g as "head.words". `learn` trains one. It starts with W = 1 and
-    a = b = g = 0, which gives the vectors of `base`.
+    x = Σ_t softmax_t(a[token t] + b[position t]) E[token t]. Queries and keys have their own W (w),
+    a (logits), b (places) and, if learned, E (vectors). `parameters` contains them under the names
+    "head.side.name", and ln τw_h under "scales".
+
+    A sparse head has no W. Instead, each word of the keys has a weight: Σ_w e^(g_w) φ_w ψ_w.
+    `parameters` contains g under "head.words".
+
+    `learn` trains such an encoder. It starts with W = 1 and a = b = g = 0, which gives the vectors
+    of `base`.
 
     >>> from qkv.database.encoders import Characters
     >>> encoder = Learned.from_base(Characters(64), rows=3)
@@ -148,13 +164,17 @@ class Learned(Encoder):
 
     @classmethod
     def from_base(cls, base: Encoder, rows: int, vectors: bool = False) -> Learned:
-        """Return the start of training: the same vectors as `base`, also if `base` is learned."""
+        """Return the encoder at the start of training. It has the same vectors as `base`.
+
+        `base` may itself be a `Learned`; training then continues. With `vectors`, the token vectors
+        are parameters too.
+        """
         if isinstance(base, Learned):
             parameters, cosines = dict(base.parameters), base.cosines
             base = base.base
         else:
             heads = leaf_heads(base)
-            # The vectors of a head without cosine must keep their lengths.
+            # If a head does not use the cosine, its vectors must keep their lengths.
             cosines = tuple(head.uses_cosine or has_tokens(head) for head, _ in heads)
             shared = isinstance(base, Heads) or all(cosines)
             start = sharpness_for_rows(rows) if shared else base.head_scale(rows)
@@ -165,14 +185,16 @@ class Learned(Encoder):
                 parameters.setdefault(f"{i}.words", np.zeros(len(word_places(head)), np.float32))
                 continue
             for side in SIDES:
-                own = f"{i}.{side}."
-                parameters.setdefault(own + "w", np.eye(head.head_width, dtype=np.float32))
+                prefix = f"{i}.{side}."
+                parameters.setdefault(prefix + "w", np.eye(head.head_width, dtype=np.float32))
                 if has_tokens(head):
                     table = token_table(head)
-                    parameters.setdefault(own + "logits", np.zeros(len(table), np.float32))
-                    parameters.setdefault(own + "places", np.zeros(MAX_TOKEN_POSITIONS, np.float32))
+                    parameters.setdefault(prefix + "logits", np.zeros(len(table), np.float32))
+                    parameters.setdefault(
+                        prefix + "places", np.zeros(MAX_TOKEN_POSITIONS, np.float32)
+                    )
                     if vectors:
-                        parameters.setdefault(own + "vectors", table)
+                        parameters.setdefault(prefix + "vectors", table)
         return cls(base, rows, cosines, parameters)
 
     @property
@@ -191,7 +213,7 @@ class Learned(Encoder):
 
     @property
     def sharpness(self) -> float:
-        """The scale τ for the number of rows in training."""
+        """The scale τ for the number of rows that training had."""
         return float(np.exp(self.parameters["scales"].astype(np.float64)).sum())
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
@@ -215,6 +237,7 @@ class Learned(Encoder):
         return self._encode_vectors(keys, "query" if query else "key")
 
     def _encode_vectors(self, keys: Sequence[Any], side: str) -> np.ndarray:
+        """Return the dense vectors of keys or queries, block by block."""
         out = np.empty((len(check_batch(keys)), self.width), np.float32)
         for start in range(0, len(keys), TEXTS_PER_BLOCK):
             block = keys[start : start + TEXTS_PER_BLOCK]
@@ -224,50 +247,58 @@ class Learned(Encoder):
         return out
 
     def project_inputs(self, features: Sequence[HeadInput], side: str) -> ProjectedVectors:
-        """Return the dense and sparse vectors of the features of `extract_features`."""
+        """Return the dense and sparse vectors for the inputs that `extract_features` returned."""
         return ProjectedVectors(
             self.project_dense(features, side), self.project_sparse(features, side)
         )
 
     def project_sparse(self, features: Sequence[HeadInput], side: str) -> Ragged | None:
-        """Return the sparse vectors; those of queries include the learned weights of words."""
-        own, stretch = {}, {}
+        """Return the sparse vectors of all heads; None if no head is sparse.
+
+        The vectors of queries contain the learned weights of words.
+        """
+        vectors_by_head, stretch = {}, {}
         for i, ((x, length), (head, _), weight) in enumerate(
             zip(features, leaf_heads(self.base), self.weights, strict=True)
         ):
             if isinstance(x, Ragged):
-                own[i] = self._weight_words(x, head, i) if side == "query" else x
+                vectors_by_head[i] = self._weight_words(x, head, i) if side == "query" else x
                 stretch[i] = np.sqrt(weight) * (np.ones(len(x)) if length is None else length)
-        return merge_sparse_heads(own, stretch) if own else None
+        return merge_sparse_heads(vectors_by_head, stretch) if vectors_by_head else None
 
     def _weight_words(self, vectors: Ragged, head: Encoder, i: int) -> Ragged:
-        words, place = word_places(head), entry_positions(vectors)
-        at = np.searchsorted(words, place).clip(max=max(len(words) - 1, 0))
+        """Return sparse vectors of queries, multiplied by the learned weights of their words."""
+        words, positions = word_places(head), entry_positions(vectors)
+        indices = np.searchsorted(words, positions).clip(max=max(len(words) - 1, 0))
         learned = np.exp(self.parameters[f"{i}.words"])
-        factor = np.where(words[at] == place, learned[at], 1) if len(words) else np.ones(len(at))
+        factor = (
+            np.where(words[indices] == positions, learned[indices], 1)
+            if len(words)
+            else np.ones(len(indices))
+        )
         row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
-        return sparse_of(row, place, entry_values(vectors) * factor, len(vectors))
+        return sparse_of(row, positions, entry_values(vectors) * factor, len(vectors))
 
     def project_dense(self, features: Sequence[HeadInput], side: str) -> np.ndarray:
-        """Return the dense vectors (m, width) of the features, all heads concatenated."""
+        """Return the dense vectors (m, width) of all heads, concatenated."""
         parts = []
         for i, ((x, length), (head, _), weight) in enumerate(
             zip(features, leaf_heads(self.base), self.weights, strict=True)
         ):
-            own = f"{i}.{side}."
+            prefix = f"{i}.{side}."
             if isinstance(x, Ragged):
                 parts.append(np.zeros((len(x), 0), np.float32))
                 continue
             if isinstance(x, TokenBag):
-                logits = self.parameters[own + "logits"][x.ids]
+                logits = self.parameters[prefix + "logits"][x.ids]
                 alpha = softmax_by_text(
-                    logits + self.parameters[own + "places"][x.positions], x.offsets
+                    logits + self.parameters[prefix + "places"][x.positions], x.offsets
                 )
-                table = self.parameters.get(own + "vectors")
+                table = self.parameters.get(prefix + "vectors")
                 x = pool_tokens(
                     token_table(head) if table is None else table, alpha, x.ids, x.offsets
                 )
-            y = x @ self.parameters[own + "w"].T
+            y = x @ self.parameters[prefix + "w"].T
             y = normalize_rows(y) if self.cosines[i] else y
             y *= np.float32(math.sqrt(weight))
             parts.append(y if length is None else y * length[:, None])
@@ -288,13 +319,16 @@ class Learned(Encoder):
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the parameters; for a table of vectors, only the rows that training changed."""
+        """Return the parameters by name.
+
+        Of token vectors, only those that training changed are included.
+        """
         arrays = {f"base.{name}": array for name, array in self.base.arrays().items()}
         heads = leaf_heads(self.base)
         for name, array in self.parameters.items():
             if name.endswith(".vectors"):
-                own = token_table(heads[int(name.partition(".")[0])][0])
-                moved = np.flatnonzero((array != own).any(axis=1))
+                original = token_table(heads[int(name.partition(".")[0])][0])
+                moved = np.flatnonzero((array != original).any(axis=1))
                 arrays[f"moved.{name}"], array = moved, array[moved]
             arrays[f"learned.{name}"] = array
         return arrays
@@ -318,14 +352,14 @@ class Learned(Encoder):
         for name, array in expected.items():
             if name not in parameters or parameters[name].shape != array.shape:
                 raise ArgumentError(
-                    f"Learned: the array {name!r} does not fit the base encoder {base!r}: run "
-                    "learn again"
+                    f"Learned: the array {name!r} does not have the shape that the base encoder "
+                    f"{base!r} needs: run learn again"
                 )
         return cls(base, settings["rows"], tuple(settings["cosines"]), parameters)
 
 
 def leaf_heads(encoder: Encoder) -> list[tuple[Encoder, float]]:
-    """Return the heads of an encoder, with those of nested heads, and their weights.
+    """Return all heads of an encoder with their weights. Heads inside heads are included.
 
     >>> from qkv.database.encoders import Characters, Exact
     >>> inner = Heads([Characters(64), Exact(64)])
@@ -349,7 +383,7 @@ def extract_features(
 ) -> list[HeadInput]:
     """Return the input of each head: its tokens, or its vectors (m, head_width).
 
-    Heads for which `wanted` is False get empty vectors.
+    A head gets empty vectors if `wanted(head)` is False.
     """
     if not isinstance(encoder, Heads):
         if not wanted(encoder):
@@ -361,44 +395,47 @@ def extract_features(
         texts = ["" if key is None else key for key in keys]
         return [HeadInput(build_token_bag(*encoder.tokens(texts)))]  # type: ignore[attr-defined]
     lengths = _vector_lengths(encoder, keys, side)
-    found = []
+    inputs = []
     for i, part in enumerate(encoder._split_keys(keys, side == "query")):
         for x, length in extract_features(encoder.heads[i], part, side, wanted):
             if lengths is not None:
                 length = lengths[:, i] * (1 if length is None else length)
-            found.append(HeadInput(x, length))
-    return found
+            inputs.append(HeadInput(x, length))
+    return inputs
 
 
 def _vector_lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray | None:
-    """Return the factors (m, h) of the vectors relative to √weight; None if all are 1."""
+    """Return the numbers (m, h) to multiply the vectors of the heads by, relative to √weight.
+
+    Return None if all of them are 1.
+    """
     if (type(heads).head_shares, type(heads)._head_factors) == (
         Heads.head_shares,
         Heads._head_factors,
     ):
         return None
-    given = np.array([key is not None for key in keys], bool)
+    is_present = np.array([key is not None for key in keys], bool)
     out = np.zeros((len(keys), len(heads.heads)), np.float32)
-    if given.any():
-        some = [key for key in keys if key is not None]
+    if is_present.any():
+        present = [key for key in keys if key is not None]
         usual = np.sqrt(np.maximum(heads.weights, 1e-12))
-        out[given] = heads._head_factors(some, side == "query") / usual
+        out[is_present] = heads._head_factors(present, side == "query") / usual
     return out
 
 
 def is_sparse(encoder: Encoder) -> bool:
-    """Return whether the vectors are sparse, with a number per word."""
+    """Return whether the vectors of an encoder are sparse, with a number for each word."""
     return isinstance(encoder, Lexical)
 
 
 def word_places(head: Encoder) -> np.ndarray:
-    """Return the positions of the words that a sparse head was fitted to, ascending."""
+    """Return the positions of the words that a sparse head knows from `fit`, ascending."""
     codes: np.ndarray | None = head.codes  # type: ignore[attr-defined]
     return np.zeros(0, np.uint32) if codes is None else codes
 
 
 def has_tokens(encoder: Encoder) -> bool:
-    """Return whether the encoder pools vectors of tokens, as `Words` does."""
+    """Return whether the encoder pools the vectors of tokens, as `Words` does."""
     return callable(getattr(encoder, "tokens", None)) and hasattr(encoder, "table")
 
 

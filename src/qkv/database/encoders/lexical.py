@@ -22,14 +22,17 @@ from qkv.util.keyword_hints import suggest_keywords
 class Lexical(Encoder):
     """s(q, k) = Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
 
-    This is BM25, normalized by the idf of the query and of a usual key, so that two common words
-    count less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½)) is large for words that few
-    of the m keys have; f counts w in the key, |k| is its number of words. The query's sparse vector
-    has the idf, the key's has the other factor; the position of a word is its 32-bit hash. A word
-    that no key had in `fit` has df = 0 and matches later keys. Before `fit`, all vectors are 0.
+    This is BM25, divided by the idf of the query plus that of an average key. So two common words
+    count less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½)) is large if df, the number of
+    keys with the word w, is small among the m keys. f is the count of w in the key, and |k| the
+    number of words of the key.
 
-    With `doubt`, known words count r^`doubt` times as much, where r is their share of Σ_w idf(w):
-    if other words are misspelled, letters say more (`Text`).
+    The sparse vector of the query contains the idf, and that of the key the other factor. The
+    position of a word is its 32-bit hash. A word that no key had in `fit` has df = 0; it matches
+    keys that are added later. Before `fit`, all vectors are 0.
+
+    With `doubt`, words that some key has count r^`doubt` times as much, where r is their share of
+    Σ_w idf(w). The other words may be misspelled, and then letters should count more (`Text`).
 
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
     >>> query, key = encoder.encode_pair(["the dog"], ["the dog ran", "the cat sat"])
@@ -53,7 +56,9 @@ class Lexical(Encoder):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, int) or not 0 <= self.rows < 2**31:
-            raise ArgumentError(f"Lexical: rows must be a whole number, not {self.rows!r}")
+            raise ArgumentError(
+                f"Lexical: rows must be a whole number, at least 0, not {self.rows!r}"
+            )
         if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
             raise ArgumentError(
                 f"Lexical: k1 must be 0 or more and b from 0 to 1, not {self.k1!r} and {self.b!r}"
@@ -83,61 +88,69 @@ class Lexical(Encoder):
 
     @property
     def width(self) -> int:
-        """0: the vectors are only sparse."""
+        """The number 0: all vectors are sparse."""
         return 0
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         return np.zeros((len(to_texts(keys)), 0), np.float32)
 
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged:
-        found = [
+        parts = [
             build_sparse(*self._weigh_words(block, query), len(block))
             for _, block in split_blocks(to_texts(keys))
         ]
-        return concat_ragged(found) if found else build_sparse(*self._weigh_words([], query), 0)
+        return concat_ragged(parts) if parts else build_sparse(*self._weigh_words([], query), 0)
 
     def _weigh_words(
         self, block: list[str], query: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the row, hash and value (w,) of each word of keys or queries."""
+        """Return the row, hash and value, each (w,), of every word of the texts.
+
+        `query` says that the texts are queries.
+        """
         row, code, f = count_words(block)
         if self.codes is None:
             return row[:0], code[:0], np.empty(0)
         if not query:
             long = np.bincount(row, f, len(block))[row] / self.mean
             return row, code, f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
-        known, idf, total_idf, share = self._word_statistics(row, code, f, len(block))
+        is_known, idf, total_idf, share = self._word_statistics(row, code, f, len(block))
         weight = f * idf / (total_idf + self.usual + 1e-30)[row]
-        weight[known] *= share[row[known]] ** self.doubt
+        weight[is_known] *= share[row[is_known]] ** self.doubt
         return row, code, weight
 
     def known_share(self, queries: Sequence[Any]) -> np.ndarray:
-        """Return r, the share of each query's idf in words that some key has, (n,)."""
-        found = [
+        """Return r (n,): for each query, the share of its idf in words that some key has."""
+        parts = [
             self._word_statistics(*count_words(block), len(block))[3]
             for _, block in split_blocks(to_texts(queries))
         ]
-        return np.concatenate(found) if found else np.zeros(0)
+        return np.concatenate(parts) if parts else np.zeros(0)
 
     def _word_statistics(
         self, row: np.ndarray, code: np.ndarray, f: np.ndarray, rows: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return per word whether a key has it and its idf; per row the sum of idf, and r."""
+        """Return four arrays: for each word whether a key has it, and its idf.
+
+        For each row Σ idf, and r.
+
+        The words are in `row` with the hash `code` and the count `f`.
+        """
         count = self._key_counts(code)
-        known, idf = count > 0, np.log1p((self.rows - count + 0.5) / (count + 0.5))
-        total_idf, known_idf = (np.bincount(row, f * idf * x, rows) for x in (1, known))
-        return known, idf, total_idf, known_idf / np.maximum(total_idf, 1e-30)
+        is_known, idf = count > 0, np.log1p((self.rows - count + 0.5) / (count + 0.5))
+        total_idf, known_idf = (np.bincount(row, f * idf * x, rows) for x in (1, is_known))
+        return is_known, idf, total_idf, known_idf / np.maximum(total_idf, 1e-30)
 
     def _key_counts(self, code: np.ndarray) -> np.ndarray:
-        """Return the number of keys that have each word, by hash, (w,)."""
+        """Return, for each hash of a word, the number of keys that have the word, (w,)."""
         if self.codes is None or self.counts is None or not len(self.codes):
             return np.zeros(len(code), np.int32)
-        at = np.minimum(np.searchsorted(self.codes, code), len(self.codes) - 1)
-        return np.where(self.codes[at] == code, self.counts[at], 0)
+        indices = np.minimum(np.searchsorted(self.codes, code), len(self.codes) - 1)
+        return np.where(self.codes[indices] == code, self.counts[indices], 0)
 
 
 def count_words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the row, 32-bit hash and count (w,) of each distinct word of each text.
+    """Return the row, 32-bit hash and count, each (w,), of every distinct word of each text.
 
     >>> row, _, count = count_words(["to be or not to be", "", "Be!"])
     >>> row.tolist(), sorted(count[row == 0].tolist())
@@ -149,9 +162,9 @@ def count_words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not len(first):
         return row[:0], letters[:0], np.empty(0, np.int64)
     word = np.cumsum(np.bincount(first, minlength=len(letters))) - 1
-    at = np.arange(len(letters)) - first[np.maximum(word, 0)]
-    power = np.cumprod(np.full(int(at[inside].max()) + 1, 16777619, np.uint32), dtype=np.uint32)
-    terms = np.where(inside, (letters + np.uint32(1)) * power[np.where(inside, at, 0)], 0)
+    offset = np.arange(len(letters)) - first[np.maximum(word, 0)]
+    power = np.cumprod(np.full(int(offset[inside].max()) + 1, 16777619, np.uint32), dtype=np.uint32)
+    terms = np.where(inside, (letters + np.uint32(1)) * power[np.where(inside, offset, 0)], 0)
     code = np.add.reduceat(terms.astype(np.uint32), first, dtype=np.uint32)
     both, count = np.unique(
         (row[first].astype(np.uint64) << np.uint64(32)) | mix_hash(code), return_counts=True

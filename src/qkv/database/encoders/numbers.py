@@ -1,4 +1,4 @@
-"""Encode numbers and dates, which are compared by distance."""
+"""Encode numbers and dates, which are compared by their distance."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
 MAX_SPREAD = 1e30
-"""The largest spread, and the inverse of the smallest, for which vectors have the keys' units."""
+"""Vectors have the units of the keys if the spread is below this and above its inverse."""
 
 
 @suggest_keywords
 @dataclass(frozen=True)
 class Numbers(Encoder):
-    """x = (key − mean) / unit, compared by the Gaussian −Σ (q − k)² / 2h², each column with its h.
+    """x = (key − mean) / unit, compared by the Gaussian −Σ (q − k)² / 2h².
 
-    A key is one number, or a tuple or vector of d. Vectors and the widths of a score have the units
-    of the keys. `units` sets other units: one number, or one per column. The bandwidth h has the
-    same units. Its default is 1 with `units`, otherwise Scott's rule: `spread`, the standard
-    deviation of the keys, times m^(−1/(d + 4)) for m rows. As one of several heads it is `spread`,
-    because their common scale depends on the rows already. Dates count as days.
+    Each column has its own h.
+
+    A key is one number, or a tuple or vector of d numbers. Dates count as days. Vectors, and the
+    widths of a score, have the units of the keys. `units` sets other units: one number, or one per
+    column.
+
+    The bandwidth h has the same units as the vectors. With `units`, its default is 1. Otherwise it
+    is Scott's rule: `spread`, the standard deviation of the keys, times m^(−1/(d + 4)) for m rows.
+    As one of several heads it is `spread`, because the common scale of the heads depends on m
+    already.
 
     >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
     >>> encoder.encode([3.0, 4.0]).tolist()
@@ -53,9 +58,9 @@ class Numbers(Encoder):
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise ArgumentError(f"Numbers: bandwidth must be above 0, not {self.bandwidth!r}")
         for name in ("units", "mean", "unit", "spread"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, int | float):
-                object.__setattr__(self, name, tuple(map(float, given)))
+            numbers = getattr(self, name)
+            if numbers is not None and not isinstance(numbers, int | float):
+                object.__setattr__(self, name, tuple(map(float, numbers)))
         units = self.units if isinstance(self.units, tuple) else (self.units or 1.0,)
         if self.units == 0 or not all(0 < step < math.inf for step in units):
             raise ArgumentError(f"Numbers: units must be above 0, not {self.units!r}")
@@ -67,21 +72,24 @@ class Numbers(Encoder):
     def fit(self, keys: Sequence[Any]) -> Numbers:
         rows = to_float64_matrix(keys)
         if not len(rows):
-            raise ArgumentError("Numbers needs at least one key to fit")
+            raise ArgumentError("Numbers: fit needs at least one key")
         columns = rows.shape[1]
         with np.errstate(over="ignore", invalid="ignore"):
             mean, spread = rows.mean(axis=0), rows.std(axis=0)
         if self.units is None:
             if not np.isfinite(spread).all():
                 raise ArgumentError("the standard deviation of the keys overflows: pass units=")
-            spread[~(spread > 0)] = 1.0  # all keys are equal
-            # For a spread that float32 cannot represent, the spread itself is the unit.
+            spread[~(spread > 0)] = 1.0  # if all keys are equal, any unit will do
+            # If float32 cannot represent the spread, the spread itself is the unit.
             unit = np.where((spread > 1 / MAX_SPREAD) & (spread < MAX_SPREAD), 1.0, spread)
             relative_spread = tuple((spread / unit).tolist())
         else:
             unit = np.asarray(self.units, np.float64)
             if unit.ndim and len(unit) != columns:
-                raise ShapeError(f"Numbers: {len(unit)} units for keys of {columns} numbers")
+                raise ShapeError(
+                    f"Numbers: there are {len(unit)} units, but keys have {columns} numbers: pass "
+                    "one unit per number"
+                )
             unit, relative_spread = np.broadcast_to(unit, (columns,)), None
         return replace(
             self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()), spread=relative_spread
@@ -105,7 +113,7 @@ class Numbers(Encoder):
         if self.units is not None:
             return Gaussian(1.0)
         scott = float(max(rows, 1) ** (-1 / (self.width + 4)))
-        spread = self.spread or (1.0,)  # where the unit is the standard deviation
+        spread = self.spread or (1.0,)  # the unit is then the standard deviation
         if len(spread) == 1:
             return Gaussian(scott * spread[0])
         return Gaussian(np.asarray(spread, np.float32) * np.float32(scott))
@@ -118,13 +126,13 @@ class Numbers(Encoder):
         fw = get_framework(query)
         wide = "float64" if fw.supports_float64(query) else "float32"
         x = fw.astype(query, wide)
-        # The mean in two parts: float32 would lose digits of keys far from 0.
+        # Subtract the mean in two parts: float32 would lose digits of keys far from 0.
         high = np.asarray(mean, np.float32).astype(float)
         low = np.asarray(mean) - high
         x = (x - fw.array_from_host(high, x, wide)) - fw.array_from_host(low, x, wide)
         x = x / fw.array_from_host(unit, x, wide)
-        kept = fw.dtype_name(query)
-        return fw.astype(x, kept if kept in ("float32", "float64") else "float32")
+        dtype = fw.dtype_name(query)
+        return fw.astype(x, dtype if dtype in ("float32", "float64") else "float32")
 
     def can_read_query(self, query: Any) -> bool:
         try:
@@ -140,7 +148,7 @@ class Numbers(Encoder):
 
 
 def to_float64_matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
-    """Return keys as an array (m, columns) float64; an error names the row that is wrong."""
+    """Return keys as an array (m, columns) of float64; an error names the first wrong row."""
     check_batch(keys)
     rows = to_numpy(keys) if is_array(keys) else _keys_to_array(keys)
     if rows.dtype.kind not in "iufb":
@@ -161,12 +169,13 @@ def to_float64_matrix(keys: Sequence[Any], columns: int | None = None) -> np.nda
 
 
 def _keys_to_array(keys: Sequence[Any]) -> np.ndarray:
+    """Return a list of keys as an array (m, d) of float64."""
     types = set(map(type, keys))
     if types <= {int, float}:
         try:
             return np.array(keys, np.float64)
         except OverflowError:
-            pass  # raised again below, with the row
+            pass  # the code below raises an error that names the row
     rows, first = [], None
     for i, key in enumerate(keys):
         parts = (
@@ -181,6 +190,7 @@ def _keys_to_array(keys: Sequence[Any]) -> np.ndarray:
 
 
 def _to_number(part: Any, row: int) -> float:
+    """Return a number or a date as a float."""
     if isinstance(part, int | float | np.number | np.bool_ | Decimal):
         try:
             return float(part)
@@ -196,7 +206,10 @@ def _to_number(part: Any, row: int) -> float:
 
 
 def _to_days(moment: datetime.date | datetime.time) -> float:
-    """Return days since the year 1, in UTC if there is a time zone; a time as a part of a day."""
+    """Return the days since the year 1, in UTC if there is a time zone.
+
+    A time is a fraction of a day.
+    """
     if isinstance(moment, datetime.datetime):
         offset = moment.utcoffset() or datetime.timedelta()
         since = moment.replace(tzinfo=None) - datetime.datetime(1, 1, 1) - offset

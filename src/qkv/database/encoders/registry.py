@@ -1,6 +1,7 @@
-"""The registry of encoders by name, and the functions that build an encoder from it.
+"""The registry of encoders by name, and the functions that build an encoder from a name or
+settings.
 
-It stands below the encoders that contain others, and `qkv.database.encoders` fills it.
+Encoders that contain other encoders import this module. `qkv.database.encoders` fills the registry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ register = ENCODERS.register
 def load(
     settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None = None
 ) -> Encoder:
-    """Build the encoder of a stored database; `user_encoder` is the `encoder=` of the caller.
+    """Build the encoder of a stored database. `user_encoder` is the `encoder=` of the caller.
 
     >>> from qkv.database.encoders import Characters
     >>> load(Characters(128).settings(), {})
@@ -33,7 +34,7 @@ def load(
         return ENCODERS.find_class(settings["kind"], advice).restore(settings, arrays, user_encoder)
     except QkvError:
         raise
-    except Exception as error:  # the settings may be damaged or untrusted
+    except Exception as error:  # the settings may be damaged or made by an attacker
         raise ArgumentError(
             f"no encoder can be built from the stored settings ({type(error).__name__}: {error}): "
             "encode the keys again, D.encode(encoder)"
@@ -57,6 +58,7 @@ def resolve_single(encoder: Any) -> Encoder:
 
 
 def _import_function(path: str) -> Any:
+    """Import the function that "module:function" names."""
     module, _, name = path.partition(":")
     try:
         target: Any = importlib.import_module(module)

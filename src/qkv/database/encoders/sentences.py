@@ -1,4 +1,4 @@
-"""Encode text by the meaning of complete sentences, with a sentence-transformers model."""
+"""Encode text by the meaning of whole sentences, with a sentence-transformers model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Sentences(Encoder):
     """x = model(text), then x / ‖x‖.
 
     `model` is a folder, or the bundled all-MiniLM-L6-v2, which needs no network and has 384
-    dimensions. `fit` sets `size` to that of the model. Code in a folder is never run. A folder that
-    only a database names is not read: open such a database with `encoder=`.
+    dimensions. `fit` sets `size` to the number of dimensions. Code in the folder is never run. If
+    only the settings of a database name the folder, it is not read: open the database with
+    `encoder=`.
 
         Sentences().encode(["a cat", "a kitten"])        # (2, 384)
         Sentences("models/my-model", device="cuda")
@@ -79,8 +80,8 @@ class Sentences(Encoder):
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Sentences:
         if settings["model"] != BUNDLED_MODEL:
             raise ArgumentError(
-                f"the keys were encoded by the model in {settings['model']!r}. A folder that a "
-                "database names is not trusted: open it with encoder=Sentences(folder)"
+                f"the keys were encoded by the model in {settings['model']!r}. qkv does not trust "
+                "a folder that a database names: open the database with encoder=Sentences(folder)"
             )
         _model_folder(BUNDLED_MODEL)
         return cls(BUNDLED_MODEL, size=settings["width"])
@@ -89,7 +90,7 @@ class Sentences(Encoder):
     def restore(
         cls, settings: EncoderSettings, arrays: EncoderArrays, user_encoder: Encoder | None
     ) -> Sentences:
-        # A folder that was moved keeps its name.
+        # A model folder may have been moved, but its name must be the same.
         if (
             isinstance(user_encoder, cls)
             and Path(user_encoder.model).name == Path(settings["model"]).name
@@ -111,7 +112,7 @@ SAFE_MODULES = {
 
 
 def _model_folder(model: str) -> Path:
-    """Return the folder of the model; raise an error that says what is missing."""
+    """Return the folder of the model; raise an error that says what is not installed."""
     extra = 'pip install "qkv[sentences]"'
     if find_spec("sentence_transformers") is None:
         raise MissingExtraError(f"Sentences needs sentence-transformers: {extra}")
@@ -127,6 +128,7 @@ def _model_folder(model: str) -> Path:
 
 @memoize("encoders.sentence_models", max_entries=4)
 def _load_model(model: str, device: str | None) -> Any:
+    """Load the model from its folder."""
     folder = _model_folder(model)
     _refuse_code(folder)
     if log := debug_logger():
@@ -145,7 +147,7 @@ def _load_model(model: str, device: str | None) -> Any:
 
 
 def _refuse_code(folder: Path) -> None:
-    """Raise `ArgumentError` for a model with Python code, which some versions would import."""
+    """Raise `ArgumentError` if the model names Python code, which some versions would import."""
     modules = folder / "modules.json"
     if not modules.exists():
         return
@@ -163,7 +165,7 @@ def _refuse_code(folder: Path) -> None:
 
 @contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Prevent attempts to use the network inside the `with`."""
+    """Prevent network access of the Hugging Face hub inside the `with`."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
@@ -176,5 +178,6 @@ def _hub_offline() -> Iterator[None]:
 
 
 def _model_width(model: Any) -> int:
+    """Return the number of dimensions of the model's vectors."""
     ask = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
     return int(ask())

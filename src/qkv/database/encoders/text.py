@@ -29,16 +29,16 @@ from qkv.scores import ScaledDot, Score
 from qkv.util.keyword_hints import suggest_keywords
 
 NUMBER_FIELDS = ("half", "sharp", "rare", "flat", "exact")
-"""The numeric fields, as settings store them."""
+"""The fields that are numbers, which the settings contain."""
 
 DEFAULT_DOUBT = 2.0
 """`Lexical.doubt`: known words count less if other words of the query may be misspelled."""
 
 PLACES_PER_TEXT = 2
-"""Sparse positions of a complete text. A collision in one of them is not enough to decide."""
+"""The number of sparse positions of a complete text. One collision is not enough for a match."""
 
 MIN_FIT_KEYS = 64
-"""Fewer keys do not show which words are rare, so nothing is fitted."""
+"""With fewer keys, `fit` learns nothing: they do not show which words are rare."""
 
 
 @suggest_keywords
@@ -46,13 +46,17 @@ MIN_FIT_KEYS = 64
 class Text(Heads):
     """s = √(c_q c_k) cos_letters + √((1−c_q)(1−c_k)) cos_meaning + `rare` lexical + `exact` [q=k].
 
-    c = 1 / (1 + length/half) is the share of the letters: they matter most for names and titles,
-    also with typos; the meaning matters most for sentences. At `half` letters both count the same.
-    From 64 keys on, rare words count too (`Lexical`), and `fit` fits the temperature, so that the
-    largest weight is about the probability that its row is right. Scores are then multiplied by
-    `sharp` e^(−`flat` r²), where r is the share of the query in words that some key has
-    (`Lexical.known_share`). A query that equals a key matches it exactly: the digest of a text has
-    two positions in the sparse vectors.
+    c = 1 / (1 + length/half) is the share of the letters. Letters matter most for names and titles,
+    also if there are typos. The meaning matters most for sentences. In a text of `half` letters,
+    both count the same.
+
+    From 64 keys on, rare words count too (`Lexical`). `fit` then also fits the temperature, so that
+    the largest weight is about the probability that its row is right. Scores are multiplied by
+    `sharp` e^(−`flat` r²). Here r is the share of the query in words that some key has
+    (`Lexical.known_share`).
+
+    A query that equals a key matches it exactly: the digest of a text has two positions in the
+    sparse vectors.
 
     >>> keys = ["The Alchemist", "A shepherd travels to Egypt in search of a treasure"]
     >>> encoder = Text()
@@ -103,7 +107,7 @@ class Text(Heads):
         return self.add_full_text_positions(super().encode_sparse(keys, query), keys)
 
     def add_full_text_positions(self, vectors: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
-        """Append the positions of the complete texts to sparse vectors."""
+        """Add to sparse vectors the positions that stand for the complete texts."""
         if vectors is None or not self.exact:
             return vectors
         codes = [
@@ -144,7 +148,7 @@ class Text(Heads):
 
 
 MAX_CALIBRATION_KEYS, MAX_CALIBRATION_QUERIES = 2048, 512
-"""Limits on the keys and the synthetic queries of the calibration."""
+"""The numbers of keys and of synthetic queries that the calibration uses."""
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -152,9 +156,9 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 def calibrate_sharpness(encoder: Encoder, keys: list[str]) -> float:
     """Return the factor on the score that minimizes the mean of −ln α(query, its key).
 
-    The queries are synthetic: keys with words dropped, words of other keys inserted, and typos. The
-    same keys give the same factor. Its lower limit is just below 1: one or two words of a short
-    title say little, but users type a short title completely.
+    The queries are synthetic: keys without some of their words, with words of other keys, and with
+    typos. The same keys give the same factor. The factor is at least slightly below 1, because
+    these queries are vague: users type a short title completely.
     """
     keys = list(dict.fromkeys(keys))
     rng = np.random.default_rng(0)
@@ -167,19 +171,19 @@ def calibrate_sharpness(encoder: Encoder, keys: list[str]) -> float:
 
 
 def mean_log_loss(s: np.ndarray, share: np.ndarray, factor: float) -> float:
-    """Return −Σ share ln α(right key); scores (n, m) are relative to the right key."""
+    """Return −Σ share ln α(right key). Scores (n, m) are differences to that of the right key."""
     z = s * np.float32(factor)
     top = z.max(axis=1, keepdims=True)
     return float(share @ (top[:, 0] + np.log(np.exp(z - top).sum(axis=1))))
 
 
-def make_query(keys: list[str], at: int, rng: np.random.Generator) -> str:
-    """Return a synthetic query for the key at `at`.
+def make_query(keys: list[str], index: int, rng: np.random.Generator) -> str:
+    """Return a synthetic query for the key with index `at`.
 
     >>> make_query(["the old man and the sea", "war and peace"], 0, np.random.default_rng(1))
     'swea man lod'
     """
-    words = keys[at].split()
+    words = keys[index].split()
     kept_count = max(1, round(len(words) * rng.uniform(0.05, 0.35)))
     words = [words[i] for i in np.sort(rng.permutation(len(words))[:kept_count])]
     for _ in range(int(rng.integers(2 * len(words) + 1))):
@@ -194,25 +198,28 @@ def make_query(keys: list[str], at: int, rng: np.random.Generator) -> str:
 
 
 def make_typo(text: list[str], rng: np.random.Generator) -> None:
-    """Insert, replace or delete one letter, or swap it with the next; change `text` in place."""
-    at, kind = int(rng.integers(len(text) + 1)), int(rng.integers(4))
+    """Change the list of letters `text` in place.
+
+    One letter is inserted, replaced, deleted, or swapped with the next one.
+    """
+    position, kind = int(rng.integers(len(text) + 1)), int(rng.integers(4))
     if kind == 0:
-        text.insert(at, ALPHABET[int(rng.integers(26))])
+        text.insert(position, ALPHABET[int(rng.integers(26))])
     elif kind == 1:
-        text[at : at + 1] = ALPHABET[int(rng.integers(26))]
+        text[position : position + 1] = ALPHABET[int(rng.integers(26))]
     elif kind == 2:
-        text[at : at + 1] = []
+        text[position : position + 1] = []
     else:
-        text[at : at + 2] = text[at : at + 2][::-1]
+        text[position : position + 2] = text[position : position + 2][::-1]
 
 
 def minimize_log_scale(loss: Callable[[float], float], low: float, high: float) -> float:
-    """Return the factor between e^low and e^high that minimizes a convex loss.
+    """Return the factor in [e^low, e^high] that minimizes a convex loss.
 
     >>> f"{minimize_log_scale(lambda x: (x - 2) ** 2, -3, 3):.2f}"
     '2.00'
     """
-    # Golden-section search.
+    # This is a golden-section search.
     golden = (math.sqrt(5) - 1) / 2
     a, b = high - golden * (high - low), low + golden * (high - low)
     at_a, at_b = loss(math.exp(a)), loss(math.exp(b))

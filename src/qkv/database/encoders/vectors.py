@@ -1,4 +1,4 @@
-"""Encode text with word vectors from a file: GloVe text, word2vec text or binary."""
+"""Encode text with word vectors from a file in the GloVe or word2vec format."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.progress import progress_bar
 
 BLOCK_BYTES = 1 << 22
-"""Bytes read at a time."""
+"""The number of bytes that are read at a time."""
 
 _WORD_PATTERN = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _WORD_PART_PATTERN = re.compile(r"[^\W_]+")
 
 
 class VectorFileError(QkvError, ValueError):
-    """A vector file is damaged, or not the one that encoded the keys."""
+    """A vector file is damaged, or is not the file with which the keys were encoded."""
 
 
 class VectorFileNotFoundError(QkvError, FileNotFoundError):
@@ -45,12 +45,12 @@ class VectorFileNotFoundError(QkvError, FileNotFoundError):
 @suggest_keywords
 @dataclass(frozen=True)
 class Vectors(Encoder):
-    """x = mean of the vectors of the text's words; then x / ‖x‖, and 0 without known words.
+    """x = mean of the vectors of the text's words; then x / ‖x‖. Without known words, x is 0.
 
-    The file is GloVe text, or word2vec text or binary, optionally gzipped. It is read once, for the
-    first text. All words stay in memory, because queries may have words that no key has; or the
-    first `limit` words, which are usually the most common. A database stores the path and a
-    checksum, not the vectors.
+    The file is GloVe text, word2vec text or word2vec binary, and may be gzipped. It is read when
+    the first text is encoded. All words stay in memory, because queries may have words that no key
+    has. With `limit`, only the first words of the file are used, which are usually the most common
+    ones. A database stores the path of the file and a checksum, but not the vectors.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "tiny.txt"
@@ -79,7 +79,7 @@ class Vectors(Encoder):
 
     @property
     def word_vectors(self) -> WordVectors:
-        """The file's words and vectors."""
+        """The words and vectors of the file."""
         lexicon = read_word_vectors(Path(self.path), self.limit)
         if self.checksum is not None and lexicon.checksum != self.checksum:
             raise VectorFileError(
@@ -125,14 +125,20 @@ class Vectors(Encoder):
 
 @dataclass(frozen=True)
 class WordVectors:
-    """Words and their vectors (words, width), and the checksum of the bytes that were read."""
+    """The words of a file and their vectors (words, width).
+
+    `index` is the row of each word, and `checksum` that of the bytes that were read.
+    """
 
     index: dict[str, int]
     vectors: np.ndarray
     checksum: str
 
     def find_rows(self, text: str) -> list[int]:
-        """Return the rows of the known words; try a hyphenated word first as one, then in parts."""
+        """Return the rows of the known words of a text.
+
+        A hyphenated word is looked up as a whole. If it is unknown, its parts are looked up.
+        """
         rows = []
         for word in _WORD_PATTERN.findall(text):
             row = self._find_row(word)
@@ -141,12 +147,13 @@ class WordVectors:
         return rows
 
     def _find_row(self, word: str) -> int | None:
+        """Return the row of a word, or of the word in lower case; None if both are unknown."""
         row = self.index.get(word)
         return self.index.get(word.lower()) if row is None else row
 
 
 def read_word_vectors(path: Path, limit: int | None = None) -> WordVectors:
-    """Return the vectors of a file; they are cached."""
+    """Return the words and vectors of a file. The result is cached until the file changes."""
     _check_file_exists(path)
     facts = path.stat()
     return _read_file(path, limit, facts.st_mtime_ns, facts.st_size)
@@ -155,12 +162,14 @@ def read_word_vectors(path: Path, limit: int | None = None) -> WordVectors:
 def _check_file_exists(path: Path) -> None:
     if not path.is_file():
         raise VectorFileNotFoundError(
-            f"Vectors: the file {path} does not exist: put it there, or pass encoder="
+            f"Vectors: the file {path} does not exist: restore it, or pass "
+            "encoder=Vectors(path) with another path"
         )
 
 
 @memoize("encoders.vector_files", max_entries=2)
 def _read_file(path: Path, limit: int | None, changed: int, size: int) -> WordVectors:
+    """Read a file. `changed` and `size` are part of the cache key."""
     index: dict[str, int] = {}
     blocks: list[np.ndarray] = []
     digest = blake2b(digest_size=16)
@@ -198,26 +207,32 @@ VectorBlock = tuple[list[str], np.ndarray]
 
 
 def _read_blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[VectorBlock]:
-    """Yield blocks of words and vectors, in any of the formats."""
+    """Yield blocks of words and vectors of a file in any of the formats.
+
+    `chunk()` returns the next bytes of the file, or b"" at its end.
+    """
     data = chunk()
-    first, _, rest = data.partition(b"\n")
+    first, _, after_header = data.partition(b"\n")
     fields = first.split()
     if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
         count, width = map(int, fields)
         if not 0 < width < 1 << 16:
-            raise VectorFileError(f"{path}, line 1: vectors of {width} numbers are not supported")
-        if _is_text(rest, width):
-            return _read_text(path, chunk, rest, width, count)
-        return _read_binary(path, chunk, rest, width, count)
+            raise VectorFileError(
+                f"{path}, line 1: vectors of {width} numbers are not supported, only of 1 to 65,535"
+            )
+        if _is_text(after_header, width):
+            return _read_text(path, chunk, after_header, width, count)
+        return _read_binary(path, chunk, after_header, width, count)
     if not _is_text(data, len(fields) - 1):
         raise VectorFileError(
-            f"{path}, line 1: neither GloVe (a word and its numbers) nor word2vec (a line with "
-            "the number of words and of numbers)"
+            f"{path}, line 1: this is neither GloVe (a word and its numbers) nor word2vec (a line "
+            "with the number of words and the length of the vectors)"
         )
     return _read_text(path, chunk, data, len(fields) - 1)
 
 
 def _is_text(data: bytes, width: int) -> bool:
+    """Return whether the first line of data is a word and `width` numbers."""
     numbers = data.partition(b"\n")[0].split()[1:]
     if not 0 < width <= len(numbers):
         return False
@@ -230,7 +245,10 @@ def _is_text(data: bytes, width: int) -> bool:
 def _read_text(
     path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int | None = None
 ) -> Iterator[VectorBlock]:
-    """Parse lines of a word and `width` numbers: `count` lines after a header, or all."""
+    """Parse lines with a word and `width` numbers. `rest` are bytes that were read before.
+
+    After a header there are `count` lines. Without a header, all lines are read.
+    """
     start = 1 if count is None else 2
     line, more = start, True
     while more:
@@ -245,10 +263,14 @@ def _read_text(
             yield _parse_lines(path, lines, width, line)
             line += len(lines)
     if count is not None and line - start != count:
-        raise VectorFileError(f"{path}: line 1 announces {count} words, but {line - start} follow")
+        raise VectorFileError(
+            f"{path}: line 1 says that there are {count} words, but {line - start} follow: the "
+            "file is truncated or damaged"
+        )
 
 
 def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> VectorBlock:
+    """Parse some lines; `line` is the number of the first one, for errors."""
     pairs = [text.rstrip().partition(b" ") for text in lines]
     if all(tail.count(b" ") == width - 1 for _, _, tail in pairs):
         with warnings.catch_warnings():
@@ -258,7 +280,8 @@ def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> Vecto
                     b" ".join(tail for _, _, tail in pairs), np.float32, sep=" "
                 )
             except (DeprecationWarning, ValueError):
-                numbers = np.empty(0, np.float32)  # not all are numbers: find the line below
+                # Some text is not a number. The code below finds the line.
+                numbers = np.empty(0, np.float32)
         if len(numbers) == len(lines) * width and np.isfinite(numbers).all():
             return [_decode_word(word) for word, _, _ in pairs], numbers.reshape(-1, width)
     words, rows = [], []
@@ -270,8 +293,8 @@ def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> Vecto
             row = []
         if len(row) != width or not word or not np.isfinite(row).all():
             raise VectorFileError(
-                f"{path}, line {i}: not a word and {width} numbers: {_format_bytes(text)}; the "
-                "file is damaged or truncated"
+                f"{path}, line {i}: expected a word and {width} numbers, not "
+                f"{_format_bytes(text)}: the file is damaged or truncated"
             )
         words.append(_decode_word(word))
         rows.append(row)
@@ -281,18 +304,21 @@ def _parse_lines(path: Path, lines: list[bytes], width: int, line: int) -> Vecto
 def _read_binary(
     path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int
 ) -> Iterator[VectorBlock]:
-    """Parse `count` records: a word, a space, `width` little-endian float32, maybe a newline."""
-    size, done, at, data = 4 * width, 0, 0, rest
+    """Parse `count` records: a word, a space, and `width` little-endian float32.
+
+    A newline may follow each record. `rest` are bytes that were read before.
+    """
+    size, done, position, data = 4 * width, 0, 0, rest
     while done < count:
         words: list[str] = []
         numbers = bytearray()
         while done < count:
-            space = data.find(b" ", at)
+            space = data.find(b" ", position)
             if space < 0 or space + 1 + size > len(data):
                 break
-            words.append(_decode_word(data[at:space].lstrip(b"\n")))
+            words.append(_decode_word(data[position:space].lstrip(b"\n")))
             numbers += data[space + 1 : space + 1 + size]
-            at = space + 1 + size
+            position = space + 1 + size
             done += 1
         if words:
             vectors = np.frombuffer(bytes(numbers), "<f4").reshape(-1, width)
@@ -300,13 +326,13 @@ def _read_binary(
             if bad.any():
                 i = int(bad.argmax())
                 raise VectorFileError(
-                    f"{path}, word {done - len(words) + i + 1} ({words[i]!r}): not {width} finite "
-                    "numbers; the file is damaged"
+                    f"{path}, word {done - len(words) + i + 1} ({words[i]!r}): expected {width} "
+                    "finite numbers: the file is damaged"
                 )
             yield words, vectors.astype(np.float32)
         if done < count:
             more = chunk()
-            data, at = data[at:] + more, 0
+            data, position = data[position:] + more, 0
             if not more or len(data) > 4 * BLOCK_BYTES:
                 raise VectorFileError(
                     f"{path}: damaged or truncated after word {done} of {count} "
@@ -323,12 +349,12 @@ def _format_bytes(data: bytes) -> str:
 
 
 def _concatenate_blocks(blocks: list[np.ndarray]) -> np.ndarray:
-    """Concatenate the blocks; free each one after it is copied."""
+    """Concatenate the blocks, and free the memory of each block once it is copied."""
     out = np.empty((sum(map(len, blocks)), blocks[0].shape[1]), np.float32)
-    at = len(out)
+    stop = len(out)
     while blocks:
         block = blocks.pop()
-        out[at - len(block) : at] = block
-        at -= len(block)
+        out[stop - len(block) : stop] = block
+        stop -= len(block)
     out.flags.writeable = False
     return out

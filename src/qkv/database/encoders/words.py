@@ -1,4 +1,4 @@
-"""Encode text by the meaning of its words, with the token vectors in the package wordllama."""
+"""Encode text by the meaning of its words, with the token vectors of the package wordllama."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ from qkv.util.keyword_hints import suggest_keywords
 
 TEXTS_PER_BLOCK = 4096
 MAX_MAPPED_TOKENS = 8192
-"""Up to this number of tokens, only their vectors are read from the file."""
+"""Up to this number of tokens, only the vectors of these tokens are read from the file."""
 MAX_GROUPED_TOKENS, TEXTS_PER_GROUP = 64, 256
-"""A text with more tokens is summed alone. The others are summed in groups, one token of each text
-at a time; a group fits the processor's cache."""
+"""The vectors of a text with more tokens are summed text by text.
+
+Other texts are summed in groups: the first tokens of all texts, then the second tokens, and so on.
+A group fits the processor's cache.
+"""
 MODEL_NAME = "l2_supercat_256"
 TOKENIZER_PATH = ("tokenizers", "l2_supercat_tokenizer_config.json")
 
 MAX_CACHED_WORDS, MAX_CACHED_LETTERS = 1 << 17, 32
-"""The size of the token cache, and the longest word in it."""
+"""The number of words in the token cache, and the length of the longest word in it."""
 _TOKEN_CACHE: dict[str, bytes] = create_table("encoders.word_tokens")
 _ID_DTYPE = np.dtype(np.int32)
 
@@ -44,10 +47,10 @@ _ID_DTYPE = np.dtype(np.int32)
 @suggest_keywords
 @dataclass(frozen=True)
 class Words(Encoder):
-    """x = mean of the vectors of the text's tokens; then x / ‖x‖, and 0 for empty text.
+    """x = mean of the vectors of the text's tokens; then x / ‖x‖. For empty text, x is 0.
 
-    The vectors come from the folder of the package wordllama: nothing is downloaded. Case is
-    ignored unless `lower` is False, because users seldom type capital letters.
+    The vectors come from the installed package wordllama: nothing is downloaded. Case is ignored
+    unless `lower` is False, because users seldom type capital letters.
 
     >>> encoder = Words()
     >>> cat, kitten, tax = encoder.encode(["a cat", "a kitten", "income tax"])
@@ -72,7 +75,7 @@ class Words(Encoder):
         return _load_table()
 
     def tokens(self, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of all texts (t,), and the offset of each text (m + 1,).
+        """Return the token ids of all texts (t,), and the offset of each text (m + 1,).
 
         >>> ids, offsets = Words().tokens(["the cat", ""])
         >>> ids.tolist(), offsets.tolist()
@@ -94,7 +97,7 @@ class Words(Encoder):
             ids, offsets = self.tokens(block)
             if len(ids) > MAX_MAPPED_TOKENS:
                 table = self.table
-            else:  # converting all vectors to float32 would be slow
+            else:  # converting the vectors of all tokens to float32 would be slow
                 table, ids = np.asarray(_map_table()[ids], np.float32), np.arange(len(ids))
             out[start : start + len(block)] = sum_by_text(table, ids, offsets)
         return normalize_rows(out)
@@ -109,9 +112,10 @@ class Words(Encoder):
 
 
 def _split_words(text: str) -> list[str]:
-    """Split a text into words if each word has the same tokens on its own; else return the text.
+    """Return the words of a text, if each word has the same tokens when it stands alone.
 
-    No token spans a single space. Several spaces, or text in angle brackets, may be one token.
+    Otherwise, return the whole text as one word. No token contains a single space. But several
+    spaces, or text in angle brackets, may be one token.
 
     >>> _split_words("the cat"), _split_words("the  cat")
     (['the', 'cat'], ['the  cat'])
@@ -121,8 +125,8 @@ def _split_words(text: str) -> list[str]:
 
 
 def _tokenize_words(words: list[str]) -> list[bytes]:
-    """Return the token ids of each word as bytes."""
-    # Look each word up once: another thread may clear the cache at any time.
+    """Return the token ids of each word, as the bytes of an int32 array."""
+    # Look up each word only once: another thread may clear the cache at any time.
     cached = {word: _TOKEN_CACHE.get(word) for word in words}
     missing = [word for word, ids in cached.items() if ids is None]
     added = {
@@ -138,20 +142,24 @@ def _tokenize_words(words: list[str]) -> list[bytes]:
 
 
 def _token_ids(words: list[str]) -> Iterable[list[int]]:
-    """Return the token ids of each word; do not load the slow tokenizer for a few words."""
+    """Return the token ids of each word.
+
+    For a few words, the tokenizer that is slow to load is not loaded.
+    """
     if not _load_tokenizer.cache_info().currsize and BytePairTokenizer.can_tokenize(words):
         return map(_load_byte_pairs(), words)
     return (x.ids for x in _load_tokenizer().encode_batch_fast(words, add_special_tokens=False))
 
 
 def sum_by_text(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return Σ table[ids] over each text, (m, width); 0 for a text without tokens."""
+    """Return Σ table[ids] over the tokens of each text, (m, width); 0 for a text without tokens."""
     out = np.zeros((len(offsets) - 1, table.shape[1]), np.float32)
     sizes = np.diff(offsets)
     for i in np.flatnonzero(sizes > MAX_GROUPED_TOKENS):
         out[i] = table[ids[offsets[i] : offsets[i + 1]]].sum(axis=0)
     short = np.flatnonzero(sizes <= MAX_GROUPED_TOKENS)
-    short = short[np.argsort(-sizes[short])]  # longest first: texts with a j-th token are a prefix
+    # Sort them by length, the longest first, so that the texts with a j-th token come first.
+    short = short[np.argsort(-sizes[short])]
     for start in range(0, len(short), TEXTS_PER_GROUP):
         texts = short[start : start + TEXTS_PER_GROUP]
         begin, lengths = offsets[texts], sizes[texts]
@@ -169,7 +177,10 @@ def is_installed() -> bool:
 
 
 def package_folder() -> Path:
-    """Return the folder of wordllama, whose loader would configure logging and use the network."""
+    """Return the folder of the package wordllama.
+
+    Its own loader is not used, because that would configure logging and use the network.
+    """
     spec = find_spec("wordllama")
     if spec is None or not spec.submodule_search_locations or find_spec("tokenizers") is None:
         raise MissingExtraError('Words needs wordllama: pip install "qkv[text]"')
@@ -177,6 +188,7 @@ def package_folder() -> Path:
 
 
 def _package_file(*parts: str) -> Path:
+    """Return the path of a file of wordllama; raise if this version does not have the file."""
     path = package_folder().joinpath(*parts)
     if not path.is_file():
         raise MissingExtraError(
@@ -188,6 +200,7 @@ def _package_file(*parts: str) -> Path:
 
 @memoize("encoders.tokenizer")
 def _load_tokenizer() -> Any:
+    """Load wordllama's tokenizer."""
     path = _package_file(*TOKENIZER_PATH)
     from tokenizers import Tokenizer
 
@@ -196,12 +209,13 @@ def _load_tokenizer() -> Any:
 
 @memoize("encoders.byte_pairs")
 def _load_byte_pairs() -> BytePairTokenizer:
+    """Load the vocabulary of wordllama's tokenizer."""
     return BytePairTokenizer.from_file(_package_file(*TOKENIZER_PATH))
 
 
 @memoize("encoders.mapped_word_table")
 def _map_table() -> np.ndarray:
-    """Return the vectors as a memory map of the file."""
+    """Map the file with the vectors of all tokens into memory."""
     path = _package_file("weights", f"{MODEL_NAME}.safetensors")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -212,6 +226,7 @@ def _map_table() -> np.ndarray:
 
 @memoize("encoders.word_table")
 def _load_table() -> np.ndarray:
+    """Read the vectors of all tokens as float32."""
     table = np.array(_map_table(), np.float32)
     table.flags.writeable = False
     return table

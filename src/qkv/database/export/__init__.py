@@ -1,1 +1,1 @@
-"""Rows as frames, files and pictures."""
+"""Export of rows to data frames, files, HTML and heatmaps."""

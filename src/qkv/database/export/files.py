@@ -1,4 +1,4 @@
-"""Export of rows to data frames and, atomically, to CSV, TSV, JSON lines and Parquet files."""
+"""Write rows to data frames, and atomically to CSV, TSV, JSON lines and Parquet files."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from qkv.util.types import interruptible_contextmanager
 RowIterable = Iterable[Mapping[str, Any]]
 
 ROWS_PER_BATCH = 8192
-"""Rows that are written at a time."""
+"""The number of rows that are written at a time."""
 
 
 def to_frame(columns: Sequence[str], rows: RowIterable, library: str | None = None) -> Any:
-    """Return the rows as a frame of this library, or of an installed one."""
+    """Return the rows as a data frame of `library`, or of an installed library if it is None."""
     cells = rows_to_columns(map(_replace_missing, rows))
     return build_frame({name: cells.get(name, []) for name in columns}, library)
 
@@ -55,9 +55,10 @@ def to_frame(columns: Sequence[str], rows: RowIterable, library: str | None = No
 def write_file(
     path: str | os.PathLike[str], columns: Sequence[str], rows: RowIterable, *suffixes: str
 ) -> int:
-    """Write rows to a file and return their number.
+    """Write rows to a file and return the number of rows.
 
-    The format is that of the name's suffix. If it is not among `suffixes`, the first is used.
+    The suffix of the name decides the format. If `suffixes` are listed but the suffix is not among
+    them, the first of them decides.
     """
     path = validate_file_path(path)
     suffix = path.suffix.lower()
@@ -71,9 +72,10 @@ def write_file(
 def write_csv(
     file: BinaryIO, columns: Sequence[str], rows: RowIterable, delimiter: str = ","
 ) -> int:
-    """Write a header line, then one line for each row; missing cells are empty.
+    """Write a header line, then a line for each row; return the number of rows.
 
-    Since CSV has no types, a warning names columns that would be read differently.
+    Missing cells are empty. CSV has no types, so a warning names the columns that would be read
+    with other types.
     """
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     dialect: dict[str, Any] = {"delimiter": delimiter, "lineterminator": "\n"}
@@ -86,20 +88,21 @@ def write_csv(
             column.add_cells(row.get(name) for row in batch)
         for row in batch:
             line = [_cell_to_text(row.get(name)) for name in columns]
-            # Python 3.11 does not quote a carriage return, where readers end the line.
+            # Python 3.11 does not quote a carriage return, but readers would end the line there.
             (quoted if "\r" in "".join(line) else bare).writerow(line)
     text.detach()
     changed = [name for column, name in zip(statistics, columns, strict=True) if column.is_lossy]
     if changed:
         warn_at_caller(
-            f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: some cells will be read as "
-            "another type, since CSV has no types: write .jsonl or .parquet instead",
+            f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: CSV has no types, so some "
+            "cells will be read as another type: write .jsonl or .parquet instead",
             ChangedCellsWarning,
         )
     return count
 
 
 def _write_json_lines(file: BinaryIO, columns: Sequence[str], rows: RowIterable) -> int:
+    """Write one JSON object per line; return the number of rows."""
     count = 0
     for row in map(_replace_missing, rows):
         cells = {name: row.get(name) for name in columns}
@@ -110,11 +113,12 @@ def _write_json_lines(file: BinaryIO, columns: Sequence[str], rows: RowIterable)
 
 
 def _to_json_value(cell: Any) -> Any:
-    """Return a cell as a JSON value; a decimal becomes a number if that is exact."""
+    """Return a cell as a JSON value. A decimal becomes a number if the number is exact."""
     return to_plain_cell(cell) if isinstance(cell, Decimal) else to_jsonable(cell)
 
 
 def _write_parquet(file: BinaryIO, columns: Sequence[str], rows: RowIterable) -> int:
+    """Write a Parquet file; return the number of rows."""
     with require_extra("tables", "writing Parquet needs pyarrow"):
         import pyarrow.parquet
     cells = rows_to_columns(map(_replace_missing, rows))
@@ -129,15 +133,15 @@ WRITER_BY_SUFFIX: dict[str, Callable[[BinaryIO, Sequence[str], RowIterable], int
     ".jsonl": _write_json_lines,
     ".parquet": _write_parquet,
 }
-"""The function that writes each format, by suffix."""
+"""The function that writes the format of each suffix."""
 
 
 @interruptible_contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, which replaces `path` at the end of the block."""
+    """Open a temporary file for writing. It replaces `path` at the end of the `with`."""
     if path.is_dir():
         raise ArgumentError(f"{path} is a folder: name a file in it")
-    # The name is chosen before the file exists, so that Ctrl-C never leaves an unknown file.
+    # Choose the name before the file exists, so that Ctrl-C never leaves an unknown file.
     temporary = require_parent_folder(path).with_name(f".{path.name}.{token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
@@ -146,14 +150,14 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        # A connection error comes from reading the rows, not from the file.
+        # A connection error comes from reading the rows of a server, not from writing the file.
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
             raise unwritable_error(path, error) from error
         raise
 
 
 def _replace_missing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with None for missing cells, also for vectors that contain NaN."""
+    """Return a row in which missing cells, and vectors that contain NaN, are None."""
     return {name: None if _is_missing(cell) else cell for name, cell in row.items()}
 
 
@@ -170,7 +174,10 @@ def _batch_rows(rows: RowIterable) -> Iterator[list[Mapping[str, Any]]]:
 
 
 def _cell_to_text(cell: Any) -> str:
-    """Return a cell as text: "" if missing, JSON for lists, tuples and vectors."""
+    """Return a cell as text.
+
+    A missing cell becomes "", and a list, tuple or vector becomes JSON.
+    """
     if isinstance(cell, str):
         return cell
     if cell is None:
@@ -185,7 +192,7 @@ _DATE_TYPES = {datetime.date, datetime.datetime}
 
 
 class _ColumnStatistics:
-    """What a column contains, to tell whether a CSV reader restores its cells."""
+    """What the cells of a column are like, in order to know whether CSV preserves them."""
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()
@@ -194,6 +201,7 @@ class _ColumnStatistics:
         self._largest_int = 0
 
     def add_cells(self, cells: Iterable[Any]) -> None:
+        """Add some cells of the column."""
         present = [x for x in cells if x is not None]
         kinds = set(map(type, present))
         self._kinds |= kinds
@@ -216,7 +224,7 @@ class _ColumnStatistics:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether a CSV reader would return other cells."""
+        """Whether a reader of the CSV file would get different cells."""
         kinds, dates = self._kinds, len(self._date_kinds) == 1 and None not in self._date_kinds
         if kinds <= {str}:
             return self._has_unsafe_text or (bool(kinds) and (dates or not self._has_words))

@@ -11,11 +11,11 @@ from qkv.errors import escape_control_characters, format_plural
 from qkv.util.formatting import format_one_line
 
 MAX_HTML_ROWS, MAX_HTML_COLUMNS = 5, 12
-"""Rows and columns that a notebook shows."""
+"""The numbers of rows and columns that a notebook shows."""
 
 
 def render_html(source: RowSource) -> str:
-    """Return a table with the name, the columns with their types, and the first rows."""
+    """Return HTML with the database's name, its columns with their types, and its first rows."""
     name = html.escape(escape_control_characters(str(source.path or "in memory")))
     try:
         info = source.info()

@@ -1,1 +1,1 @@
-"""Filters (`where`): expressions, comparisons and the columns they read."""
+"""Filters (`where`): expressions, and the comparisons of columns in them."""

@@ -32,11 +32,11 @@ _MIRRORED_OPERATORS: dict[type, type[ast.cmpop]] = {
     ast.GtE: ast.LtE,
 }
 _SAMPLE_ROWS = 4096
-"""The number of rows in which an error message looks for an example."""
+"""The number of rows in which an error message searches for an example."""
 
 
 class FilterResult(NamedTuple):
-    """For each row, whether it passes and whether this is known, in three-valued logic.
+    """Which rows pass a condition, and for which rows this is known: three-valued logic.
 
     A row with a missing cell passes neither a comparison nor its negation.
     """
@@ -74,7 +74,10 @@ Operand = ColumnName | Constant
 
 
 def suppress_nan_warnings(passes: Condition) -> Condition:
-    """Suppress NumPy's warnings: the codes of text, read as numbers, may be NaN."""
+    """Return the condition without NumPy's warnings.
+
+    Codes of text that are read as numbers may be NaN.
+    """
 
     def evaluate_quietly(table: ColumnChunk) -> FilterResult:
         with np.errstate(invalid="ignore"):
@@ -84,6 +87,7 @@ def suppress_nan_warnings(passes: Condition) -> Condition:
 
 
 def combine_conditions(parts: Sequence[Condition], all_of: bool) -> Condition:
+    """Return the condition that all parts hold, or that one of them holds (`all_of` False)."""
     if not parts:
         return constant_condition(all_of)
 
@@ -98,29 +102,31 @@ def combine_conditions(parts: Sequence[Condition], all_of: bool) -> Condition:
 
 
 def constant_condition(passes: bool) -> Condition:
+    """Return the condition that every row passes, or that no row passes."""
     return lambda table: _uniform_result(len(table), passes)
 
 
 def _uniform_result(rows: int, passes: bool) -> FilterResult:
+    """Return the same known result for all rows."""
     return FilterResult(np.full(rows, passes), np.ones(rows, bool))
 
 
 def truth_condition(name: str) -> Condition:
-    """Return the condition that a cell is truthy: not 0, False or empty text."""
+    """Return the condition that a cell counts as true: it is not 0, False or empty text."""
 
     def evaluate_truth(table: ColumnChunk) -> FilterResult:
         column = table.read_column(name)
         empty = _equal_to_constant(table, name, column, 0) | _equal_to_constant(
             table, name, column, ""
         )
-        known = column.kinds != MISSING
-        return FilterResult(known & ~empty, known)
+        is_known = column.kinds != MISSING
+        return FilterResult(is_known & ~empty, is_known)
 
     return evaluate_truth
 
 
 def membership_condition(left: Operand, members: Sequence[Operand]) -> Condition:
-    """Return the condition that `left` equals any of the members."""
+    """Return the condition that `left` equals one of the members."""
     if isinstance(left, Constant):
         names = [side for side in members if isinstance(side, ColumnName)]
         if any(
@@ -151,7 +157,7 @@ def membership_condition(left: Operand, members: Sequence[Operand]) -> Condition
 
 
 def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any) -> np.ndarray:
-    """Return which cells equal a constant."""
+    """Return a mask of the cells that equal a constant."""
     kind = columns.cell_kind_code(cell)
     if kind == MISSING:
         return np.asarray(column.kinds == MISSING)
@@ -165,7 +171,7 @@ def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any)
         return same
     is_equal: np.ndarray = column.numbers == code.view(np.float64)
     is_equal &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
-    # Two different numbers may round to the same float; then the cells are compared.
+    # Different numbers may round to the same float, so compare these cells themselves.
     unsure = (
         np.flatnonzero(is_equal & (column.kinds == INEXACT_NUMBER))
         if kind == INEXACT_NUMBER
@@ -182,14 +188,14 @@ def _equal_to_constant(table: ColumnChunk, name: str, column: Column, cell: Any)
 
 
 def _alternative_vector_form(cell: Any) -> Any:
-    """Return a vector as a list, or a list of numbers as a vector; else None."""
+    """Return a vector as a list, or a list of numbers as a vector; None for other cells."""
     if isinstance(cell, np.ndarray) and cell.ndim == 1:
         return cell.tolist()
     return np.array(cell, float) if cells.is_number_list(cell) else None
 
 
 def _equal_columns(table: ColumnChunk, name: str, column: Column, other: str) -> np.ndarray:
-    """Return which cells of two columns are equal; two missing cells are equal."""
+    """Return a mask of the rows in which two columns are equal. Two missing cells are equal."""
     second = table.read_column(other)
     numeric = np.isin(column.kinds, NUMERIC_KINDS) & np.isin(second.kinds, NUMERIC_KINDS)
     alike = (column.kinds == second.kinds) & (column.codes == second.codes)
@@ -204,7 +210,7 @@ def _equal_columns(table: ColumnChunk, name: str, column: Column, other: str) ->
 
 
 def order_condition(op: ast.cmpop, left: Operand, right: Operand) -> Condition:
-    """Return the condition left < right, for any order operator."""
+    """Return the condition left < right, or that of another order operator `op`."""
     if isinstance(left, Constant):
         if isinstance(right, Constant):
             if not isinstance(left.cell, str | int | float) or (
@@ -222,57 +228,64 @@ def order_condition(op: ast.cmpop, left: Operand, right: Operand) -> Condition:
 
     def evaluate_order(table: ColumnChunk) -> FilterResult:
         column = table.read_column(name)
-        known = column.kinds != MISSING
+        is_known = column.kinds != MISSING
         if kind == MISSING:
             return FilterResult(np.zeros(len(table), bool), np.zeros(len(table), bool))
         _check_comparable(table, name, [cell], order=True)
         if kind == TEXT:
-            return FilterResult(_compare_text(table, name, cell, compare), known)
+            return FilterResult(_compare_text(table, name, cell, compare), is_known)
         number = float(columns.encode_column([cell]).numbers[0])
-        true = compare(column.numbers, number) & known
+        true = compare(column.numbers, number) & is_known
         if kind == INEXACT_NUMBER or table.cell_kind_counts(name)[INEXACT_NUMBER]:
-            near = known & (column.numbers == number)
-            at = np.flatnonzero(
+            near = is_known & (column.numbers == number)
+            positions = np.flatnonzero(
                 near & ((column.kinds == INEXACT_NUMBER) | (kind == INEXACT_NUMBER))
             )
-            true[at] = [bool(compare(x, cell)) for x in table.read_cells(name, at)]
-        return FilterResult(true, known)
+            true[positions] = [bool(compare(x, cell)) for x in table.read_cells(name, positions)]
+        return FilterResult(true, is_known)
 
     return evaluate_order
 
 
 def _order_columns(
-    table: ColumnChunk, compare: Callable[[Any, Any], Any], one: str, two: str
+    table: ColumnChunk, compare: Callable[[Any, Any], Any], first: str, second: str
 ) -> FilterResult:
-    a, b = table.read_column(one), table.read_column(two)
-    for name in (one, two):
+    """Compare two columns by order, row by row."""
+    a, b = table.read_column(first), table.read_column(second)
+    for name in (first, second):
         _check_ordered_kinds(name, table.cell_kind_counts(name))
-    texts = [table.cell_kind_counts(name)[TEXT] > 0 for name in (one, two)]
-    if texts[0] != texts[1] and all(table.cell_kind_counts(name)[1:].any() for name in (one, two)):
+    texts = [table.cell_kind_counts(name)[TEXT] > 0 for name in (first, second)]
+    if texts[0] != texts[1] and all(
+        table.cell_kind_counts(name)[1:].any() for name in (first, second)
+    ):
         raise _type_mismatch_error(
-            f"column {one!r}, which holds {_describe_column_content(table, one)},",
-            f"column {two!r}",
+            f"column {first!r}, which holds {_describe_column_content(table, first)},",
+            f"column {second!r}",
         )
-    known = (a.kinds != MISSING) & (b.kinds != MISSING)
-    true = np.asarray(compare(a.numbers, b.numbers)) & known
-    unsure = known & ((a.kinds == TEXT) | (a.kinds == INEXACT_NUMBER) | (b.kinds == INEXACT_NUMBER))
+    is_known = (a.kinds != MISSING) & (b.kinds != MISSING)
+    true = np.asarray(compare(a.numbers, b.numbers)) & is_known
+    unsure = is_known & (
+        (a.kinds == TEXT) | (a.kinds == INEXACT_NUMBER) | (b.kinds == INEXACT_NUMBER)
+    )
     if unsure.any():
-        at = np.flatnonzero(unsure)
-        pairs = zip(table.read_cells(one, at), table.read_cells(two, at), strict=True)
-        true[at] = [
+        positions = np.flatnonzero(unsure)
+        pairs = zip(
+            table.read_cells(first, positions), table.read_cells(second, positions), strict=True
+        )
+        true[positions] = [
             bool(
                 compare(
-                    *_comparable_moments(one, x, parsing.parse_moment(y))
+                    *_comparable_moments(first, x, parsing.parse_moment(y))
                     or (columns.normalize_cell(x), columns.normalize_cell(y))
                 )
             )
             for x, y in pairs
         ]
-    return FilterResult(true, known)
+    return FilterResult(true, is_known)
 
 
 def substring_condition(right: Operand, left: Operand) -> Condition:
-    """Return the condition that the text `left` is part of the column `right`."""
+    """Return the condition that the text `left` is a part of the cells in the column `right`."""
     if isinstance(right, Constant) or not isinstance(left, Constant):
         operand = right.cell if isinstance(right, Constant) else right.column
         raise ArgumentError(
@@ -282,15 +295,15 @@ def substring_condition(right: Operand, left: Operand) -> Condition:
     part, name = left.cell, right.column
     if not isinstance(part, str):
         raise ArgumentError(
-            f"where: {quote_cell(part)} in {name}: only text can be part of a column's text; to "
-            f"compare with a list, write {name} in [{quote_cell(part)}]"
+            f"where: {quote_cell(part)} in {name}: only text can be a part of the column's text; "
+            f"to compare with a list, write {name} in [{quote_cell(part)}]"
         )
 
     def evaluate_substring(table: ColumnChunk) -> FilterResult:
         _check_comparable(table, name, [part], order=True)
-        known = table.read_column(name).kinds != MISSING
-        texts, _, place, _ = table.read_texts(name)
-        return FilterResult(_expand_to_rows([part in text for text in texts], place), known)
+        is_known = table.read_column(name).kinds != MISSING
+        texts, _, text_index, _ = table.read_texts(name)
+        return FilterResult(_expand_to_rows([part in text for text in texts], text_index), is_known)
 
     return evaluate_substring
 
@@ -298,9 +311,9 @@ def substring_condition(right: Operand, left: Operand) -> Condition:
 def _compare_text(
     table: ColumnChunk, name: str, text: str, compare: Callable[[Any, Any], Any]
 ) -> np.ndarray:
-    """Return the comparison of each row's text, or of its date, with a text."""
-    texts, dates, place, _ = table.read_texts(name)
-    # A year or a month means its first day.
+    """Return a mask of the rows whose text, or date, compares like this with a text."""
+    texts, dates, text_index, _ = table.read_texts(name)
+    # A year or a month stands for its first day.
     part = re.fullmatch(r"\d{4}(-\d\d)?", text, re.ASCII)
     moment = parsing.parse_moment(text + "-01-01"[len(text) - 4 :] if part else text)
     if moment is None and dates and None not in dates:
@@ -309,67 +322,74 @@ def _compare_text(
             "date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
         )
     if moment is None or not dates:
-        return _expand_to_rows([compare(x, text) for x in texts], place)
+        return _expand_to_rows([compare(x, text) for x in texts], text_index)
     pairs = zip(texts, dates, strict=True)
     return _expand_to_rows(
-        [compare(*_comparable_moments(name, date, moment) or (x, text)) for x, date in pairs], place
+        [compare(*_comparable_moments(name, date, moment) or (x, text)) for x, date in pairs],
+        text_index,
     )
 
 
-def _expand_to_rows(verdicts: Sequence[Any], place: np.ndarray) -> np.ndarray:
-    """Expand results for distinct texts to the rows that have them."""
-    return np.asarray(np.array([*map(bool, verdicts), False])[place])
+def _expand_to_rows(verdicts: Sequence[Any], text_index: np.ndarray) -> np.ndarray:
+    """Return for each row the result for its text. `text_index` is −1 for rows without text."""
+    return np.asarray(np.array([*map(bool, verdicts), False])[text_index])
 
 
 def _comparable_moments(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
-    """Return a cell and a moment in comparable form, or None if one is not a moment.
+    """Return a cell and a moment so that they can be compared; None if one is not a moment.
 
-    If the moment has no time zone, the cell's local time is compared.
+    If the moment has no time zone, the local time of the cell is compared.
     """
-    own = None if isinstance(date, str) else parsing.parse_moment(date)
+    cell_moment = None if isinstance(date, str) else parsing.parse_moment(date)
     if (
-        own is None
+        cell_moment is None
         or moment is None
-        or isinstance(own, datetime.time) != isinstance(moment, datetime.time)
+        or isinstance(cell_moment, datetime.time) != isinstance(moment, datetime.time)
     ):
         return None
     if moment.tzinfo is None:
-        return own.replace(tzinfo=None), moment
-    if own.tzinfo is None:
+        return cell_moment.replace(tzinfo=None), moment
+    if cell_moment.tzinfo is None:
         raise DtypeError(
             f"where: column {name!r} holds times without a time zone and is compared with "
-            f"{moment.isoformat()}: write it without a time zone"
+            f"{moment.isoformat()}: write the time without a time zone"
         )
-    return own, moment
+    return cell_moment, moment
 
 
 def _mark_same_moments(
     table: ColumnChunk, name: str, column: Column, moment: Any, true: np.ndarray
 ) -> None:
-    """Set `true` for the cells that are dates and mean this moment.
+    """Set `true` for the cells that are dates and equal this moment.
 
-    If the moment has no time zone, a cell's local time is compared.
+    If the moment has no time zone, the local time of a cell is compared.
     """
     first = table.read_cells(name, np.flatnonzero(column.kinds == TEXT)[:1])
     if moment.tzinfo is not None or getattr(first[0] if first else None, "tzinfo", None):
-        texts, dates, place, _ = table.read_texts(name)
+        texts, dates, text_index, _ = table.read_texts(name)
         pairs = [_comparable_moments(name, date, moment) for date in dates or texts]
-        true |= _expand_to_rows([pair is not None and pair[0] == pair[1] for pair in pairs], place)
+        true |= _expand_to_rows(
+            [pair is not None and pair[0] == pair[1] for pair in pairs], text_index
+        )
         return
     for date in parsing.equivalent_dates(moment):
         code = np.uint64(columns.encode_cell(date, TEXT))
-        at = np.flatnonzero((column.kinds == TEXT) & (column.codes == code) & ~true)
-        true[at] = [not isinstance(x, str) for x in table.read_cells(name, at)]
+        positions = np.flatnonzero((column.kinds == TEXT) & (column.codes == code) & ~true)
+        true[positions] = [not isinstance(x, str) for x in table.read_cells(name, positions)]
 
 
 def _cells_equal(a: Any, b: Any) -> bool:
+    """Return whether two cells are equal in a condition."""
     return bool(columns.normalize_cell(a) == columns.normalize_cell(b))
 
 
 def _check_comparable(
     table: ColumnChunk, name: str, constants: Sequence[Any], order: bool = False
 ) -> None:
-    """Raise an error for a comparison of text with numbers, which would match nothing."""
+    """Raise an error if the column and the constants can never match, such as text and numbers.
+
+    `order` says that the operator compares by order.
+    """
     counts, constant = table.cell_kind_counts(name), quote_cell(constants[0])
     kinds = {columns.cell_kind_code(cell) for cell in constants} - {MISSING}
     texts, numbers = bool(counts[TEXT]), bool(counts[list(NUMERIC_KINDS)].any())
@@ -398,15 +418,16 @@ def _check_comparable(
 
 
 def _describe_column_content(table: ColumnChunk, name: str) -> str:
-    """Return the kinds of a column, with an example of its text."""
+    """Return the kinds of cells in a column as text, with an example of its text."""
     kinds = columns.describe_kinds(table.cell_kind_counts(name))
-    at = np.flatnonzero(table.read_column(name).kinds == TEXT)[:_SAMPLE_ROWS]
-    texts = [str(columns.normalize_cell(x)) for x in table.read_cells(name, at)]
+    positions = np.flatnonzero(table.read_column(name).kinds == TEXT)[:_SAMPLE_ROWS]
+    texts = [str(columns.normalize_cell(x)) for x in table.read_cells(name, positions)]
     example = next((x for x in texts if not x[:1].isdigit()), texts[0] if texts else None)
     return kinds if example is None else f"{kinds}, such as {quote_cell(example)}"
 
 
 def _check_ordered_kinds(name: str, counts: np.ndarray) -> None:
+    """Raise `ArgumentError` if a column has cells without an order."""
     if counts[OTHER]:
         raise ArgumentError(
             f"where: column {name!r} holds {counts[OTHER]:,} cells that have no order (bytes, "
@@ -414,9 +435,9 @@ def _check_ordered_kinds(name: str, counts: np.ndarray) -> None:
         )
 
 
-def _type_mismatch_error(one: str, two: str) -> DtypeError:
+def _type_mismatch_error(column: str, other: str) -> DtypeError:
     return DtypeError(
-        f"where: {one} is compared with {two}: text cannot be compared with numbers. Write the "
-        "constant in the column's type. If the column has a few words among its numbers, pass them "
-        "as missing= when the table is read"
+        f"where: {column} is compared with {other}: text cannot be compared with numbers. Write "
+        "the constant in the column's type. If the column has a few words among its numbers, list "
+        "these words in missing= when the table is read"
     )

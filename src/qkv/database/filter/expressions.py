@@ -1,4 +1,4 @@
-"""The `where` conditions: a mapping or an expression, compiled to a function of a chunk."""
+"""The conditions of `where`: mappings and expressions, compiled to functions of a chunk of rows."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ _TOKENS = re.compile(
     r"""|`(?P<name>(?:[^`]|``)*)`(?!`)|`|(?P<word>[^\W\d]\w*)|(?P<sign><>|(?<![=<>!:])=(?!=))""",
     re.DOTALL,
 )
-"""A string (to the end if it is not closed; a doubled quote is a quote, as in SQL); a name in
-backticks (a doubled backtick is a backtick); a single backtick; a word; SQL's = and <>."""
+"""One token of an expression:
+
+- a string, up to the end of the text if it is not closed; a doubled quote is a quote, as in SQL
+- a name in backticks, in which a doubled backtick is a backtick; or a single backtick
+- a word
+- SQL's = or <>
+"""
 _SQL_SIGNS = {"=": "==", "<>": "!="}
 _SQL_WORDS = {
     **{word: word for word in ("and", "or", "not", "in", "is")},
     **{"null": "None", "none": "None", "true": "True", "false": "False"},
 }
-"""Words of SQL, which ignores case, and their Python form."""
+"""Words of SQL, in lower case, and their form in Python."""
 _LONGEST_NAME = 1_000
-"""The longest column name, in characters, that is compared in a normalized Unicode form."""
+"""Longer column names are not compared in their normalized Unicode form, which would be slow."""
 _FOREIGN_SYNTAX_HINTS = (
     (re.compile(r"\bbetween\b", re.I), "for between, write 1900 <= year <= 1950"),
     (re.compile(r"\bi?like\b", re.I), "for like, write 'part of a text' in column"),
@@ -46,16 +51,16 @@ _FOREIGN_SYNTAX_HINTS = (
     (re.compile(r"=<|=>"), "write <= and >="),
     (re.compile(r"!(?!=)"), "write not for !"),
 )
-"""Syntax of other languages, and the advice for each."""
+"""Syntax of other languages, and what to write instead."""
 _MAX_QUOTED_CHARACTERS = 60
-"""The number of characters of an expression that an error quotes."""
+"""An error quotes this number of characters of an expression."""
 
 
 class CompiledCondition(NamedTuple):
-    """A condition as a function that evaluates it on a chunk of rows.
+    """A function that evaluates a condition on a chunk of rows, with what a cache of results needs.
 
-    `text` is equal for conditions that mean the same, or None if the condition cannot be cached.
-    `columns` are those that it reads.
+    `text` is the same for conditions with the same meaning, or None if results must not be cached.
+    `columns` are the columns that the condition reads.
     """
 
     evaluate: Condition
@@ -69,11 +74,14 @@ class CompiledCondition(NamedTuple):
 def compile_condition(where: Any, names: Sequence[str]) -> CompiledCondition:
     """Compile `where` to a function that evaluates it on a chunk of rows.
 
-    A mapping gives for each column the cell that it must equal, or a list of such cells. A text is
-    an expression of column names, constants and Python's == != < <= > >= in, is, and, or, not.
-    SQL's =, <>, AND, OR, NOT, IN, IS NULL and doubled quotes work too. A name that is not a Python
-    identifier is written in backticks. A missing cell equals only None, and no order comparison
-    with it is true. Comparing text with numbers is an error.
+    A mapping gives for each column the cell that it must equal, or a list of such cells.
+
+    A text is an expression of column names, constants, and Python's == != < <= > >= in, is, and,
+    or, not. SQL's =, <>, AND, OR, NOT, IN, IS NULL and doubled quotes are accepted too. A column
+    name that is not a Python identifier is written in backticks.
+
+    A missing cell equals only None, and passes no order comparison. Comparing text with numbers is
+    an error.
     """
     if isinstance(where, str):
         return _Expression(where, names).compile_expression()
@@ -93,7 +101,7 @@ def compile_condition(where: Any, names: Sequence[str]) -> CompiledCondition:
 
 
 def columns_in(where: Any, names: Sequence[str]) -> list[str]:
-    """Return the columns that a condition reads, in its order; [] for a function.
+    """Return the columns that a condition reads, in their order; [] for a function.
 
     >>> columns_in("year > 1950 and `first name` = 'Li'", ["first name", "year"])
     ['year', 'first name']
@@ -104,16 +112,16 @@ def columns_in(where: Any, names: Sequence[str]) -> list[str]:
 
 
 def as_text(where: Any) -> str:
-    """Return a condition as an error or a hint quotes it."""
+    """Return a condition as errors and hints show it."""
     if callable(where):
         return f"where={getattr(where, '__name__', type(where).__name__)}"
     return f"where={_quote_text(where) if isinstance(where, str) else quote_cell(where)}"
 
 
 class PartialTableCondition(NamedTuple):
-    """A condition for a shard, with the counts of cell kinds of the whole table.
+    """A condition for a shard, with the counts of cell kinds in the whole table.
 
-    The counts decide which comparisons are errors, so every shard decides alike.
+    The counts decide which comparisons are errors. So all shards raise the same errors.
     """
 
     where: Any
@@ -121,20 +129,20 @@ class PartialTableCondition(NamedTuple):
 
 
 class _Expression:
-    """An expression in Python's grammar, of comparisons combined by and, or, not."""
+    """An expression in Python's grammar: comparisons, combined by and, or, not."""
 
     def __init__(self, text: str, names: Sequence[str]):
         self.text, self.names = text, names
         self.quoted_columns: dict[str, str] = {}
         self.lines: list[bytes] = []
-        """The parsed lines as bytes, since `ast` counts offsets in bytes."""
+        """The lines of the parsed text as bytes, because `ast` counts offsets in bytes."""
 
     def compile_expression(self) -> CompiledCondition:
         try:
             body = self._parse()
             evaluate = comparisons.suppress_nan_warnings(self._build_condition(body))
             columns = self._columns_of(body)
-            # Placeholders of quoted names may mean another column in another text.
+            # The same placeholder of a quoted name can stand for different columns in two texts.
             text = ast.unparse(body) + repr(self.quoted_columns or "")
             return CompiledCondition(evaluate, text, columns)
         except (ValueError, RecursionError, MemoryError) as error:
@@ -143,26 +151,28 @@ class _Expression:
             raise self._syntax_error(None) from None
 
     def columns(self) -> list[str]:
-        """Return the columns of the expression, in order."""
+        """Return the columns in the expression, in their order."""
         return self._columns_of(self._parse())
 
     def _columns_of(self, body: ast.expr) -> list[str]:
+        """Return the columns that are named in this syntax tree, in their order in the text."""
         nodes = (node for node in ast.walk(body) if isinstance(node, ast.Name))
         ordered = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
         return list(dict.fromkeys(map(self._resolve_column, ordered)))
 
     def _parse(self) -> ast.expr:
+        """Parse the text; raise `ArgumentError` if it is not an expression."""
         source, self.quoted_columns = self._replace_quoted_names()
         try:
-            # Brackets allow several lines. If the text closes the bracket itself, the result
+            # Brackets allow line breaks. If the text itself closes the bracket, the expression
             # begins on line 1 and is rejected below.
             bracketed = f"(\n{source.strip()}\n)"
             body = ast.parse(bracketed, mode="eval").body
             self.lines = [line.encode() for line in re.split(r"\r\n|\r|\n", bracketed)]
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line, at = getattr(error, "lineno", None), getattr(error, "offset", None)
+            line, offset = getattr(error, "lineno", None), getattr(error, "offset", None)
             same = line == 2 and source == self.text
-            raise self._syntax_error(at if same else None) from None
+            raise self._syntax_error(offset if same else None) from None
         if isinstance(body, ast.Tuple):
             raise self._syntax_error(None, "combine conditions with and / or, not with a comma")
         if body.lineno == 1:
@@ -170,6 +180,10 @@ class _Expression:
         return body
 
     def _syntax_error(self, at: int | None, instead: str = "") -> ArgumentError:
+        """Return the error for an expression that cannot be parsed.
+
+        `at` is the position of the problem in the text, and `instead` the advice.
+        """
         where = f" at character {at}" if at else ""
         write = "write comparisons of columns, such as \"year > 1950 and genre == 'fiction'\""
         return ArgumentError(
@@ -179,19 +193,25 @@ class _Expression:
         )
 
     def _foreign_syntax_hint(self) -> str:
-        """Return advice for syntax of other languages, outside of quotes."""
+        """Return what to write instead of syntax from other languages; "" if the text has none."""
         bare = _TOKENS.sub(lambda x: x[0] if x["word"] or x["sign"] else " ", self.text)
         return "; ".join(help for sign, help in _FOREIGN_SYNTAX_HINTS if sign.search(bare))
 
     def _backtick_advice(self) -> str:
-        """Return advice for a column whose name needs backticks."""
+        """Return advice for a column in the text whose name needs backticks.
+
+        "" if there is none.
+        """
         quoted = set(self.quoted_columns.values())
         odd = (x for x in self.names if x in self.text and not x.isidentifier() and x not in quoted)
         longest = max(odd, key=len, default=None)
         return "" if longest is None else f"; write column {longest!r} in backticks: `{longest}`"
 
     def _replace_quoted_names(self) -> tuple[str, dict[str, str]]:
-        """Return the text in Python syntax, with placeholder names for names in backticks."""
+        """Convert the text to Python's syntax, and replace names in backticks by placeholders.
+
+        Also return the column name for each placeholder.
+        """
         quoted: dict[str, str] = {}
 
         def replace_token(token: re.Match[str]) -> str:
@@ -200,7 +220,7 @@ class _Expression:
             if token["sign"]:
                 return _SQL_SIGNS[token["sign"]]
             if token["word"]:
-                # A column of this name has priority over a word of SQL.
+                # If a column has this name, the word means the column.
                 is_known = token["word"] in self.names or token["word"] in ("None", "True", "False")
                 return token[0] if is_known else _SQL_WORDS.get(token["word"].lower(), token[0])
             if token["name"] is None:
@@ -217,6 +237,7 @@ class _Expression:
         return _TOKENS.sub(replace_token, self.text), quoted
 
     def _build_condition(self, node: ast.expr) -> Condition:
+        """Return the condition for a node of the syntax tree."""
         match node:
             case ast.BoolOp(op, values):
                 return comparisons.combine_conditions(
@@ -238,6 +259,7 @@ class _Expression:
         raise self._unsupported_error(node)
 
     def _build_comparison(self, op: ast.cmpop, left: ast.expr, right: ast.expr) -> Condition:
+        """Return the condition for one comparison."""
         self._check_quoted_columns(left, right)
         if type(op) in _MEMBERSHIP_OPERATORS:
             is_positive = _MEMBERSHIP_OPERATORS[type(op)]
@@ -263,9 +285,9 @@ class _Expression:
         return condition if is_positive else lambda table: ~condition(table)
 
     def _check_quoted_columns(self, *sides: ast.expr) -> None:
-        """Raise an error for two constants of which one is a column's name in quotes.
+        """Raise `ArgumentError` for two constants of which one is the name of a column.
 
-        SQL and JSON quote names like this. The comparison would match no rows.
+        SQL and JSON put names in quotes. Such a comparison would match no rows.
         """
         if all(isinstance(side, ast.Constant) for side in sides):
             for side in sides:
@@ -277,6 +299,7 @@ class _Expression:
                     )
 
     def _build_operand(self, node: ast.expr) -> Operand:
+        """Return the column or the constant of a node."""
         match node:
             case ast.Name():
                 return ColumnName(self._resolve_column(node))
@@ -289,16 +312,18 @@ class _Expression:
         raise self._unsupported_error(node)
 
     def _resolve_column(self, node: ast.Name) -> str:
-        """Return the column of this name, or the only one that is equal after normalization.
+        """Return the column with this name.
 
-        Python normalizes identifiers: µ becomes μ. A column may be named with either.
+        Python normalizes identifiers: µ becomes μ. If there is no column with the name, the only
+        column whose normalized name is equal counts.
         """
         column = self.quoted_columns.get(node.id)
         if column is None:
-            # The name before normalization; ast.get_source_segment is slow on many lines.
+            # Get the name before normalization. ast.get_source_segment would be slow for many
+            # lines.
             column = self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
             if column not in self.names:
-                # Normalizing very long names takes too long.
+                # Normalizing very long names would be slow.
                 names = [x for x in self.names if len(x) <= _LONGEST_NAME]
                 alike = [x for x in names if unicodedata.normalize("NFKC", x) == node.id]
                 column = alike[0] if len(alike) == 1 else column
@@ -319,13 +344,14 @@ class _Expression:
 
 
 def _check_column(name: str, names: Sequence[str], more: str = "") -> None:
+    """Raise an error that suggests the nearest name if there is no such column."""
     if name not in names:
         error = unknown_name_error("column", name, names)
         raise error if "did you mean" in str(error) else ArgumentError(f"{error}{more}")
 
 
 def _escape_quotes(text: str, quote: str) -> str:
-    """Replace doubled quotes inside a string by escaped ones."""
+    """Replace doubled quotes inside a string by escaped quotes."""
     return re.sub(rf"\\.|{quote}{quote}", lambda x: x[0] if x[0][0] == "\\" else f"\\{quote}", text)
 
 

@@ -1,8 +1,9 @@
-"""The cached results of conditions: which rows of a store pass, one block of rows at a time.
+"""A cache of the results of conditions: which rows of a store pass, for each block of rows.
 
-A row never changes under its id, and deleted rows never return. So the live rows of a block are
-known by their first id, their last id and their number, and the result of a condition for them
-stays valid in every version. A new version evaluates only blocks that gained or lost rows.
+A row with a given id never changes, and a deleted row never returns. So the first id, the last id
+and the number of live rows identify the live rows of a block. The result of a condition for them is
+valid in every version of the store. In a new version, a condition is evaluated only for blocks in
+which rows were added or deleted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import numpy as np
 from qkv.util import caches
 
 MAX_RESULT_BYTES = 2**26
-"""Bytes of the results of one store, one per row and condition."""
+"""The size of the cache of one store, with one byte per row and condition."""
 
 
 class FilterResults:
-    """The results of conditions for blocks of rows of one store."""
+    """The cached results of conditions for blocks of rows of one store."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, np.ndarray] = {}
@@ -29,9 +30,10 @@ class FilterResults:
     def find_or_evaluate(
         self, condition: Hashable, ids: np.ndarray, evaluate: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """Return which of the rows with these ids pass; evaluate the condition if necessary.
+        """Return a mask of the rows with these ids that pass, from the cache or from `evaluate`.
 
-        `condition` identifies the condition and all that it depends on besides the rows.
+        `condition` identifies the condition and everything else that its result depends on, except
+        the rows.
         """
         if not len(ids):
             return evaluate()
@@ -51,5 +53,8 @@ caches.register("database.filter_results", _RESULTS_BY_STORE)
 
 
 def results_of_store(store: Any) -> FilterResults:
-    """Return the results of a store, which is identified by an object that its versions share."""
+    """Return the cached results of a store.
+
+    `store` is an object that all versions of the store share.
+    """
     return _RESULTS_BY_STORE.setdefault(store, FilterResults())

@@ -1,4 +1,4 @@
-"""Training of an encoder on (query, right key) pairs, by gradient descent on −ln α."""
+"""Train an encoder on (query, right key) pairs, by gradient descent on −ln α."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ TRAINING_PAIRS_NOTE = "measured on the training pairs, which says little about o
 
 @dataclass(frozen=True)
 class Report:
-    """Recall at 1, 10 and 100 among all keys, before and after training.
+    """The result of `learn`: the recall before and after training, and how training went.
 
-    It is measured on the held-out pairs, or on the training pairs if `held_out` is 0. `loss` has
-    one entry per epoch: the mean −ln α over its candidates. `best` is the selected epoch, 0 for
-    none. `stopped` says why training ended. `weights` are those of the heads. `sharpness` is the
-    inverse temperature, calibrated on the held-out pairs.
+    `before` and `after` are the recall at 1, 10 and 100 among all keys. It is measured on the
+    held-out pairs, or on the training pairs if `held_out` is 0. `loss` is the mean −ln α of each
+    epoch, over its candidates. `best` is the number of the selected epoch. If it is 0, no epoch was
+    better than the start. `stopped` says why training ended.
+
+    `weights` are those of the heads. `sharpness` is the inverse temperature, calibrated on the
+    held-out pairs.
     """
 
     before: Mapping[int, float]
@@ -81,16 +84,16 @@ def learn(
     `pairs` are (query, right key) or (query, right key, weight), for example with clicks as weight.
     A query may have several right keys. `keys` are all keys of the database.
 
-    - α is computed over all keys if they are few. Otherwise the candidates are the right keys of
-      the batch and `hard` wrong keys with high scores for each query.
-    - `vectors` trains the token vectors too, which needs many pairs. `dropout` is the share of
-      tokens that a step ignores.
+    - Up to 4,096 keys, α is computed over all keys. Otherwise the candidates are the right keys of
+      the batch, and `hard` wrong keys with high scores for each query.
+    - With `vectors`, the token vectors are trained too, which needs many pairs. `dropout` is the
+      share of tokens that a step ignores.
     - `held_out` is a share of the queries (by default a tenth if there are at least 100), or a list
-      of pairs. The epoch that is best on them is returned.
+      of pairs. The parameters of the epoch that is best on the held-out pairs are returned.
     - Training ends after `epochs`, after `patience` epochs without improvement, after `budget_s`
-      seconds, or on Ctrl-C. A Ctrl-C before the first improvement raises `KeyboardInterrupt`.
-    - `resume` names a file for the state after each epoch. If the file exists, training continues
-      from it. The result depends on the seed, not on interruptions.
+      seconds, or on Ctrl-C. Ctrl-C before the first improvement raises `KeyboardInterrupt`.
+    - `resume` is the path of a file that gets the state after each epoch. If the file exists,
+      training continues from this state. Interruptions do not change the result.
 
     >>> from qkv.database.encoders import Characters
     >>> keys = ["dog", "cat", "cow"]

@@ -40,29 +40,32 @@ from qkv.util.progress import progress_bar
 from qkv.util.types import ProgressCallback
 
 MAX_FULL_CANDIDATES = 4096
-"""The largest number of keys that are all candidates, so that α is exact."""
+"""Up to this number of keys, all keys are candidates, so that α is exact."""
 
 MIN_STEPS_PER_EPOCH = 20
-"""The minimum of steps per epoch; few pairs are used several times in an epoch."""
+"""An epoch has at least this number of steps.
+
+If there are few pairs, it uses them several times.
+"""
 
 MIN_LOSS = 1e-6
-"""The loss −ln α below which the right keys count as separated."""
+"""If the loss −ln α is lower, the right keys count as separated from the others."""
 
 WARMUP_STEPS = 100
 MINING_SAMPLE_KEYS = 16384
-"""The number of sampled keys among which hard negatives are searched."""
+"""The number of keys in the sample in which hard negatives are searched."""
 
 FIRST_MINING_EPOCH, EPOCHS_PER_MINING = 2, 3
 HARD_NEGATIVES_PER_PAIR = 8
 
 
 class CheckpointError(QkvError, ValueError):
-    """The file to resume from is damaged, or belongs to other keys, pairs or settings."""
+    """The checkpoint to resume from is damaged, or belongs to other keys, pairs or settings."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The checked options of `learn`."""
+    """The options of `learn`, after a check."""
 
     epochs: int
     vectors: bool
@@ -84,7 +87,9 @@ class TrainingOptions:
         if not 0 < self.rate < math.inf:
             raise ArgumentError(f"learn: rate must be above 0, not {self.rate!r}")
         if not 0 <= self.dropout < 1:
-            raise ArgumentError(f"learn: dropout must be from 0 to below 1, not {self.dropout!r}")
+            raise ArgumentError(
+                f"learn: dropout must be at least 0 and below 1, not {self.dropout!r}"
+            )
         if self.budget_s is not None and not self.budget_s > 0:
             raise ArgumentError(f"learn: budget_s must be above 0 seconds, not {self.budget_s!r}")
 
@@ -127,6 +132,7 @@ class GradientDescent:
         self.steps_per_epoch = self.passes_per_epoch * max(1, count // self.batch_size)
 
     def _learning_rate(self, name: str) -> float:
+        """Return the learning rate of a parameter."""
         last = name.rpartition(".")[2]
         if last == "vectors":
             return self.options.rate * float(np.linalg.norm(self.parameters[name], axis=1).mean())
@@ -134,16 +140,20 @@ class GradientDescent:
         return self.options.rate * faster.get(last, 1.0)
 
     def build_encoder(self, parameters: Mapping[str, np.ndarray]) -> Learned:
+        """Return the encoder with these parameters."""
         return replace(self.initial, parameters=parameters)
 
     def elapsed_seconds(self) -> float:
-        """Return the seconds since the start, including those before a resume."""
+        """Return the training time so far in seconds, including the time before a resume."""
         return time.perf_counter() - self.start_time
 
     def run_epochs(self, path: Path | None, progress: ProgressCallback | None) -> str:
-        """Train until a stop criterion is met; return which one."""
+        """Train until a condition for the end is met; return that condition as text.
+
+        If `path` is set, the state is read from and written to this file.
+        """
         options, total = self.options, self.options.epochs * self.steps_per_epoch
-        # With a wrong τ, the first epochs would be wasted.
+        # Fit τ first: with a wrong τ, the first epochs would learn nothing useful.
         learned = self.build_encoder(self.parameters)
         key = self.task.project_all(learned, "key")
         factor, _ = fit_sharpness(self.task, learned, key, self.task.train_pairs, options.seed)
@@ -164,13 +174,14 @@ class GradientDescent:
                     if not in_time:
                         return f"stopped after {options.budget_s:g} s"
             except KeyboardInterrupt:
-                if not self.best_epoch:  # there is no better encoder to return
+                if not self.best_epoch:  # no epoch was better than the start
                     raise
                 self.interrupted = True
                 return f"interrupted in epoch {self.epoch + 1}: returned the best so far"
         return "all epochs done"
 
     def run_epoch(self, report: ProgressCallback) -> bool:
+        """Train for one epoch. Return False if the time is over."""
         options, task = self.options, self.task
         rng = np.random.default_rng([options.seed, 2, self.epoch])
         since = self.epoch - FIRST_MINING_EPOCH
@@ -196,11 +207,12 @@ class GradientDescent:
         mark = self.evaluate_held_out() if task.holds_out else (-self.losses[-1], 0.0)
         if mark > self.best_metrics:
             best = {name: array.copy() for name, array in self.parameters.items()}
-            # In one statement, so that Ctrl-C cannot leave them inconsistent.
+            # Assign all three in one statement, so that Ctrl-C cannot separate them.
             self.best_parameters, self.best_metrics, self.best_epoch = best, mark, self.epoch
         return in_time
 
     def run_step(self, pair_indices: np.ndarray, rng: np.random.Generator) -> float:
+        """Make one step with the pairs at these indices; return the loss."""
         batch, local, rows = self.build_batch(pair_indices, rng)
         loss, gradients = compute_gradients(local, batch)
         total = self.options.epochs * self.steps_per_epoch
@@ -217,7 +229,7 @@ class GradientDescent:
         return loss
 
     def update_adam(self, name: str, gradient: np.ndarray, rows: Any, rate: float) -> None:
-        """Apply x ← x − rate · m̂/√v̂ to the rows that the batch used."""
+        """Apply Adam's step x ← x − rate · m̂/√v̂ to the rows of a parameter in the batch."""
         beta1, beta2 = 0.9, 0.99
         m, v = self.first_moments[name][rows], self.second_moments[name][rows]
         m += (1 - beta1) * (gradient - m)
@@ -229,7 +241,11 @@ class GradientDescent:
     def build_batch(
         self, pair_indices: np.ndarray, rng: np.random.Generator
     ) -> tuple[TrainingBatch, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Return the batch of these pairs, its parameters, and their rows in the full arrays."""
+        """Return the batch of the pairs at these indices, its parameters, and their rows.
+
+        A batch uses only some rows of a large parameter. The last mapping has the indices of these
+        rows.
+        """
         pairs = self.task.train_pairs.take_pairs(pair_indices)
         candidates = self.all_candidates
         if candidates is None:
@@ -254,29 +270,31 @@ class GradientDescent:
             for i, (x, length) in enumerate(inputs):
                 if isinstance(x, Ragged):
                     continue
-                own = f"{i}.{side}."
-                local[own + "w"] = self.parameters[own + "w"]
+                prefix = f"{i}.{side}."
+                local[prefix + "w"] = self.parameters[prefix + "w"]
                 if isinstance(x, TokenBag):
                     if self.options.dropout:
                         x = x.drop_tokens(
                             rng.random(len(x.ids), np.float32) >= self.options.dropout
                         )
-                    seen, ids = np.unique(x.ids, return_inverse=True)
+                    used_ids, ids = np.unique(x.ids, return_inverse=True)
                     inputs[i] = HeadInput(TokenBag(ids, x.offsets, x.positions), length)
-                    local[own + "places"] = self.parameters[own + "places"]
+                    local[prefix + "places"] = self.parameters[prefix + "places"]
                     for name in ("logits", "vectors"):
-                        table = self.parameters.get(own + name)
-                        rows[own + name] = seen
-                        local[own + name] = (self.tables[i] if table is None else table)[seen]
+                        table = self.parameters.get(prefix + name)
+                        rows[prefix + name] = used_ids
+                        local[prefix + name] = (self.tables[i] if table is None else table)[
+                            used_ids
+                        ]
             head_inputs.append(inputs)
         share = (pairs.weight / pairs.weight.sum()).astype(np.float32)
         excluded_cells = pairs.find_excluded_cells(self.other_right_keys, candidates)
         query, key = head_inputs
         words: dict[int, SharedWords] = {}
         for i, codes in self.words.items():
-            words[i], asked = find_shared_words(query[i], key[i], codes)
-            rows[f"{i}.words"] = at = np.searchsorted(codes, asked)
-            local[f"{i}.words"] = self.parameters[f"{i}.words"][at]
+            words[i], shared_codes = find_shared_words(query[i], key[i], codes)
+            rows[f"{i}.words"] = positions = np.searchsorted(codes, shared_codes)
+            local[f"{i}.words"] = self.parameters[f"{i}.words"][positions]
         return (
             TrainingBatch(query, key, right, share, excluded_cells, self.initial.cosines, words),
             local,
@@ -284,9 +302,9 @@ class GradientDescent:
         )
 
     def mine_hard_negatives(self, rng: np.random.Generator) -> None:
-        """Find, for each pair, the wrong keys of a sample with the highest scores."""
+        """Find, for each pair, wrong keys with high scores in a sample of the keys."""
         task, learned = self.task, self.build_encoder(self.parameters)
-        # The best of each part of the sample is faster to find than the best of all.
+        # Take the best key of each part of the sample, which is faster than the best of all.
         group_count = min(HARD_NEGATIVES_PER_PAIR, len(task.keys))
         count = min(MINING_SAMPLE_KEYS, len(task.keys)) // group_count * group_count
         sample = np.sort(rng.choice(len(task.keys), count, replace=False))
@@ -297,15 +315,15 @@ class GradientDescent:
         for block in split_blocks(len(self.hard_negatives), max(1, SCORES_PER_BLOCK // count)):
             pairs = task.train_pairs.take_pairs(block)
             s = query.take_rows(pairs.query).compute_scores(key)
-            at = np.minimum(np.searchsorted(sample, pairs.key), count - 1)
-            own = np.flatnonzero(sample[at] == pairs.key)
-            s[own, at[own]] = -np.inf
+            positions = np.minimum(np.searchsorted(sample, pairs.key), count - 1)
+            with_right_key = np.flatnonzero(sample[positions] == pairs.key)
+            s[with_right_key, positions[with_right_key]] = -np.inf
             s[pairs.find_excluded_cells(self.other_right_keys, sample)] = -np.inf
             best = s.reshape(len(s), group_count, -1).argmax(axis=2)
             self.hard_negatives[block] = sample[begins + best]
 
     def evaluate_held_out(self) -> tuple[float, float]:
-        """Return the mean of 1/rank and of ln α at the best τ, on the held-out pairs."""
+        """Return the mean of 1/rank on the held-out pairs, and the mean of ln α at the best τ."""
         learned, task = self.build_encoder(self.parameters), self.task
         key = task.project_all(learned, "key")
         reciprocal = np.average(
@@ -316,7 +334,7 @@ class GradientDescent:
         )[1]
 
     def calibrate_best(self) -> Learned:
-        """Return the best encoder, with τ calibrated on the held-out pairs."""
+        """Return the encoder with the best parameters, with τ calibrated on the held-out pairs."""
         learned = self.build_encoder(self.best_parameters)
         if not self.task.holds_out:
             return learned
@@ -326,11 +344,11 @@ class GradientDescent:
         return self.build_encoder({**learned.parameters, "scales": scales})
 
     def compute_fingerprint(self) -> str:
-        """Return a text that identifies the task and the options."""
+        """Return a text that is the same for the same task and options."""
         return f"{self.task.fingerprint} {replace(self.options, budget_s=None)}"
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write the state after an epoch to a safetensors file, atomically."""
+        """Write the state to a safetensors file, atomically."""
         from safetensors.numpy import save
 
         state = {
@@ -360,7 +378,7 @@ class GradientDescent:
         os.replace(temporary, path)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restore the state that `save_checkpoint` wrote for the same task and options."""
+        """Restore the state that `save_checkpoint` has written for the same task and options."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -368,7 +386,9 @@ class GradientDescent:
                 state = json.loads((file.metadata() or {}).get("state", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be resumed from ({error}): remove it") from error
+            raise CheckpointError(
+                f"{path} is not a checkpoint that can be read ({error}): remove it"
+            ) from error
         if not isinstance(state, dict) or state.get("fingerprint") != self.compute_fingerprint():
             raise CheckpointError(
                 f"{path} belongs to other keys, pairs or settings: remove it, or name another file"
@@ -392,18 +412,18 @@ class GradientDescent:
 def fit_sharpness(
     task: Task, learned: Learned, key: ProjectedVectors, pairs: IndexedPairs, seed: int
 ) -> tuple[float, float]:
-    """Return the factor of the sharpness that minimizes −ln α(query, right key), and the minimum.
+    """Return the factor on the sharpness that minimizes −ln α(query, right key), and the minimum.
 
-    `key` are the vectors of all keys. Only a sample of many pairs is used.
+    `key` are the vectors of all keys. If there are many pairs, only a sample is used.
     """
     count = min(len(pairs.query), max(16, SCORES_PER_BLOCK // 4 // len(task.keys)))
-    some = np.random.default_rng([seed, 3]).permutation(len(pairs.query))[:count]
-    pairs = pairs.take_pairs(some)
+    sample = np.random.default_rng([seed, 3]).permutation(len(pairs.query))[:count]
+    pairs = pairs.take_pairs(sample)
     query = learned.project_inputs(take_inputs(task.query_features, pairs.query), "query")
     s = query.compute_scores(key) * np.float32(learned.sharpness)
     s -= s[np.arange(len(s)), pairs.key][:, None]
     s[pairs.find_excluded_cells(task.other_right_keys, task.key_numbers)] = -np.inf
     loss = partial(mean_log_loss, s, pairs.weight / pairs.weight.sum())
-    # If the keys are separated already, the best factor would be infinite.
+    # If the right keys are separated from the others already, the best factor is infinite.
     factor = minimize_log_scale(loss, -3.0, 3.0) if loss(1.0) > MIN_LOSS else 1.0
     return factor, loss(factor)

@@ -16,9 +16,10 @@ Parameters = Mapping[str, np.ndarray]
 
 
 class SharedWords(NamedTuple):
-    """The words of n queries: their values φ (words, n), and their entries ψ in the keys.
+    """The a words that n queries share with keys.
 
-    Entry e of ψ has the key `row`, the word `word` and the value `number`, each (e,).
+    `query` (a, n) are the values φ of the words in the queries. The values ψ in the keys are
+    sparse: entry e is the value `number` of the word `word` in the key `row`, each (e,).
     """
 
     query: np.ndarray
@@ -28,16 +29,16 @@ class SharedWords(NamedTuple):
     key_count: int
 
     def compute_scores(self, weight: np.ndarray) -> np.ndarray:
-        """Return Σ_w weight_w φ_w ψ_w, (n, keys), for weights (a,)."""
+        """Return Σ_w weight_w φ_w ψ_w, (n, keys). The weights are (a,)."""
         query = (self.query * weight[:, None]).astype(weight.dtype, copy=False)
         return ragged.sum_entries_by_row(query, self.row, self.word, self.number, self.key_count)
 
     def weight_gradient(self, gradient: np.ndarray) -> np.ndarray:
-        """Return the gradient of the weights (a,) from that of the scores (n, keys)."""
+        """Return the gradient of the weights (a,), given the gradient of the scores (n, keys)."""
         out, along = np.zeros(len(self.query), gradient.dtype), np.ascontiguousarray(gradient.T)
-        for some in ragged.entry_blocks(len(self.row), self.query.shape[1]):
-            word, row = self.word[some], self.row[some]
-            each = np.einsum("en,en->e", self.query[word], along[row]) * self.number[some]
+        for block in ragged.entry_blocks(len(self.row), self.query.shape[1]):
+            word, row = self.word[block], self.row[block]
+            each = np.einsum("en,en->e", self.query[word], along[row]) * self.number[block]
             out += np.bincount(word, each, len(out)).astype(out.dtype)
         return out
 
@@ -45,25 +46,33 @@ class SharedWords(NamedTuple):
 def find_shared_words(
     query: HeadInput, key: HeadInput, known: np.ndarray
 ) -> tuple[SharedWords, np.ndarray]:
-    """Return the shared words of queries and keys among `known` (w,), and their codes (a,)."""
+    """Return the words that both queries and keys have, and the codes (a,) of these words.
+
+    Only words with a code in `known` (w,), ascending, count.
+    """
     assert isinstance(query.x, Ragged) and isinstance(key.x, Ragged)
-    asked = np.intersect1d(ragged.entry_positions(query.x), known)
-    row, word, at = ragged.find_entries(key.x, asked)
-    phi, number = ragged.gather_columns(query.x, asked)[:, :-1], ragged.entry_values(key.x)[at]
+    shared_codes = np.intersect1d(ragged.entry_positions(query.x), known)
+    row, word, entries = ragged.find_entries(key.x, shared_codes)
+    phi, number = (
+        ragged.gather_columns(query.x, shared_codes)[:, :-1],
+        ragged.entry_values(key.x)[entries],
+    )
     if query.length is not None:
         phi = phi * query.length[:, None]
     if key.length is not None:
         number = number * key.length[row]
-    return SharedWords(np.ascontiguousarray(phi.T), row, word, number, len(key.x)), asked
+    return SharedWords(np.ascontiguousarray(phi.T), row, word, number, len(key.x)), shared_codes
 
 
 class TrainingBatch(NamedTuple):
-    """n queries, c candidate keys, and the right key of each query.
+    """A batch of n queries, c candidate keys, and the right key of each query.
 
-    `query` and `key` have one input per head: tokens, vectors (n or c, width) or sparse vectors,
-    of which `words` has the shared words. `right_columns` (n,) are columns of the scores.
-    `pair_shares` (n,) are the weights of the pairs and sum to 1. `excluded_cells` are the rows and
-    columns of other right keys, which must not count as wrong.
+    `query` and `key` have one input per head: tokens, vectors (n or c, width), or sparse vectors.
+    For sparse vectors, `words` has the words that queries and keys share.
+
+    `right_columns` (n,) are the columns of the right keys in the scores. `pair_shares` (n,) are the
+    weights of the pairs, which sum to 1. `excluded_cells` are the rows and columns of other right
+    keys, which must not count as wrong.
     """
 
     query: Sequence[HeadInput]
@@ -75,10 +84,11 @@ class TrainingBatch(NamedTuple):
     words: Mapping[int, SharedWords] = MappingProxyType({})
 
     def list_sides(self) -> list[tuple[str, int, HeadInput]]:
+        """Return (side, head, input) for every head that is not sparse."""
         return [
             (side, i, x)
-            for side, found in zip(SIDES, (self.query, self.key), strict=True)
-            for i, x in enumerate(found)
+            for side, inputs in zip(SIDES, (self.query, self.key), strict=True)
+            for i, x in enumerate(inputs)
             if i not in self.words
         ]
 
@@ -86,12 +96,12 @@ class TrainingBatch(NamedTuple):
 def compute_gradients(
     parameters: Parameters, batch: TrainingBatch
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Return the loss and the gradient of every parameter.
+    """Return the loss, and the gradient of every parameter by name.
 
     loss = −Σᵢ shareᵢ ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
 
-    For each head and side, `parameters` has w (width, width). For tokens it also has logits,
-    vectors and places, for sparse vectors words (a,). `scales` (heads,) and words are logarithms.
+    For each head and side, `parameters` has w (width, width). A head with tokens also has logits,
+    vectors and places. A sparse head has words (a,). `scales` (heads,) and words are logarithms.
     """
     scales = np.exp(parameters["scales"])
     forward = {
@@ -124,21 +134,21 @@ def compute_gradients(
 
 
 class _HeadSide:
-    """The vectors u of one head for the queries or the keys, and their backward pass."""
+    """The vectors u of one head for the queries or for the keys, with their backward pass."""
 
     def __init__(self, p: Parameters, side: str, i: int, input: HeadInput, batch: TrainingBatch):
-        self.prefix = own = f"{i}.{side}."
+        self.prefix = prefix = f"{i}.{side}."
         self.parameters, self.uses_cosine = p, batch.cosines[i]
         x, stretch = input
         self.row_factors = None if stretch is None else stretch[:, None]
         self.bag = x if isinstance(x, TokenBag) else None
         if isinstance(x, TokenBag):
-            logits = p[own + "logits"][x.ids] + p[own + "places"][x.positions]
+            logits = p[prefix + "logits"][x.ids] + p[prefix + "places"][x.positions]
             self.token_weights = softmax_by_text(logits, x.offsets)
-            x = pool_tokens(p[own + "vectors"], self.token_weights, x.ids, x.offsets)
+            x = pool_tokens(p[prefix + "vectors"], self.token_weights, x.ids, x.offsets)
         assert isinstance(x, np.ndarray)
         self.x = x
-        y = x @ p[own + "w"].T
+        y = x @ p[prefix + "w"].T
         if self.uses_cosine:
             length = np.sqrt(np.einsum("ij,ij->i", y, y))
             self.norms = np.where(length == 0, 1, length)[:, None]
@@ -147,32 +157,33 @@ class _HeadSide:
         self.vectors = y if self.row_factors is None else y * self.row_factors
 
     def backward(self, to_u: np.ndarray) -> dict[str, np.ndarray]:
-        own = self.prefix
+        """Return the gradients of the parameters, given the gradient of the vectors."""
+        prefix = self.prefix
         if self.row_factors is not None:
             to_u = to_u * self.row_factors
         if self.uses_cosine:
             along = np.einsum("ij,ij->i", to_u, self.unit)[:, None]
             to_u = (to_u - along * self.unit) / self.norms
-        gradients = {own + "w": to_u.T @ self.x}
+        gradients = {prefix + "w": to_u.T @ self.x}
         if self.bag is None:
             return gradients
-        ids, offsets, places = self.bag
-        vectors = self.parameters[own + "vectors"]
-        to_token = np.repeat(to_u @ self.parameters[own + "w"], np.diff(offsets), axis=0)
+        ids, offsets, positions = self.bag
+        vectors = self.parameters[prefix + "vectors"]
+        to_token = np.repeat(to_u @ self.parameters[prefix + "w"], np.diff(offsets), axis=0)
         to_alpha = np.einsum("ij,ij->i", to_token, vectors[ids])
         to_token *= self.token_weights[:, None]
-        gradients[own + "vectors"] = _sum_rows_by_id(to_token, ids, len(vectors))
+        gradients[prefix + "vectors"] = _sum_rows_by_id(to_token, ids, len(vectors))
         mean = np.concatenate([[0], np.cumsum(self.token_weights * to_alpha, dtype=np.float64)])
         mean = np.repeat(mean[offsets[1:]] - mean[offsets[:-1]], np.diff(offsets))
         to_logit = self.token_weights * (to_alpha - mean)
-        for name, at in (("logits", ids), ("places", places)):
-            size = len(self.parameters[own + name])
-            gradients[own + name] = np.bincount(at, to_logit, size).astype(vectors.dtype)
+        for name, indices in (("logits", ids), ("places", positions)):
+            size = len(self.parameters[prefix + name])
+            gradients[prefix + name] = np.bincount(indices, to_logit, size).astype(vectors.dtype)
         return gradients
 
 
 def _sum_rows_by_id(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
-    """Return out[id] = Σ of the rows with that id, (size, width)."""
+    """Return the sums of the rows with the same id, (size, width); row i is the sum for id i."""
     out = np.zeros((size, rows.shape[1]), rows.dtype)
     if len(ids):
         order = np.argsort(ids, kind="stable")

@@ -1,4 +1,4 @@
-"""The training task: distinct keys and queries, and the pairs as indices into them."""
+"""The training task: distinct keys and queries, and pairs as indices of them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from qkv.frameworks.ragged import DenseAndSparse
 
 RECALL_DEPTHS = (1, 10, 100)
 MAX_HELD_OUT_PAIRS = 2000
-"""The largest number of held-out pairs that are evaluated after each epoch."""
+"""At most this number of held-out pairs are evaluated after each epoch."""
 
 MIN_HELD_OUT_QUERIES = 100
-"""The smallest number of queries of which a tenth is held out by default."""
+"""From this number of queries on, a tenth of them is held out by default."""
 
 SCORES_PER_BLOCK = 1 << 24
-"""Scores in memory at a time."""
+"""The number of scores in memory at a time."""
 
 
 class IndexedPairs(NamedTuple):
-    """Pairs as indices of a query and a key, each (p,), with weights (p,)."""
+    """Pairs as the index of a query and the index of a key, each (p,), with weights (p,)."""
 
     query: np.ndarray
     key: np.ndarray
     weight: np.ndarray
 
     def take_pairs(self, indices: np.ndarray | slice) -> IndexedPairs:
+        """Return the pairs at these indices."""
         return IndexedPairs(self.query[indices], self.key[indices], self.weight[indices])
 
     def find_other_right_keys(self) -> dict[int, np.ndarray]:
-        """Return the right keys of each query that has several."""
+        """Return the right keys of each query that has several right keys, by query."""
         order = np.argsort(self.query, kind="stable")
         query, key = self.query[order], self.key[order]
         starts = np.flatnonzero(np.diff(query, prepend=-1))
@@ -51,24 +52,25 @@ class IndexedPairs(NamedTuple):
     def find_excluded_cells(
         self, others: Mapping[int, np.ndarray], candidates: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows and columns where a candidate is another right key of the row's query.
+        """Return (rows, columns) of the scores that belong to another right key of the row's query.
 
-        `others` are the right keys of each query that has several. `candidates` are sorted.
+        `others` is the result of `find_other_right_keys`. `candidates` are the keys of the columns,
+        ascending.
         """
         rows, columns = [], []
         if others:
             for row, (query, key) in enumerate(zip(self.query.tolist(), self.key, strict=True)):
                 for other in others.get(query, ()):
-                    at = int(np.searchsorted(candidates, other))
-                    if other != key and at < len(candidates) and candidates[at] == other:
+                    column = int(np.searchsorted(candidates, other))
+                    if other != key and column < len(candidates) and candidates[column] == other:
                         rows.append(row)
-                        columns.append(at)
+                        columns.append(column)
         return np.array(rows, np.int64), np.array(columns, np.int64)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Distinct keys and queries, and the training and held-out pairs."""
+    """The distinct keys and queries, and the training and held-out pairs."""
 
     encoder: Encoder
     keys: Sequence[Any]
@@ -87,24 +89,28 @@ class Task:
         return np.arange(len(self.keys))
 
     def ranks_before(self) -> np.ndarray:
-        """Return, for each held-out pair, how many keys the original encoder ranks higher."""
+        """Return, for each held-out pair, how many wrong keys the original encoder ranks higher."""
         encoder, score = self.encoder, self.encoder.default_score(len(self.keys))
         key, sparse = encoder.encode(self.keys), encoder.encode_sparse(self.keys)
 
         def score_block(block: slice) -> np.ndarray:
             queries = _select_keys(self.queries, self.held_pairs.query[block])
-            query, asked = encoder.encode_full_query(queries)
-            if sparse is None or asked is None:
+            query, words = encoder.encode_full_query(queries)
+            if sparse is None or words is None:
                 return np.asarray(score(query, key))
             cuts = (
-                DenseAndSparse(key[at], sparse[at], asked) for at in split_blocks(len(key), 1 << 14)
+                DenseAndSparse(key[keys], sparse[keys], words)
+                for keys in split_blocks(len(key), 1 << 14)
             )
             return np.concatenate([np.asarray(score(query, np.asarray(x))) for x in cuts], axis=1)
 
         return self._compute_ranks(score_block)
 
     def ranks_after(self, learned: Learned, key: ProjectedVectors) -> np.ndarray:
-        """Return `ranks_before` for the learned encoder; `key` are its vectors of all keys."""
+        """Return, for each held-out pair, how many wrong keys the learned encoder ranks higher.
+
+        `key` are the vectors of all keys from this encoder.
+        """
 
         def score_block(block: slice) -> np.ndarray:
             features = take_inputs(self.query_features, self.held_pairs.query[block])
@@ -113,7 +119,7 @@ class Task:
         return self._compute_ranks(score_block)
 
     def project_all(self, learned: Learned, side: str) -> ProjectedVectors:
-        """Return the projected vectors of all keys, or of all queries."""
+        """Return the projected vectors of all keys (`side` "key") or of all queries."""
         features = self.key_features if side == "key" else self.query_features
         count = len(self.keys) if side == "key" else len(self.queries)
         out = np.empty((count, learned.width), np.float32)
@@ -124,17 +130,21 @@ class Task:
         return ProjectedVectors(out, learned.project_sparse(features, side))
 
     def _compute_ranks(self, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
-        """Return the rank of the right key of each held-out pair, given scores by block."""
+        """Return, for each held-out pair, how many wrong keys rank higher than the right key.
+
+        `scores(slice)` returns the scores of these held-out pairs with all keys.
+        """
         ranks = np.empty(len(self.held_pairs.query), np.int64)
         for block in split_blocks(len(ranks), max(1, SCORES_PER_BLOCK // len(self.keys))):
             s, pairs = scores(block), self.held_pairs.take_pairs(block)
-            own = s[np.arange(len(s)), pairs.key][:, None]
+            right_score = s[np.arange(len(s)), pairs.key][:, None]
             s[pairs.find_excluded_cells(self.other_right_keys, self.key_numbers)] = -np.inf
             # A wrong key with the same score counts as ranked higher.
-            ranks[block] = (s >= own).sum(axis=1) - 1
+            ranks[block] = (s >= right_score).sum(axis=1) - 1
         return ranks
 
     def compute_recall(self, ranks: np.ndarray) -> dict[int, float]:
+        """Return the share of the held-out pairs with a rank below each of `RECALL_DEPTHS`."""
         return {
             k: float(np.average(ranks < k, weights=self.held_pairs.weight)) for k in RECALL_DEPTHS
         }
@@ -143,7 +153,7 @@ class Task:
 def build_task(
     encoder: Encoder, keys: Sequence[Any], pairs: Sequence[Any], held_out: Any, seed: int
 ) -> Task:
-    """Build the task from keys and pairs, with a part of the pairs held out."""
+    """Build the task from keys and pairs. A part of the pairs is held out for evaluation."""
     index_by_digest: dict[bytes, int] = {}
     first = [
         i
@@ -152,22 +162,22 @@ def build_task(
     ]
     if len(first) < 2:
         raise ArgumentError("learn: there must be at least two different keys")
-    number = {code: at for at, code in enumerate(index_by_digest)}
+    number = {code: index for index, code in enumerate(index_by_digest)}
     distinct = _select_keys(keys, np.array(first))
     queries: list[Any] = []
     seen: dict[bytes, int] = {}
     every = _index_pairs(pairs, "pairs", number, queries, seen)
     rng = np.random.default_rng([seed, 1])
-    if held_out is None:  # train on all of a few pairs
+    if held_out is None:  # with few queries, train on all of them
         held_out = 0.1 if len(queries) >= MIN_HELD_OUT_QUERIES else 0
     if isinstance(held_out, int | float):
         if not 0 <= held_out < 1:
-            raise ArgumentError(f"learn: held_out must be from 0 to below 1, not {held_out!r}")
+            raise ArgumentError(f"learn: held_out must be at least 0 and below 1, not {held_out!r}")
         count = round(held_out * len(queries))
         if held_out and len(queries) > 1:
             count = min(max(count, 1), len(queries) - 1)
-        held = np.isin(every.query, rng.permutation(len(queries))[:count])
-        train, held_pairs = every.take_pairs(~held), every.take_pairs(held)
+        is_held = np.isin(every.query, rng.permutation(len(queries))[:count])
+        train, held_pairs = every.take_pairs(~is_held), every.take_pairs(is_held)
     else:
         train, held_pairs = every, _index_pairs(held_out, "held_out", number, queries, seen)
     holds_out = bool(len(held_pairs.query))
@@ -205,7 +215,7 @@ def _index_pairs(
     queries: list[Any],
     seen: dict[bytes, int],
 ) -> IndexedPairs:
-    """Return pairs as indices; append new queries to `queries`."""
+    """Return pairs as indices; new queries are appended to `queries`."""
     if not len(pairs):
         raise ArgumentError(f"learn: {name} is empty: pass (query, right key) pairs")
     rows: list[tuple[int, int, float]] = []
@@ -218,40 +228,42 @@ def _index_pairs(
         query, key = pair[:2]
         weight = pair[2] if len(pair) == 3 else 1.0
         if isinstance(weight, bool | str) or not 0 < float(weight) < math.inf:
-            raise ArgumentError(f"learn: {name}[{i}] has the weight {weight!r}; it must be above 0")
-        at = number.get(cells.key_digest(key))
-        if at is None:
+            raise ArgumentError(f"learn: the weight of {name}[{i}] must be above 0, not {weight!r}")
+        index = number.get(cells.key_digest(key))
+        if index is None:
             raise ArgumentError(
                 f"learn: {name}[{i}] has the right key {key!r}, which no row has: add it first"
             )
         if query is None:
-            raise ArgumentError(f"learn: {name}[{i}] has no query")
+            raise ArgumentError(f"learn: {name}[{i}] has no query: pass (query, right key)")
         code = cells.key_digest(query)
         if code not in seen:
             seen[code] = len(queries)
             queries.append(query)
-        rows.append((seen[code], at, float(weight)))
+        rows.append((seen[code], index, float(weight)))
     query, key, weight = zip(*rows, strict=True)
     return IndexedPairs(np.array(query), np.array(key), np.array(weight, np.float32))
 
 
 def _extract_features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[HeadInput]:
+    """Return the inputs of the base encoder's heads for these keys or queries."""
     base = encoder.base if isinstance(encoder, Learned) else encoder
     return extract_features(base, keys, side)
 
 
 def take_inputs(inputs: Sequence[HeadInput], texts: np.ndarray) -> list[HeadInput]:
-    """Return the inputs of each head for these texts."""
+    """Return the inputs of each head for the texts at these indices."""
     return [input.take_texts(texts) for input in inputs]
 
 
-def _select_keys(keys: Sequence[Any], at: np.ndarray) -> Sequence[Any]:
+def _select_keys(keys: Sequence[Any], indices: np.ndarray) -> Sequence[Any]:
+    """Return the keys at these indices."""
     if hasattr(keys, "shape"):
-        return keys[at]  # type: ignore[call-overload, no-any-return]
-    return [keys[i] for i in at.tolist()]
+        return keys[indices]  # type: ignore[call-overload, no-any-return]
+    return [keys[i] for i in indices.tolist()]
 
 
 def split_blocks(count: int, size: int) -> Iterator[slice]:
-    """Yield slices of at most `size` that cover `count` rows."""
+    """Yield slices of at most `size` rows that together cover `count` rows."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

@@ -1,1 +1,1 @@
-"""Queries: arguments, execution, calibration and influence."""
+"""Queries of a database: arguments, execution, calibration, and the influence of rows."""

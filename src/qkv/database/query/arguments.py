@@ -46,13 +46,16 @@ ARGUMENT_HINTS = {
     if step.split("=")[0] in AttendOptions.__optional_keys__
 }
 ARGUMENT_HINTS["mask"] = "where=, a condition on the rows"
-"""What to pass for an argument of `qkv.attend` or of another library."""
+"""What to pass here for a keyword of `qkv.attend`, or of another library."""
 
 TOP_K_HINT = "top=k to list k rows, or weighting=weightings.TopK(k) to use only k rows"
 
 
 def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
-    """Return queries as a list of cells or an array of vectors, and whether it is only one."""
+    """Return the queries, and whether there is only a single one.
+
+    The queries are a list of cells, or an array (n, width) of vectors.
+    """
     kind, names = view.schema.key_kind, view.schema.key
     batch, query = isinstance(query, Batch), as_cells(query, kind)
     shaped = is_array(query)
@@ -69,53 +72,54 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
     if kind == "tuple":
         queries = list(map(as_tuple, queries))
     if kind in PARSER_BY_KIND and not view.encoder.accepts_any_query:
-        queries = [PARSER_BY_KIND[kind](one, f"query {i}") for i, one in enumerate(queries)]
+        queries = [PARSER_BY_KIND[kind](cell, f"query {i}") for i, cell in enumerate(queries)]
     elif len(names) > 1 and not view.encoder.accepts_any_query:
         queries = [
-            _parse_key_parts(view, one, f"query {i}")
-            if isinstance(one, Mapping) or (isinstance(one, tuple) and len(one) == len(names))
-            else one
-            for i, one in enumerate(queries)
+            _parse_key_parts(view, cell, f"query {i}")
+            if isinstance(cell, Mapping) or (isinstance(cell, tuple) and len(cell) == len(names))
+            else cell
+            for i, cell in enumerate(queries)
         ]
-    for i, one in enumerate(queries):
-        if isinstance(one, np.str_):
-            queries[i] = one = str(one)
-        if one is None and not view.encoder.accepts_any_query:
+    for i, cell in enumerate(queries):
+        if isinstance(cell, np.str_):
+            queries[i] = cell = str(cell)
+        if cell is None and not view.encoder.accepts_any_query:
             raise ArgumentError(f"query {i} must not be None")
-        if isinstance(one, str):
-            cells.encode_utf8(one)
-            if not one.strip() and not view.find_ids(one) and not view.encoder.accepts_any_query:
+        if isinstance(cell, str):
+            cells.encode_utf8(cell)
+            if not cell.strip() and not view.find_ids(cell) and not view.encoder.accepts_any_query:
                 raise ArgumentError(
                     f"query {i} is empty and would match every row equally: pass some text"
                 )
-        elif isinstance(one, dict) and not one and (len(names) > 1 or not view.find_ids(one)):
+        elif isinstance(cell, dict) and not cell and (len(names) > 1 or not view.find_ids(cell)):
             raise ArgumentError(
                 f"query {i} is empty and would match every row equally: pass a value for "
                 f"{' or '.join(map(repr, names))}"
             )
         elif kind == "text" and not view.encoder.accepts_any_query:
             raise DtypeError(
-                f"query {i} must be text, like the keys, not {quote_cell(one)} "
-                f"({type(one).__name__})"
+                f"query {i} must be text, like the keys, not {quote_cell(cell)} "
+                f"({type(cell).__name__})"
             )
-        elif kind == "number" and isinstance(one, datetime.date | datetime.time):
-            raise DtypeError(f"query {i} must be a number, not {quote_cell(one)}")
+        elif kind == "number" and isinstance(cell, datetime.date | datetime.time):
+            raise DtypeError(f"query {i} must be a number, not {quote_cell(cell)}")
     return queries, not many
 
 
 def _is_one_key(view: TableView, query: list[Any]) -> bool:
-    """Return whether a list is one key: a JSON cell, or several columns of numbers."""
+    """Return whether a list is one key: a JSON cell, or a key of several columns of numbers."""
     if view.schema.key_kind == "json":
         return cells.is_number_list(query)
     return is_flat(query) and view.has_number_keys
 
 
 def _key_text(view: TableView) -> str:
+    """Return the columns of the key as text for messages."""
     return ", ".join(view.schema.key) if len(view.schema.key) > 1 else "a tuple of numbers"
 
 
 def _parse_vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
-    """Return vectors (n, width), and whether it is a single one."""
+    """Return vectors as an array (n, width), and whether there is only a single one."""
     try:
         array = to_numpy(query) if is_array(query) else as_floats(query)
     except DtypeError:
@@ -131,49 +135,51 @@ def _parse_vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
     return (array[None], True) if array.ndim == 1 else (array, False)
 
 
-def _parse_key_parts(view: TableView, one: Any, what: str) -> Any:
-    """Parse the text parts of a query of several columns into numbers and dates."""
-    given = one if isinstance(one, Mapping) else dict(zip(view.schema.key, one, strict=False))
+def _parse_key_parts(view: TableView, query: Any, what: str) -> Any:
+    """Parse those parts of a query of several columns that are text for numbers or dates."""
+    cells_by_column = (
+        query if isinstance(query, Mapping) else dict(zip(view.schema.key, query, strict=False))
+    )
     read = {
         name: PARSER_BY_KIND[view.key_kinds[name]](part, f"{what}, column {name!r},")
-        for name, part in given.items()
+        for name, part in cells_by_column.items()
         if isinstance(part, str) and view.key_kinds.get(name) in PARSER_BY_KIND
     }
-    if isinstance(one, Mapping):
-        return {**one, **read}
-    return tuple(read.get(name, part) for name, part in given.items())
+    if isinstance(query, Mapping):
+        return {**query, **read}
+    return tuple(read.get(name, part) for name, part in cells_by_column.items())
 
 
-def _parse_moment(one: Any, what: str) -> Any:
-    """Return a date or time, parsed from ISO text if necessary; text without an hour is a day."""
-    if isinstance(one, str) and (found := parsing.parse_moment(one)) is not None:
+def _parse_moment(cell: Any, what: str) -> Any:
+    """Return a date or time; parse ISO text. Text without a time of day is a date."""
+    if isinstance(cell, str) and (moment := parsing.parse_moment(cell)) is not None:
         with contextlib.suppress(ValueError):
-            return datetime.date.fromisoformat(one)
-        return found
-    if one is None or cells.cell_kind(one) == "date":
-        return one
-    raise DtypeError(_date_message(one, what))
+            return datetime.date.fromisoformat(cell)
+        return moment
+    if cell is None or cells.cell_kind(cell) == "date":
+        return cell
+    raise DtypeError(_date_message(cell, what))
 
 
-def _date_message(one: Any, what: str) -> str:
-    return f"{what} must be a date or ISO text, like the keys, not {quote_cell(one)}"
+def _date_message(cell: Any, what: str) -> str:
+    return f"{what} must be a date or ISO text, like the keys, not {quote_cell(cell)}"
 
 
-def _parse_number(one: Any, what: str) -> Any:
-    """Return a number, parsed from text if necessary."""
-    if not isinstance(one, str) or not one.strip():
-        return one
-    if (found := parsing.parse_number(one)) is None:
-        raise DtypeError(f"{what} must be a number, not {quote_cell(one)}")
-    return found
+def _parse_number(cell: Any, what: str) -> Any:
+    """Return a number; parse text. Other cells are returned unchanged."""
+    if not isinstance(cell, str) or not cell.strip():
+        return cell
+    if (number := parsing.parse_number(cell)) is None:
+        raise DtypeError(f"{what} must be a number, not {quote_cell(cell)}")
+    return number
 
 
 PARSER_BY_KIND = {"date": _parse_moment, "number": _parse_number}
-"""Parsers of text queries, by the kind of the keys."""
+"""The functions that parse the text of a query, by the kind of the keys."""
 
 
 def _as_column(query: Array) -> Array:
-    """Return numbers as (n, 1)."""
+    """Return an array of numbers as (n, 1)."""
     if tuple(query.shape[1:]) not in ((), (1,)):
         raise ShapeError(
             f"query has shape {tuple(query.shape)}, but each key is one number: expected "
@@ -183,10 +189,10 @@ def _as_column(query: Array) -> Array:
 
 
 def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
-    """Encode an array of numbers as vectors (n, width); return whether it is a single key.
+    """Encode an array of numbers as vectors (n, width). Also return whether it was a single key.
 
     The vectors are in the query's framework and have at least 32 bits. Gradients pass through if
-    the encoder supports it (`Encoder.standardize_query`).
+    the encoder supports them (`Encoder.standardize_query`).
     """
     if view.schema.key_kind == "number":
         rows, single = _as_column(query), len(query.shape) == 0
@@ -194,10 +200,10 @@ def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
         single = len(query.shape) < 2
         rows = get_framework(query).xp.reshape(query, (1, -1)) if single else query
         if len(rows.shape) > 2:
-            as_tuples(query, _key_text(view))  # raises ShapeError
-    found = view.encoder.standardize_query(rows)
-    if found is not None:
-        return found, single
+            as_tuples(query, _key_text(view))  # this raises ShapeError
+    vectors = view.encoder.standardize_query(rows)
+    if vectors is not None:
+        return vectors, single
     fw = get_framework(query)
     if fw.needs_gradient([query]):
         raise CombinationError(
@@ -212,7 +218,10 @@ def encode_numbers(view: TableView, query: Array) -> tuple[Array, bool]:
 
 
 def resolve_score_like(view: TableView, score: ScoreLike | None, query: Array) -> Score:
-    """Return the score; a default score gets its arrays in the query's framework, on its device."""
+    """Return the score object for `score`.
+
+    If it is the default score, its arrays are moved to the query's framework and device.
+    """
     chosen, fw = view.resolve_score(score), get_framework(query)
     if score is not None or fw.name == "numpy":
         return chosen
@@ -224,21 +233,21 @@ def resolve_score_like(view: TableView, score: ScoreLike | None, query: Array) -
 
 
 def check_database_keywords(
-    function: str, keywords: Collection[str], known: Collection[str]
+    function: str, keywords: Collection[str], accepted: Collection[str]
 ) -> None:
-    """Raise `TypeError` for an unknown keyword argument, and name the right one."""
-    hints = {**ARGUMENT_HINTS, "k": TOP_K_HINT} if "top" in known else ARGUMENT_HINTS
-    validate_keywords(function, keywords, known, elsewhere=hints)
+    """Raise `TypeError` for an unknown keyword. The message names the right keyword."""
+    hints = {**ARGUMENT_HINTS, "k": TOP_K_HINT} if "top" in accepted else ARGUMENT_HINTS
+    validate_keywords(function, keywords, accepted, elsewhere=hints)
 
 
 def check_top(top: Any) -> None:
-    """Check that `top` is an int above 0."""
+    """Raise `ArgumentError` unless `top` is an int above 0."""
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-        raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+        raise ArgumentError(f"top must be a number of rows, at least 1, not {top!r}")
 
 
 def check_tolerance(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:
-    """Check and return tolerance and confidence."""
+    """Check tolerance and confidence, and return them."""
     for name, x in (("tolerance", tolerance), ("confidence", confidence)):
         if x is None:
             continue
@@ -254,7 +263,7 @@ def check_tolerance(tolerance: Any, confidence: Any) -> tuple[float | None, floa
 
 
 def list_pairs(pairs: Any, what: str, right: str) -> list[Any]:
-    """Return pairs as a list."""
+    """Return pairs as a list. `what` names the method and `right` the second part in messages."""
     if not isinstance(pairs, Iterable):
         raise DtypeError(
             f"{what}: pairs must be a list of (query, {right}) pairs, not {type(pairs).__name__}"
@@ -265,7 +274,7 @@ def list_pairs(pairs: Any, what: str, right: str) -> list[Any]:
 def split_pairs(
     view: TableView, pairs: Sequence[Any], what: str, right: str
 ) -> tuple[Any, list[Any]]:
-    """Return the queries and the right keys or values of pairs."""
+    """Return the queries of all pairs, parsed, and their right keys or values."""
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise DtypeError(f"{what}: pairs[{i}] must be (query, {right}), not {pair!r}")

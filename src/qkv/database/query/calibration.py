@@ -1,9 +1,10 @@
 """Prediction sets: rows that contain the right one with a given probability.
 
-This is split-conformal prediction on the weights. Among n weights of right rows, a new one is
-below the k-th smallest with probability at most k / (n + 1). With k = ⌊(1 − coverage)(n + 1)⌋, the
-rows of at least that weight therefore contain the right row with probability `coverage`. This
-holds for any weights, if new queries are like the calibration pairs.
+This is split-conformal prediction on the weights. Take the weights of the right rows of n pairs.
+The weight of the right row of a new query is below the k-th smallest of them with probability at
+most k / (n + 1). With k = ⌊(1 − coverage)(n + 1)⌋, the rows with at least this weight therefore
+contain the right row with probability `coverage`. This holds however the weights are computed, if
+new queries are like those of the pairs.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, validate_fra
 UNCALIBRATED_MESSAGE = "call calibrate(pairs) first"
 
 MAX_CHANGED_SHARE = 0.1
-"""The share of rows that may change before the calibration becomes invalid."""
+"""The calibration becomes invalid if a larger share of the rows has changed."""
 
 FOREIGN_PAIR_STEP = 4
-"""Every fourth pair calibrates the minimum of the best score; it uses half of 1 − coverage."""
+"""Every fourth pair calibrates the minimum of the best score. It uses half of 1 − coverage."""
 
 ROUNDING_TOLERANCE = 1e-5
-"""The relative difference of a weight or score between two batch sizes."""
+"""The relative error of a weight or score, because batch sizes round differently."""
 
 
 @dataclass(frozen=True)
 class Calibration:
     """The result of `Database.calibrate`.
 
-    A prediction set contains the rows of at least `weight`. It is empty if the best score is below
-    `best`: then the query is unlike the calibration pairs. `silent` is the share of the pairs whose
-    set is empty. The other fields say for which score, weighting and rows the guarantee holds.
+    A prediction set contains the rows with at least the weight `weight`. It is empty if the best
+    score is below `best`, because then the query is unlike the calibration pairs. `silent` is the
+    share of the pairs with an empty set. The other fields say for which score, weighting and rows
+    the guarantee holds.
     """
 
     coverage: float
@@ -58,11 +60,12 @@ class Calibration:
     def __repr__(self) -> str:
         return (
             f"The prediction set contains the right row with probability {self.coverage:.4g}: "
-            f"calibrated on {self.pairs:,} pairs, {100 * self.silent:.3g} % of which abstain."
+            f"calibrated on {self.pairs:,} pairs. For {100 * self.silent:.3g} % of them, the "
+            "answer abstains."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it in the form that the settings of a store have."""
+        """Return the fields as JSON values, for the settings of a store."""
         return asdict(self) | {"best": self.best if math.isfinite(self.best) else None}
 
     @classmethod
@@ -79,7 +82,10 @@ class Calibration:
         return cls(**values)
 
     def invalid_reason(self, view: TableView, score: str | None, weighting: str) -> str | None:
-        """Return why it does not hold for such a query to these rows, or None if it holds."""
+        """Return why this calibration does not hold for a query; None if it does.
+
+        `score` and `weighting` are the names in the query, and `view` has the rows that it reads.
+        """
         added = view.snapshot.last_id - self.last
         changed = added + (self.rows + added - len(view))
         if view.setting_number("encoded") != self.encoded:
@@ -91,19 +97,22 @@ class Calibration:
             )
         if (score, weighting) != (self.score, self.weighting):
             options = ((score, weighting), (self.score, self.weighting))
-            asked, calibrated = (f"score={s!r} and weighting={w!r}" for s, w in options)
-            return f"the query has {asked}, but the calibration has {calibrated}"
+            requested, calibrated = (f"score={s!r} and weighting={w!r}" for s, w in options)
+            return f"the query has {requested}, but the calibration has {calibrated}"
         return None
 
 
 def load_calibration(view: TableView, score: Any, weighting: Any) -> Calibration | str:
-    """Return the calibration that holds for such a query, or the reason why there is none."""
+    """Return the calibration that holds for this score and weighting, or the reason why not."""
     calibration = Calibration.read_from_view(view)
     if calibration is None:
         return UNCALIBRATED_MESSAGE
     try:
         names = _format_components(score, weighting)
-    except (ArgumentError, DtypeError) as error:  # an unnamed function was not calibrated
+    except (
+        ArgumentError,
+        DtypeError,
+    ) as error:  # a function without a name cannot have been calibrated
         return str(error)
     return calibration.invalid_reason(view, *names) or calibration
 
@@ -113,7 +122,8 @@ def calibrate(
 ) -> Calibration:
     """Compute the calibration from (query, right key) pairs.
 
-    Every fourth pair calibrates the minimum of the best score, the others the minimum weight.
+    Every fourth pair calibrates the minimum of the best score. The others calibrate the minimum
+    weight.
     """
     pairs = list_pairs(pairs, "calibrate", "right key")
     if not 0 < validate_fraction("calibrate: coverage", coverage) < 1:
@@ -138,9 +148,9 @@ def calibrate(
     scan = RowScan(view, view.resolve_score(score), resolved, view.select_rows())
     parts: list[np.ndarray] = []
     for batch, weighed, _ in scan.run_batches(queries, False):
-        at = sum(map(len, parts))
+        start = sum(map(len, parts))
         weights = scan.expand_to_all_rows(weighed.weights)
-        batch_positions = positions[at : at + len(batch)]
+        batch_positions = positions[start : start + len(batch)]
         right = [row[rows].max() for row, rows in zip(weights, batch_positions, strict=True)]
         parts.append(np.stack([right, weights.max(axis=1), weighed.best_score], axis=1))
     right_weight, top_weight, best_score = np.concatenate(parts).astype(float).T
@@ -166,9 +176,9 @@ def calibrate(
 
 
 def lower_quantile_bound(x: np.ndarray, share: float) -> float:
-    """Return a bound below which a new number falls with probability at most `share`.
+    """Return a bound such that a new number is below it with probability at most `share`.
 
-    It is the k-th smallest number with k = ⌊share (n + 1)⌋, or −∞ if k is 0.
+    The bound is the k-th smallest number of x with k = ⌊share (n + 1)⌋, or −∞ if k is 0.
 
     >>> lower_quantile_bound(np.arange(1.0, 20.0), 0.1)
     2.0
@@ -178,24 +188,24 @@ def lower_quantile_bound(x: np.ndarray, share: float) -> float:
 
 
 def _format_components(score: Any, weighting: Any) -> tuple[str | None, str]:
-    """Return the names of score and weighting."""
+    """Return the names of the score (None for the default) and the weighting, with parameters."""
     named = None if score is None else parsing.format_component(score, scores.NAMES)
     return named, parsing.format_component(weighting, weightings.NAMES)
 
 
 def _find_row_positions(view: TableView, right: Sequence[Any]) -> list[np.ndarray]:
-    """Return the positions of the rows with each of these keys."""
+    """Return, for each key, the positions (array) of the rows with this key."""
     positions: list[np.ndarray] = []
-    known: dict[bytes, np.ndarray] = {}
+    positions_by_digest: dict[bytes, np.ndarray] = {}
     for i, key in enumerate(right):
         digest = cells.key_digest(key)
-        if digest not in known:
+        if digest not in positions_by_digest:
             ids = np.array(view.find_ids(key), np.int64)
-            at = np.minimum(np.searchsorted(view.ids, ids), len(view.ids) - 1)
-            known[digest] = at[view.ids[at] == ids]
-        if not len(known[digest]):
+            candidates = np.minimum(np.searchsorted(view.ids, ids), len(view.ids) - 1)
+            positions_by_digest[digest] = candidates[view.ids[candidates] == ids]
+        if not len(positions_by_digest[digest]):
             raise ArgumentError(
                 f"calibrate: pairs[{i}] has the right key {key!r}, which no row has: add it first"
             )
-        positions.append(known[digest])
+        positions.append(positions_by_digest[digest])
     return positions

@@ -1,4 +1,4 @@
-"""The execution of `ask`: a scan of the rows, made into answers."""
+"""The execution of `ask`: a scan computes the weights of the rows, then answers are built."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ from qkv.util.formatting import format_one_line
 from qkv.weightings import Weighting, WeightingLike
 
 MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
-"""Weights that the answers of a batch keep; beyond it an answer computes them again on demand."""
+"""The answers of a batch keep their weights up to this number in total.
+
+In a larger batch, an answer computes its weights again when they are read.
+"""
 
 MAX_VOTING_ROWS = 1024
-"""Rows whose values are compared to find the value with the largest weight."""
+"""The number of rows whose values are compared to find the value with the largest total weight."""
 
 UNIFORM_ROW_SHARE = 0.98
-"""The share of effective rows above which the weights count as uniform."""
+"""If the number of effective rows is above this share of the rows, the weights count as uniform."""
 
 
 class QueryExecutor(RowScan):
-    """A scan whose results become answers.
+    """A scan of the rows that also builds the answers.
 
-    `top` is the number of rows in an answer. `calibration` is that of the database, or the reason
-    why there is none. `library` is the data frame library of the answers.
+    `top` is the number of rows in an answer. `calibration` is the calibration of the database, or
+    the reason why there is none. `library` is the data frame library of the answers.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class QueryExecutor(RowScan):
 
     @cached_property
     def component_names(self) -> dict[str, str]:
-        """The names of the score and the weighting, as an answer shows them."""
+        """The names of the score and the weighting in an answer."""
         return {
             "score": describe_component(self.score),
             "weighting": describe_component(self.weighting),
@@ -88,6 +91,7 @@ class QueryExecutor(RowScan):
     def _build_answer(
         self, query: Any, weighed: WeighedRows, i: int, keeps_weights: bool, engine: str
     ) -> Answer:
+        """Build the answer for query i of a batch."""
         alpha = weighed.weights[i]
         pooled = weighed.output[i] if self.view.schema.can_pool_values else None
         error = weighed.weight_error
@@ -133,7 +137,7 @@ class QueryExecutor(RowScan):
         return answer
 
     def collect_source(self, query: Any, alpha: np.ndarray, most: int) -> SourceRows:
-        """Return the rows of an answer, at most `most`, with the vectors that were compared."""
+        """Return at most `most` rows of an answer, with the vectors that the score compared."""
         view, order = self.view, np.arange(len(alpha))
         if self.candidate_positions is None and self.allowed_rows is not None:
             order = np.flatnonzero(self.allowed_rows)
@@ -162,7 +166,7 @@ class QueryExecutor(RowScan):
         )
 
     def missing_value_hint(self, query: Any) -> str:
-        """Say that the query is a key whose rows all lack a value; else return ""."""
+        """Return a hint if the query is a key and all rows with this key lack a value; else ""."""
         schema = self.view.schema
         if is_array(query) and schema.key_kind != "vector":
             return ""
@@ -179,10 +183,10 @@ class QueryExecutor(RowScan):
 
 
 class LocalBackend(AnswerBackend):
-    """Computes the details of an answer from the database in this process.
+    """Computes the attributes of an answer from the database in this process.
 
-    `weights` and `entropy` are None if they are to be computed on demand. `is_familiar` is False if
-    the best score is below the calibrated minimum; then the prediction set is empty.
+    `weights` and `entropy` are None if they are computed when they are read. `is_familiar` is False
+    if the best score is below the calibrated minimum; the prediction set is then empty.
     """
 
     def __init__(
@@ -198,6 +202,7 @@ class LocalBackend(AnswerBackend):
         self.known_entropy, self.is_familiar = entropy, is_familiar
 
     def _row_weights(self) -> Any:
+        """Return the weights of the rows that the executor reads."""
         if self.cached_weights is not None:
             return self.cached_weights
         return self.executor.compute_weights(as_batch(self.query), value=False)[0].weights[0]
@@ -237,15 +242,17 @@ class LocalBackend(AnswerBackend):
         members = np.flatnonzero(is_member)
         return executor.rows_in_order(alpha, members[np.argsort(-alpha[members], kind="stable")])
 
-    def answer_without(self, place: int) -> Answer:
+    def answer_without(self, position: int) -> Answer:
         executor, rows = self.executor, len(self.executor.view.ids)
-        if not 0 <= place < rows:
-            raise ArgumentError(f"row {place} does not exist: rows are numbered 0 to {rows - 1:,}")
-        if not (executor.allowed_rows is None or executor.allowed_rows[place]):
+        if not 0 <= position < rows:
             raise ArgumentError(
-                f"row {place} did not take part in this answer, which is the same without it"
+                f"row {position} does not exist: rows are numbered 0 to {rows - 1:,}"
             )
-        return executor.without_row(place).answer_queries(as_batch(self.query))[0]
+        if not (executor.allowed_rows is None or executor.allowed_rows[position]):
+            raise ArgumentError(
+                f"row {position} did not take part in this answer, which is the same without it"
+            )
+        return executor.without_row(position).answer_queries(as_batch(self.query))[0]
 
     def compute_influence(self) -> Any:
         return compute_influence(
@@ -279,7 +286,7 @@ class LocalBackend(AnswerBackend):
 
 
 def _separates_scores(weighting: Weighting) -> bool:
-    """Return whether scores that differ by 1 get different weights."""
+    """Return whether the weighting gives different weights to the scores 0 and 1."""
     weights = np.asarray(weighting(np.array([[0.0, 1.0]])))
     return bool(
         (partial_attention.compute_entropy(weights) < math.log(2 * UNIFORM_ROW_SHARE)).all()
@@ -287,7 +294,7 @@ def _separates_scores(weighting: Weighting) -> bool:
 
 
 def _sum_weight_by_value(values: list[Any], weights: list[float]) -> list[ValueWeight]:
-    """Return the total weight of each distinct value, largest first."""
+    """Return the distinct values with their total weights, the largest weight first."""
     total: dict[Any, float] = {}
     first: dict[Any, Any] = {}
     for value, weight in zip(values, weights, strict=False):
@@ -298,7 +305,7 @@ def _sum_weight_by_value(values: list[Any], weights: list[float]) -> list[ValueW
 
 
 def describe_component(component: Any) -> str:
-    """Return the name of a score or weighting, with the numbers that differ from its defaults."""
+    """Return the class of a score or weighting, with the numbers that differ from its defaults."""
     numbers = [
         f"{field.name}={number:.4g}"
         for field in getattr(component, "__dataclass_fields__", {}).values()

@@ -1,8 +1,8 @@
-"""The influence of rows: what an answer would be without a row, for every row at once.
+"""The influence of rows: what an answer would be without each row.
 
-If the other weights stay in proportion, Σⱼ αⱼ vⱼ without row i is (out − αᵢ vᵢ) / (1 − αᵢ).
-`Weighting.divisor_without` says whether they do. For other weightings, the query is repeated
-without each row that has weight.
+For some weightings, the other weights stay in proportion when row i is removed. Then Σⱼ αⱼ vⱼ
+without row i is (out − αᵢ vᵢ) / (1 − αᵢ); `Weighting.divisor_without` returns the divisor. For
+other weightings, the query is repeated without each row that has weight.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.util.formatting import quote_cell
 
 MAX_NUMBERS_PER_BATCH = 2**22
-"""Numbers in memory at a time for answers without a row."""
+"""The number of numbers in memory at a time while answers without each row are computed."""
 
 PICKLED_ROWS_PER_END = 1000
-"""The best and the worst rows that a pickled `Valuation` contains, each."""
+"""A pickled `Valuation` contains this number of the best rows, and of the worst rows."""
 
 
 @dataclass(frozen=True)
 class Valuation:
     """The value of each row for the answers to some queries.
 
-    `worth` (m,) is the mean increase of the loss without the row. If it is negative, the answers
-    would be better without the row. The loss is the squared error of a pooled value, else the share
-    of the weight that wrong values have. `loss` is its mean over the `pairs`.
+    `worth` (m,) says for each row by how much the mean loss increases without the row. If it is
+    negative, the answers are better without the row. For values that are numbers, the loss is the
+    squared error. For other values, it is the share of the weight on wrong values. `loss` is the
+    mean loss over the `pairs`, the number of pairs.
     """
 
     worth: np.ndarray
@@ -44,43 +45,44 @@ class Valuation:
     _rows: Callable[[np.ndarray], list[Row]] = field(repr=False, compare=False)
 
     def worst(self, count: int = 10) -> list[Row]:
-        """Return the rows with the smallest worth, worst first, each with its mean weight."""
+        """Return the rows with the smallest worth, the smallest first, with their mean weights."""
         return self._rows(np.argsort(self.worth, kind="stable")[:count])
 
     def best(self, count: int = 10) -> list[Row]:
-        """Return the rows with the largest worth, best first."""
+        """Return the rows with the largest worth, the largest first, with their mean weights."""
         return self._rows(np.argsort(-self.worth, kind="stable")[:count])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickle contains the best and the worst rows, and not the database.
-        kept = {
+        # A pickle contains only the best and the worst rows, but not the database.
+        rows = {
             row.index: row
             for row in (*self.best(PICKLED_ROWS_PER_END), *self.worst(PICKLED_ROWS_PER_END))
         }
-        return vars(self) | {"_rows": partial(_rows_from_pickle, kept)}
+        return vars(self) | {"_rows": partial(_rows_from_pickle, rows)}
 
 
-def _rows_from_pickle(rows_by_place: dict[int, Row], places: np.ndarray) -> list[Row]:
-    if not all(place in rows_by_place for place in places.tolist()):
+def _rows_from_pickle(rows_by_position: dict[int, Row], positions: np.ndarray) -> list[Row]:
+    """Return the rows at these positions, or raise if the pickle does not contain them."""
+    if not all(position in rows_by_position for position in positions.tolist()):
         raise CombinationError(
             f"a pickle contains only the {PICKLED_ROWS_PER_END:,} best and the "
             f"{PICKLED_ROWS_PER_END:,} worst rows: call value_of_rows again for more"
         )
-    return [rows_by_place[place] for place in places.tolist()]
+    return [rows_by_position[position] for position in positions.tolist()]
 
 
 def compute_influence(scan: RowScan, query: Any, alpha: np.ndarray, value: Any) -> Any:
-    """Return value − value without row i, for every row i.
+    """Return the effect of each row i on an answer: its value minus its value without row i.
 
-    The result is (m,), (m, d_v), or a mapping of columns. If values are not pooled, it is the
-    difference of the weight that the answer's value has.
+    The result is (m,) for numbers, (m, d_v) for vectors, and a mapping for several columns. If
+    values are not pooled, it says how much each row increases the weight of the answer's value.
     """
     measured = _measure_rows(scan, value)[None]
-    whole, left = leave_one_out(scan, as_batch(query), alpha[None], measured)
-    found = scan.expand_to_all_rows((whole - left)[0].T).T
+    with_all, without_one = leave_one_out(scan, as_batch(query), alpha[None], measured)
+    differences = scan.expand_to_all_rows((with_all - without_one)[0].T).T
     if isinstance(value, dict) and scan.view.schema.can_pool_values:
-        return dict(zip(value, found.T, strict=True))
-    return found if scan.view.schema.value_kind == "vector" else found[:, 0]
+        return dict(zip(value, differences.T, strict=True))
+    return differences if scan.view.schema.value_kind == "vector" else differences[:, 0]
 
 
 def compute_row_values(scan: RowScan, pairs: Iterable[Any]) -> Valuation:
@@ -97,14 +99,14 @@ def compute_row_values(scan: RowScan, pairs: Iterable[Any]) -> Valuation:
         0,
     )
     most = max(MAX_NUMBERS_PER_BATCH // max(measure(slice(0, 1)).size, 1), 1)
-    for some, weighed, _ in scan.run_batches(queries, False, most):
-        at = slice(done, done + len(some))
-        whole, left = leave_one_out(scan, some, weighed.weights, measure(at))
-        now = loss(whole, at)
-        # NaN: no other row answers the query, so it says nothing about this row.
-        worth += np.nan_to_num(loss(left, at) - now).sum(axis=0)
+    for batch, weighed, _ in scan.run_batches(queries, False, most):
+        span = slice(done, done + len(batch))
+        with_all, without_one = leave_one_out(scan, batch, weighed.weights, measure(span))
+        batch_loss = loss(with_all, span)
+        # NaN: without this row, no row answers the query, so the pair does not count for this row.
+        worth += np.nan_to_num(loss(without_one, span) - batch_loss).sum(axis=0)
         weight += weighed.weights.sum(axis=0)
-        total, done = total + float(now.sum()), at.stop
+        total, done = total + float(batch_loss.sum()), span.stop
     mean = scan.expand_to_all_rows(weight / len(pairs))
     return Valuation(
         worth=scan.expand_to_all_rows(worth / len(pairs)),
@@ -119,7 +121,7 @@ LossFunction = Callable[[np.ndarray, slice], np.ndarray]
 
 
 def _squared_error_loss(scan: RowScan, right: list[Any]) -> tuple[MeasureFunction, LossFunction]:
-    """Return the pooled values, and their squared error as the loss."""
+    """Return two functions: one returns the values to pool, the other their squared error."""
     schema, values = scan.view.schema, _measure_rows(scan, None)[None]
     try:
         named = {
@@ -136,39 +138,42 @@ def _squared_error_loss(scan: RowScan, right: list[Any]) -> tuple[MeasureFunctio
 
 
 def _wrong_weight_loss(scan: RowScan, right: list[Any]) -> tuple[MeasureFunction, LossFunction]:
-    """Return whether each row has the right value, and the weight of wrong values as the loss."""
-    known: dict[Any, np.ndarray] = {}
+    """Return two functions, for values that are not pooled.
+
+    One returns whether each row has the right value. The other returns the weight of wrong values.
+    """
+    has_value: dict[Any, np.ndarray] = {}
     for y in right:
         if scan.view.schema.value_kind == "text" and not isinstance(y, str):
             raise DtypeError(
                 f"value_of_rows: a right value must be text, like the stored values, not {y!r}"
             )
-        if identify_value(y) not in known:
-            known[identify_value(y)] = _measure_rows(scan, y)
-            if not known[identify_value(y)].any():
+        if identify_value(y) not in has_value:
+            has_value[identify_value(y)] = _measure_rows(scan, y)
+            if not has_value[identify_value(y)].any():
                 raise ArgumentError(
                     f"value_of_rows: no row has the value {quote_cell(y)}: pass "
                     "(query, right value) pairs with values of the database"
                 )
     return lambda at: np.stack(
-        [known[identify_value(y)] for y in right[at]]
+        [has_value[identify_value(y)] for y in right[at]]
     ), lambda out, at: 1 - out[..., 0]
 
 
 def leave_one_out(
     scan: RowScan, queries: Any, alpha: np.ndarray, value: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return Σⱼ αⱼ vⱼ, (n, 1, d), and the same without row i for every i, (n, m, d).
+    """Return Σⱼ αⱼ vⱼ over all rows, (n, 1, d), and the same sum without each row i, (n, m, d).
 
-    The weights are (n, m) and the values (n or 1, m, d). If no weight is left without a row, a
-    pooled value is NaN, and a share of the weight is 0.
+    `alpha` are the weights (n, m), and `value` the values (n or 1, m, d). If no other row has
+    weight, the sum without a row is NaN for pooled values, and 0 for shares of the weight.
     """
     alpha, every = alpha.astype(float), np.arange(len(alpha))
-    if scan.weighting.is_convex:  # remove the rounding of the weights
+    if scan.weighting.is_convex:  # correct the rounding errors of the weights
         total = alpha.sum(axis=1, keepdims=True)
         alpha /= np.where(total == 0, 1, total)
     share = np.where(alpha[..., None] != 0, alpha[..., None] * value, 0)
-    # The heaviest row may dominate the sum, so the others are summed without it.
+    # The heaviest row may dominate the sum and so hide the others: sum them without it.
     top = every, np.abs(alpha).argmax(axis=1)
     others, light = share.copy(), alpha.copy()
     others[top], light[top] = 0, 0
@@ -181,37 +186,44 @@ def leave_one_out(
     divisor = scan.weighting.divisor_without(weight_left)
     if divisor is None:
         out[:] = pooled_all
-        again = alpha != 0 if scan.weighting.is_sparse else np.ones(alpha.shape, bool)
+        is_repeated = alpha != 0 if scan.weighting.is_sparse else np.ones(alpha.shape, bool)
     else:
-        again = (divisor == 0) & (alpha != 0)
+        is_repeated = (divisor == 0) & (alpha != 0)
         out = np.where(
             alpha[..., None] == 0, pooled_all, out / np.where(divisor == 0, 1, divisor)[..., None]
         )
-    for i in np.flatnonzero(again.any(axis=0)).tolist():
-        at = np.flatnonzero(again[:, i])
+    for i in np.flatnonzero(is_repeated.any(axis=0)).tolist():
+        queries_to_repeat = np.flatnonzero(is_repeated[:, i])
         scan_without = scan.without_row(
             i if scan.candidate_positions is None else int(scan.candidate_positions[i])
         )
         selected_queries = (
-            queries[at] if isinstance(queries, np.ndarray) else [queries[j] for j in at]
+            queries[queries_to_repeat]
+            if isinstance(queries, np.ndarray)
+            else [queries[j] for j in queries_to_repeat]
         )
         for j, all_weights in zip(
-            at, scan_without.compute_full_weights(selected_queries), strict=True
+            queries_to_repeat, scan_without.compute_full_weights(selected_queries), strict=True
         ):
-            own = (
+            candidate_weights = (
                 all_weights
                 if scan.candidate_positions is None
                 else all_weights[scan.candidate_positions]
             )
-            held = value[j if len(value) > 1 else 0]
-            out[j, i] = own @ np.where(own[:, None] != 0, held, 0) if own.any() else nothing
+            values = value[j if len(value) > 1 else 0]
+            out[j, i] = (
+                candidate_weights @ np.where(candidate_weights[:, None] != 0, values, 0)
+                if candidate_weights.any()
+                else nothing
+            )
     return pooled_all, out
 
 
 def _measure_rows(scan: RowScan, value: Any) -> np.ndarray:
-    """Return what is pooled of each row, (m, d).
+    """Return the number that is pooled for each row, (m, d).
 
-    It is the row's value. If values are not pooled, it is 1 for rows with this value, else 0.
+    It is the row's value if values are pooled. Otherwise it is 1 if the row has the value `value`,
+    else 0.
     """
     view = scan.view
     if view.schema.can_pool_values:
@@ -224,8 +236,8 @@ def _measure_rows(scan: RowScan, value: Any) -> np.ndarray:
     else:
         identity, ids = identify_value(value), view.ids.tolist()
         parts = (
-            view.read_values(ids[at : at + ROWS_PER_CHUNK])
-            for at in range(0, len(ids), ROWS_PER_CHUNK)
+            view.read_values(ids[start : start + ROWS_PER_CHUNK])
+            for start in range(0, len(ids), ROWS_PER_CHUNK)
         )
         holds = np.array([identify_value(x) == identity for part in parts for x in part])
     assert holds is not None

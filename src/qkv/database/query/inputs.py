@@ -1,4 +1,4 @@
-"""Conversion of queries and keys (array, tensor, Series, list) to cells.
+"""Convert queries and keys (arrays, tensors, Series, lists) to cells.
 
 All entry points use the same rules:
 
@@ -10,8 +10,8 @@ All entry points use the same rules:
 | other tuples of w cells | a tuple, a mapping, one cell | a list, an array (n, w) or (n,) |
 | text, dates, other cells | a cell, an array () of one | a list, an array (n,) or (n, 1) |
 
-Columns of pandas, polars and pyarrow are lists of cells. If keys are not numbers, an array of
-numbers is an encoded vector (w,), or several (n, w).
+Columns of pandas, polars and pyarrow count as lists of cells. If keys are not numbers, an array of
+numbers is an encoded vector (w,), or several encoded vectors (n, w).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from qkv.errors import DtypeError, ShapeError
 from qkv.frameworks import as_plain_array, get_framework, is_array, to_numpy
 
 NUMERIC_DTYPE_PREFIXES = ("float", "int", "uint", "bool", "bfloat", "complex")
-"""Prefixes of the dtypes that hold numbers."""
+"""The beginnings of the names of dtypes that hold numbers."""
 
 _PLAIN_TYPES = frozenset({str, int, float, bool, bytes, tuple, list, dict, type(None)})
 
 
 class Batch(list[Any]):
-    """A list of queries; unlike a plain list, it is never one key of several numbers."""
+    """A list of queries. Unlike a plain list, it never means one key of several numbers."""
 
 
 def as_cells(query: Any, kind: str | None = None) -> Any:
-    """Return a query as an array of numbers, a cell or a list of cells.
+    """Return a query as an array of numbers, a single cell, or a list of cells.
 
-    `kind` is the kind of the keys, None if unknown.
+    `kind` is the kind of the keys, or None if it is unknown.
 
     >>> as_cells(np.array(["aple", "peer"])), as_cells(np.array("aple")), as_cells(np.str_("aple"))
     (['aple', 'peer'], 'aple', 'aple')
@@ -57,7 +57,7 @@ def as_cells(query: Any, kind: str | None = None) -> Any:
 
 
 def holds_numbers(array: Any) -> bool:
-    """Return whether the elements of an array are numbers, not text, dates or objects.
+    """Return whether the elements of an array are numbers, and not text, dates or objects.
 
     >>> holds_numbers(np.zeros(2)), holds_numbers(np.array(["a"])), holds_numbers(np.array([None]))
     (True, False, False)
@@ -66,7 +66,7 @@ def holds_numbers(array: Any) -> bool:
 
 
 def as_key(key: Any, kind: str) -> Any:
-    """Return a key in the form that the database stores, to be looked up.
+    """Return a key in the form in which the database stores it, for a lookup.
 
     >>> as_key(np.array([100, 1]), "tuple"), as_key([100.0, 1.0], "tuple")
     ((100, 1), (100.0, 1.0))
@@ -83,7 +83,7 @@ def as_key(key: Any, kind: str) -> Any:
 
 
 def as_tuple(key: Any) -> Any:
-    """Return a list, array (w,) or Series as a tuple; other cells unchanged."""
+    """Return a list, an array (w,) or a Series as a tuple. Other cells are returned unchanged."""
     if is_array(key) and len(key.shape) == 1:
         return tuple(to_numpy(key).tolist())
     if not isinstance(key, Mapping | str | bytes):
@@ -96,7 +96,7 @@ def as_tuple(key: Any) -> Any:
 
 
 def as_floats(query: Any) -> np.ndarray:
-    """Return a vector, or several, as a float array; raise `DtypeError` for text."""
+    """Return one or several vectors as an array of floats; raise `DtypeError` for text."""
     array = np.asarray(query)
     if array.dtype.kind in "US":
         raise DtypeError("query must be a vector of numbers, like the keys, not text")
@@ -104,7 +104,10 @@ def as_floats(query: Any) -> np.ndarray:
 
 
 def as_tuples(array: Any, columns: str) -> tuple[list[Any], bool]:
-    """Return an array of numbers as tuples, and whether it is a single key."""
+    """Return the rows of an array of numbers as tuples, and whether it was a single key.
+
+    `columns` are the columns of the key as text, for the error.
+    """
     rows = to_numpy(array)
     if rows.ndim > 2:
         raise ShapeError(
@@ -117,7 +120,7 @@ def as_tuples(array: Any, columns: str) -> tuple[list[Any], bool]:
 
 
 def is_flat(query: Any) -> bool:
-    """Return whether a list holds only scalars, so that it may be a key of several columns.
+    """Return whether a list contains only scalars. It may then be a key of several columns.
 
     >>> is_flat([1.0, 2.0]), is_flat([(1.0, 2.0)]), is_flat([])
     (True, False, False)
@@ -129,7 +132,9 @@ def is_flat(query: Any) -> bool:
 
 
 def is_number_key(key: Any) -> bool:
-    """Return whether a key is a tuple of numbers or dates, so that an array may be one.
+    """Return whether a key is a tuple of numbers or dates.
+
+    An array of numbers may then be a key.
 
     >>> is_number_key((100.0, 1)), is_number_key(("Emma", 1815)), is_number_key(3.5)
     (True, False, False)
@@ -140,7 +145,10 @@ def is_number_key(key: Any) -> bool:
 
 
 def _unwrap_scalar(query: np.generic) -> Any:
-    """Return a NumPy text or time as a Python object; other scalars unchanged."""
+    """Return NumPy text or a NumPy time as a Python object.
+
+    Other scalars are returned unchanged.
+    """
     if isinstance(query, np.str_):
         return str(query)
     if isinstance(query, np.datetime64):
@@ -149,34 +157,35 @@ def _unwrap_scalar(query: np.generic) -> Any:
 
 
 def _column_to_list(query: Any) -> Any:
-    """Return a column of another library as a list of cells."""
-    found = extract_cells(query)
-    if found is query and hasattr(query, "tolist") and hasattr(query, "dtype"):
-        found = query.tolist()  # a pandas array, such as a Categorical
-    return found
+    """Return a column of pandas, polars or pyarrow as a list of cells."""
+    column = extract_cells(query)
+    if column is query and hasattr(query, "tolist") and hasattr(query, "dtype"):
+        column = query.tolist()  # the query is a pandas array, such as a Categorical
+    return column
 
 
 def _array_to_cells(query: Any, kind: str | None) -> Any:
-    """Return an array of text, dates or objects as a list of cells, or as one cell."""
+    """Return an array of text, dates or objects as a list of cells, or as a single cell."""
     array = to_numpy(query)
-    if array.dtype.kind == "M":  # Python has microseconds
+    if array.dtype.kind == "M":  # Python's times have microseconds
         array = array.astype("M8[us]")
-    found = array.tolist()
-    if not isinstance(query, np.ndarray):  # text of TensorFlow is bytes
-        found = _decode_bytes(found)
+    listed = array.tolist()
+    if not isinstance(query, np.ndarray):  # TensorFlow stores text as bytes
+        listed = _decode_bytes(listed)
     if array.ndim < 2 or kind in ("vector", "json"):
-        return found
+        return listed
     if array.ndim == 2 and kind in (None, "tuple") and (array.shape[1] > 1 or kind == "tuple"):
-        return list(map(tuple, found))
+        return list(map(tuple, listed))
     if array.ndim == 2 and array.shape[1] == 1:
-        return [row[0] for row in found]
-    what = "cells of several columns" if kind == "tuple" else "text" if kind is None else kind
+        return [row[0] for row in listed]
+    keys_text = "cells of several columns" if kind == "tuple" else "text" if kind is None else kind
     raise ShapeError(
-        f"query has shape {tuple(array.shape)}, but the keys are {what}: expected (queries,)"
+        f"query has shape {tuple(array.shape)}, but the keys are {keys_text}: expected (queries,)"
     )
 
 
 def _decode_bytes(value: Any) -> Any:
+    """Decode bytes to text, also inside lists."""
     if isinstance(value, list):
         return list(map(_decode_bytes, value))
     return value.decode() if isinstance(value, bytes) else value

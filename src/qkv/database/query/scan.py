@@ -1,4 +1,4 @@
-"""The scan of a query: the weights of all rows for a batch of queries."""
+"""The scan of the rows: it computes the weights of all rows for a batch of queries."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ from qkv.util.deadline import check_deadline
 from qkv.weightings import WeightingLike
 
 MAX_SCORES_PER_BATCH = 2**26
-"""Scores in memory at a time; it limits the number of queries in a batch."""
+"""The number of scores in memory at a time, which limits the number of queries in a batch."""
 
 MAX_SPARSE_QUERIES_PER_BATCH = 64
-"""Queries in a batch if keys have sparse vectors: each word of the batch becomes a column."""
+"""The number of queries in a batch if keys have sparse vectors.
+
+Each word of the batch becomes a column of the keys.
+"""
 
 ROWS_PER_RUN = 512
-"""Neighbouring rows of which the ranking looks only at the maximum first."""
+"""The ranking divides the rows into runs of this length, and first compares only their maxima."""
 
 ScaledSquareSum = tuple[np.ndarray, np.ndarray]
-"""A sum of squares, divided by the square of the second array."""
+"""A sum of squares and a scale: the sum is divided by scale²."""
 
 
 class RowScan:
     """Computes the weights of the rows that pass a condition, for batches of queries."""
 
     where: Any = None
-    """The condition that the rows pass."""
+    """The condition that the rows must pass."""
 
     def __init__(
         self,
@@ -55,28 +58,29 @@ class RowScan:
 
     @property
     def allowed_rows(self) -> np.ndarray | None:
-        """Which rows take part, (m,), or None if all do."""
+        """The mask (m,) of the rows that are scored, or None if all rows are."""
         return self.selection.mask
 
     @property
     def candidate_count(self) -> int:
-        """The number of rows in arrays of weights: if few take part, only these."""
+        """The number of rows in arrays of weights: all, or only the selected rows if few are."""
         return self.selection.read_count
 
     @property
     def candidate_positions(self) -> np.ndarray | None:
-        """The positions of the rows in arrays of weights; None: all rows."""
+        """The positions of the rows in arrays of weights, or None for all rows."""
         return self.selection.positions
 
     @cached_property
     def _scan_text(self) -> str:
+        """The number of rows and segments to scan, as text."""
         return (
             f"{format_plural(self.candidate_count, 'row')} in "
             f"{format_plural(self.view.chunk_count, 'segment')}"
         )
 
     def without_row(self, position: int) -> RowScan:
-        """Return the same scan without the row at this position."""
+        """Return a scan of the same rows without the row at this position."""
         selection = self._selection_without(position)
         args = (self.view, self.score, self.weighting, selection, self.tolerance, self.confidence)
         scan = RowScan(*args)
@@ -84,6 +88,7 @@ class RowScan:
         return scan
 
     def _selection_without(self, position: int) -> RowSelection:
+        """Return the selected rows without the row at this position."""
         allowed = self.allowed_rows
         passed = np.ones(len(self.view.ids), bool) if allowed is None else allowed.copy()
         passed[position] = False
@@ -92,7 +97,10 @@ class RowScan:
     def run_batches(
         self, queries: Any, value: bool, max_queries: int = MAX_SCORES_PER_BATCH
     ) -> Iterator[tuple[Any, WeighedRows, str]]:
-        """Yield each batch of queries with its weights and the description of the engine."""
+        """Yield (queries, their weights, engine text) for each batch of queries.
+
+        With `value`, the values are pooled too. A batch has at most `max_queries` queries.
+        """
         size = max(min(MAX_SCORES_PER_BATCH // len(self.view), max_queries), 1)
         size = min(size, MAX_SPARSE_QUERIES_PER_BATCH) if self.view.has_sparse_vectors else size
         for start in range(0, len(queries), size):
@@ -101,14 +109,14 @@ class RowScan:
             yield batch, *self.compute_weights(batch, value)
 
     def compute_weights(self, queries: Any, value: bool) -> tuple[WeighedRows, str]:
-        """Return the weights for some queries, and the description of the engine."""
+        """Return the weights for a batch of queries, and the text that describes the engine."""
         view, code, matches = self.view, EncodedQuery(None), None
         if self.score.compares_keys:
             matches, engine = self.match_keys(queries), "exact index"
         else:
             code, engine = self._encode_queries(queries), f"scan of {self._scan_text}"
         weighed = attention.weigh_rows(
-            view.open_vectors(self.selection, value=value, asked=code.sparse_positions),
+            view.open_vectors(self.selection, value=value, sparse_positions=code.sparse_positions),
             code.code,
             score=self.score,
             weighting=self.weighting,
@@ -123,7 +131,7 @@ class RowScan:
         return weighed, engine
 
     def match_keys(self, queries: Any) -> np.ndarray:
-        """Return 1 where a row's key equals the query, else 0, (n, m)."""
+        """Return an array (n, m): 1 if the row's key equals the query, else 0."""
         ids = self.view.ids
         if self.candidate_positions is not None:
             ids = ids[self.candidate_positions]
@@ -133,6 +141,7 @@ class RowScan:
         return matches
 
     def _encode_queries(self, queries: Any) -> EncodedQuery:
+        """Return the vectors of queries; check queries that are already encoded."""
         is_encoded = is_array(queries) and self.view.schema.key_kind != "vector"
         if not is_encoded:
             return self.view.encode_queries(queries)
@@ -140,15 +149,20 @@ class RowScan:
         self.view.check_query(EncodedQuery(code))
         if not np.isfinite(code).all():
             bad = int(np.isfinite(code).all(axis=1).argmin())
-            raise ArgumentError(f"query {bad} contains NaN or infinity: no row is near it")
+            raise ArgumentError(
+                f"query {bad} contains NaN or infinity, so no row is near it: pass finite numbers"
+            )
         return EncodedQuery(np.ascontiguousarray(code, dtype=np.result_type(code, np.float32)))
 
     def compute_full_weights(self, queries: Any) -> np.ndarray:
-        """Return the weights of all rows for each query, (n, m), 0 for rows that do not pass."""
+        """Return the weights of all rows for each query, (n, m). Rows that do not pass have 0."""
         return self.expand_to_all_rows(self.compute_weights(queries, value=False)[0].weights)
 
     def expand_to_all_rows(self, weights: np.ndarray) -> np.ndarray:
-        """Expand numbers (…, candidates) to all rows (…, m), with 0 for the others."""
+        """Expand numbers for the scanned rows, (…, candidates), to all rows, (…, m).
+
+        Others get 0.
+        """
         if self.candidate_positions is None:
             return weights
         out = np.zeros((*weights.shape[:-1], len(self.view.ids)), weights.dtype)
@@ -156,12 +170,15 @@ class RowScan:
         return out
 
     def rank_rows(self, weights: np.ndarray, top: int) -> np.ndarray:
-        """Return the positions of the largest weights; for equal ones the lowest comes first."""
+        """Return the indices of the `top` largest weights, the largest first.
+
+        Among equal weights, the lowest index comes first. Rows without weight are left out.
+        """
         size = weights if self.weighting.is_convex else np.abs(weights)
         if top >= len(size):
             order = (-size).argsort(kind="stable")
         else:
-            # The largest weights are in the runs with the largest maxima.
+            # The largest weights are in those runs that have the largest maxima.
             starts = np.arange(0, len(size), ROWS_PER_RUN)
             best = np.maximum.reduceat(size, starts)
             runs = starts[(best >= _kth_largest(best, top)) & (best > 0)]
@@ -170,19 +187,21 @@ class RowScan:
             if len(order):
                 order = order[size[order] >= _kth_largest(size[order], top)]
             order = order[np.argsort(-size[order], kind="stable")][:top]
-        positive: np.ndarray = order[: np.count_nonzero(size[order] > 0)]  # NaN is last
+        # NaN is sorted to the end.
+        positive: np.ndarray = order[: np.count_nonzero(size[order] > 0)]
         return positive
 
     def find_heaviest(self, weights: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the heaviest rows among all rows, and their weights."""
+        """Return the positions of the `top` heaviest rows among all rows, and their weights."""
         order = self.rank_rows(weights, top)
         return self._row_positions(order), weights[order]
 
     def rows_in_order(self, weights: np.ndarray, order: np.ndarray) -> list[Row]:
-        """Return the rows at these positions of the weights."""
+        """Return the rows at the indices `order` of the weights."""
         return self.rows_at_positions(self._row_positions(order), weights[order])
 
     def _row_positions(self, order: np.ndarray) -> np.ndarray:
+        """Return the positions among all rows for indices of the weights."""
         return order if self.candidate_positions is None else self.candidate_positions[order]
 
     def rows_at_positions(
@@ -191,7 +210,10 @@ class RowScan:
         weights: np.ndarray,
         records: list[dict[str, Any]] | None = None,
     ) -> list[Row]:
-        """Return the rows at these positions; `records` are their cells, if already read."""
+        """Return the rows at these positions.
+
+        `records` are their cells, if they were read before.
+        """
         records = self._read_records(positions) if records is None else records
         records, schema = records[: len(positions)], self.view.schema
         keys, values = schema.keys_from_rows(records), schema.values_from_rows(records)
@@ -201,7 +223,7 @@ class RowScan:
         return self.view.read_rows(self.view.ids[positions].tolist())
 
     def unpack_value(self, pooled: np.ndarray) -> Any:
-        """Return a pooled value (d_v,) as a float, a mapping of columns or a vector."""
+        """Return a pooled value (d_v,) for users: a float, a mapping of columns, or a vector."""
         if self.view.schema.value_kind == "number":
             return float(pooled[0])
         if self.view.schema.value_kind == "numbers":
@@ -209,7 +231,7 @@ class RowScan:
         return pooled
 
     def sum_squared_deviations(self, weights: np.ndarray, mean: np.ndarray) -> ScaledSquareSum:
-        """Return Σᵢ αᵢ (vᵢ − mean)² / 4, scaled so that no square overflows."""
+        """Return Σᵢ αᵢ (vᵢ − mean)² / 4, with a scale that prevents overflow."""
         zero = np.zeros_like(np.atleast_1d(mean), dtype=float)
         total = zero, np.full_like(zero, np.finfo(float).tiny)
         with np.errstate(invalid="ignore"):
@@ -226,10 +248,10 @@ class RowScan:
         return total
 
 
-def merge_square_sums(one: ScaledSquareSum, two: ScaledSquareSum) -> ScaledSquareSum:
-    """Add two scaled sums of squares."""
-    scale = np.maximum(one[1], two[1])
-    return one[0] * (one[1] / scale) ** 2 + two[0] * (two[1] / scale) ** 2, scale
+def merge_square_sums(first: ScaledSquareSum, second: ScaledSquareSum) -> ScaledSquareSum:
+    """Return the sum of two scaled sums of squares."""
+    scale = np.maximum(first[1], second[1])
+    return first[0] * (first[1] / scale) ** 2 + second[0] * (second[1] / scale) ** 2, scale
 
 
 def identify_value(value: Any) -> Any:
@@ -245,11 +267,11 @@ _SCALAR_TYPES = {str, int, bool, type(None)}
 
 
 def as_batch(query: Any) -> Any:
-    """Return a query as a batch of one."""
+    """Return a single query as a batch of one query."""
     return query[None] if is_array(query) else [query]
 
 
 def _kth_largest(x: np.ndarray, k: int) -> Any:
-    """Return the k-th largest number of x, or the smallest if x has fewer."""
+    """Return the k-th largest number of x, or the smallest number if x has fewer than k."""
     k = min(k, len(x))
     return np.partition(x, len(x) - k)[len(x) - k]

@@ -1,4 +1,4 @@
-"""Read tables from files, databases and data frames."""
+"""Readers of tables from files, databases and data frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read CSV and TSV: a header line, then one record per line, with quoted cells."""
+"""Read CSV and TSV: a header line, then one record per line. Cells may be in quotes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ DELIMITERS = (",", ";", "\t", "|")
 
 _NAMES_HINT = "give names=[…] (--names on the command line)"
 _RECORDS_PER_BATCH = 1024
-"""Small enough that a batch stays in the processor's cache until it is split into columns."""
+"""The number of records in a batch.
+
+It fits the processor's cache until it is split into columns.
+"""
 _SAMPLE_CHARACTERS = 64 * 1024
-_NOT_DECIMAL_COMMA = re.compile(r"(?<!\d),|,(?!\d)")  # a comma that is not between digits
+_NOT_DECIMAL_COMMA = re.compile(r"(?<!\d),|,(?!\d)")  # finds a comma that is not between digits
 _FIELD_LIMIT_LOCK = threading.Lock()
 
 
@@ -51,13 +54,15 @@ def read_delimited(
     progress: ProgressCallback | None = None,
     options: TextOptions = DEFAULT_TEXT_OPTIONS,
 ) -> Table:
-    """Parse CSV or TSV; with `delimiter` None, choose the one of , ; tab | that fits.
+    """Parse CSV or TSV. If `delimiter` is None, the one of , ; tab | that fits the text is used.
 
-    The text is UTF-8, with or without a byte order mark. Blank lines are skipped. So are empty
-    columns without a name, and a first one that counts the rows from 0, as pandas writes its index.
-    `parse_numbers` decides which columns become numbers and which cells are missing. With
-    semicolons, numbers may have decimal commas; otherwise commas may separate thousands. Words such
-    as true stay text.
+    The text is UTF-8, with or without a byte order mark. Blank lines are skipped, and so are empty
+    columns without a name. If the first column has no name and counts the rows from 0, it is an
+    index that pandas has written, and is skipped too.
+
+    `parse_numbers` decides which columns become numbers and which cells are missing. If semicolons
+    separate the cells, numbers may have decimal commas. Otherwise, commas may separate thousands.
+    Words such as true stay text.
 
     >>> read_delimited(b"name;age\\nLi;34\\n", "people", "people.csv", None).columns
     {'name': ['Li'], 'age': [34]}
@@ -71,8 +76,8 @@ def read_delimited(
     line = files.line_and_column(text[: _skip_blank_lines(text, 0)])[0]
     if not options.names and (width := _width_below_title(names, text)):
         raise SourceError(
-            f"this line has one name, but the lines below have {width} cells: if it is a title, "
-            "remove it; if the lines are one column, put quotes around each",
+            f"this line has one name, but the lines below have {width} cells: if this line is a "
+            "title, remove it; if each line is one cell, put quotes around it",
             file=file,
             line=line,
         )
@@ -91,7 +96,7 @@ def read_delimited(
         raise no_rows_error(file)
     if is_row:
         warn_at_caller(
-            f"{file}, line {line} looks like a row, not like column names: if it is one, "
+            f"{file}, line {line} looks like a row, not like column names: if it is a row, "
             f"{_NAMES_HINT}",
             NoHeaderWarning,
         )
@@ -101,16 +106,17 @@ def read_delimited(
 
 
 def _has_content(position: int, name: str, cells: list[str]) -> bool:
-    """Return whether a column has a name, or cells other than the index that pandas writes."""
+    """Return whether a column has a name, or cells other than an index that pandas has written."""
     if name.strip():
         return True
     return any(map(str.strip, cells)) and (position > 0 or cells != [*map(str, range(len(cells)))])
 
 
 def _width_below_title(names: list[str], text: str) -> int:
-    """Return the number of cells per line below a title line; 0 if the first line is a header.
+    """Return the number of cells per line if the first line is a title; 0 if it is the header.
 
-    Two cells without numbers are no evidence: they may be one text, as in "Last, First".
+    Lines of two cells without numbers do not prove a title: they may be one text, as in "Last,
+    First".
     """
     if len(names) > 2 and names[0].strip() and not any(map(str.strip, names[1:])):
         return len(names)
@@ -137,7 +143,7 @@ def _parse_columns(
     progress: ProgressCallback | None,
     column_names: Sequence[str],
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the names and columns; raise `SourceError` for the first record that is malformed."""
+    """Return the names and the cells of all columns; raise `SourceError` for a malformed record."""
     names: list[str] = []
     columns: list[list[str]] = []
     batch_start = 0
@@ -161,23 +167,28 @@ def _parse_columns(
 
 
 def _check_names_option(first: list[str], names: Sequence[str], file: str) -> list[str]:
-    """Return the names that the caller gave; raise `SourceError` if the first record has others."""
+    """Return the names that the caller passed.
+
+    Raise `SourceError` if the first record contradicts them.
+    """
     if len(first) != len(names):
         raise SourceError(
-            f"{len(first)} cells, but names= has {len(names)}: name every column",
+            f"this line has {len(first)} cells, but names= has {len(names)}: name every column",
             file=file,
             line=1,
         )
     if first == [*names]:
-        raise SourceError("this line already has these names: leave names= out", file=file, line=1)
+        raise SourceError(
+            "this line contains the same names already: leave names= out", file=file, line=1
+        )
     return [*names]
 
 
 def sniff_delimiter(text: str) -> tuple[str, bool]:
     """Return the delimiter that splits the first records into as many cells as the header.
 
-    Also return whether the choice is certain: at least two columns, and all records agree. If
-    semicolons are certain and every comma is between digits, the commas are decimal.
+    Also return whether the choice is certain: there are at least two columns, and all records
+    agree. If semicolons are certain and every comma is between two digits, semicolons are chosen.
 
     >>> sniff_delimiter("name;price, with tax\\nLi;3\\n")
     (';', True)
@@ -199,7 +210,7 @@ def sniff_delimiter(text: str) -> tuple[str, bool]:
 
 
 def _sample_records(text: str, delimiter: str) -> list[list[str]]:
-    """Return the complete records in the first `_SAMPLE_CHARACTERS`."""
+    """Return the complete records within the first `_SAMPLE_CHARACTERS`."""
     lines = io.StringIO(text[:_SAMPLE_CHARACTERS], newline="")
     with _allow_long_fields(_SAMPLE_CHARACTERS):
         records = [*filter(None, csv.reader(lines, delimiter=delimiter))]
@@ -208,7 +219,10 @@ def _sample_records(text: str, delimiter: str) -> list[list[str]]:
 
 
 def _read_batches(text: str, delimiter: str) -> Iterator[tuple[list[list[str]] | None, int]]:
-    """Yield batches of records and the position of their end; None for a malformed batch."""
+    """Yield (records, position after them) batch by batch.
+
+    The records of a malformed batch are None.
+    """
     lines = io.StringIO(text, newline="")
     records = filter(None, csv.reader(lines, delimiter=delimiter, strict=True))
     batch: list[list[str]] | None = []
@@ -225,7 +239,7 @@ def _read_batches(text: str, delimiter: str) -> Iterator[tuple[list[list[str]] |
 
 @contextmanager
 def _allow_long_fields(longest: int) -> Iterator[None]:
-    """Raise the field size limit of the csv module inside a `with`.
+    """Raise the limit of the csv module on the length of a cell, inside a `with`.
 
     The limit is global to the process, so only one thread at a time may parse.
     """
@@ -238,21 +252,21 @@ def _allow_long_fields(longest: int) -> Iterator[None]:
 
 
 _MORE_CELLS = 1_000
-"""The number of extra cells that are counted before a record is rejected."""
+"""Up to this number of surplus cells are counted, for the error about a record."""
 
 
 def _find_error(
     text: str, delimiter: str, file: str, begin: int = 0, width: int = 0
 ) -> SourceError:
-    """Return the error for the first malformed record from `begin` on.
+    """Return the error for the first malformed record from position `begin` on.
 
-    This second parse is slower than csv and knows the position of each cell. A record must have
-    `width` cells; 0 means the number of cells of the first record. The position is that of the
-    first cell that is too long or surplus.
+    This second parser is slower than csv, but knows the position of each cell. A record must have
+    `width` cells; 0 means the number of cells in the first record. The error names the position of
+    the first cell that is too long or surplus.
     """
 
-    def error_here(what: str, at: int) -> SourceError:
-        return files.error_at(what, text, at, file)
+    def error_here(problem: str, at: int) -> SourceError:
+        return files.error_at(problem, text, at, file)
 
     name = "tab" if delimiter == "\t" else delimiter
     cell = re.compile(rf'"[^"]*+(?:""[^"]*+)*+"|(?!")[^{re.escape(delimiter)}\r\n]*')
@@ -266,11 +280,14 @@ def _find_error(
             if width and len(starts) > width + _MORE_CELLS:
                 break
             if not width and columns is not None and len(starts) > columns:
-                what = f"more than {columns:,} columns, the limit here: leave some out"
-                return error_here(what, at)
+                problem = f"there are more than {columns:,} columns, the limit: leave some out"
+                return error_here(problem, at)
             match = cell.match(text, at)
             if match is None:
-                return error_here("a quote opens here and never closes: close it, or double it", at)
+                return error_here(
+                    "a quote opens here but never closes: add the closing quote, or double it",
+                    at,
+                )
             end, quoted = match.end(), match[0].startswith('"')
             if end - at - 2 * quoted > longest:
                 return error_here(
@@ -289,21 +306,21 @@ def _find_error(
         if len(starts) > width:
             more = "more than " * (len(starts) > width + _MORE_CELLS)
             return error_here(
-                f"{more}{len(starts) - bool(more)} cells where the header has {width}: put quotes "
-                f"around a cell that contains the delimiter ({name})",
+                f"this row has {more}{len(starts) - bool(more)} cells, but the header has {width}: "
+                f"put quotes around a cell that contains the delimiter ({name})",
                 starts[width],
             )
         if len(starts) < width:
             return error_here(
-                f"{len(starts)} cell{'s' * (len(starts) > 1)} where the header has {width}: a "
-                f"delimiter ({name}) or a closing quote is missing",
+                f"this row has {len(starts)} cell{'s' * (len(starts) > 1)}, but the header has "
+                f"{width}: a delimiter ({name}) or a closing quote is missing",
                 end,
             )
     raise AssertionError("the csv module rejected text that this parser accepts")
 
 
-def _skip_blank_lines(text: str, at: int) -> int:
-    """Return the position of the next record, after line ends and blank lines."""
-    while text[at : at + 1] in ("\r", "\n"):
-        at += 1
-    return at
+def _skip_blank_lines(text: str, position: int) -> int:
+    """Return the position of the next record, after line breaks and blank lines."""
+    while text[position : position + 1] in ("\r", "\n"):
+        position += 1
+    return position

@@ -1,6 +1,6 @@
 """Read a table from a file, a pattern of files, a URL or standard input.
 
-A URL is recognized by its scheme, a file by its first bytes and then by its suffix.
+The scheme of a URL decides its format. For a file, the first bytes decide, then the suffix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qkv.util.logging import debug_logger
 from qkv.util.types import ProgressCallback
 
 _SNIFF_BYTES = 64 * 1024
-"""How many bytes of a file are read to recognize its format."""
+"""The number of bytes of a file that are read to recognize its format."""
 _REMOTE_FILE_SCHEMES = ("http", "https", "ftp", "s3", "gs")
 
 
@@ -157,25 +157,25 @@ def read(
 ) -> Table:
     """Read a table from a file, a pattern of files, a URL or standard input.
 
-    Everything is read and checked before the table is returned.
+    The whole source is read and checked before the table is returned. `source` is one of these:
 
-    `source` is one of these:
-
-    - a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file or an Excel workbook,
-      recognized by its first bytes or its suffix; text may be compressed, as in "books.csv.gz",
-    - a pattern of such files, such as "logs/*.csv",
-    - "sqlite:///file?table=name" or "postgresql://…?table=name"; ?query=select… replaces ?table=,
-    - "-" for CSV on standard input,
-    - a format that `register_source` added.
+    - a file in CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite, or an Excel workbook;
+      its first bytes or its suffix decide. Text may be compressed, as in "books.csv.gz".
+    - a pattern of such files, such as "logs/*.csv"
+    - "sqlite:///file?table=name" or "postgresql://…?table=name"; ?query=select… replaces ?table=
+    - "-" for CSV on standard input
+    - a source of a format that `register_source` added
 
     `table` selects the table of a database, or the sheet of a workbook. `missing` lists the words
     that mean a missing value in CSV, TSV and workbooks; the default is that of pandas. An empty
     cell is always missing. `names` are the column names of CSV or TSV without a header line. `text`
-    lists the columns that stay text; True means all of them. `progress(done, total)` is called with
-    a count of bytes, rows or columns; `total` is None if it is unknown.
+    lists the columns that stay text; True means all columns.
 
-    Raises `SourceError` with the file, the line and the column (from 1) and the next step, or
-    `MissingExtraError` if a package is missing.
+    `progress(done, total)` is called with a number of bytes, rows or columns. `total` is None if it
+    is unknown.
+
+    Raises `SourceError` with the file, the line and the column (counted from 1) and the next step.
+    If a package is missing, raises `MissingExtraError`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -205,6 +205,7 @@ def read(
 def _read_source(
     source: str | Path, table: str | None, options: TextOptions, progress: ProgressCallback | None
 ) -> Table:
+    """Read a source; see `read`."""
     if isinstance(source, str):
         if source == "-":
             _refuse_table(table, "standard input")
@@ -216,7 +217,7 @@ def _read_source(
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
             return _read_url(source, table, options, progress)
         if not source.strip():
-            raise SourceError(f"the file name is empty: {describe_formats()}")
+            raise SourceError(f"the name of the source is empty: {describe_formats()}")
         if glob.has_magic(source) and not os.path.lexists(source):
             return _read_pattern(source, TableSelector(table), options, progress)
     return _read_file(Path(source), TableSelector(table), options, progress)
@@ -230,15 +231,19 @@ def _read_pattern(
 ) -> Table:
     """Read the rows of all files that match a pattern, in the order of their names.
 
-    A column that a file does not have is missing in its rows. Columns of delimited text get their
-    types when all files are read.
+    If a file does not have a column, its rows lack this cell. The types of columns of delimited
+    text are inferred when all files are read.
     """
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     paths = [path for path in paths if not path.is_dir()]
     if not paths:
-        raise SourceError("no file matches this pattern: check it and the folder", file=pattern)
+        raise SourceError(
+            "no file matches this pattern: check the pattern and the folder", file=pattern
+        )
     formats = [find_by_suffix(_uncompressed_name(path).suffix) for path in paths]
-    is_text = all(known is not None and known.is_delimited for known in formats)
+    is_text = all(
+        source_format is not None and source_format.is_delimited for source_format in formats
+    )
     absent = "" if is_text else None
     columns: dict[str, list[Any]] = {}
     for done, path in enumerate(paths, start=1):
@@ -257,6 +262,7 @@ def _read_pattern(
 
 
 def _check_words(words: Sequence[str], argument: str, expected: str) -> Sequence[str]:
+    """Return a list of words; raise `DtypeError` for anything else."""
     if (
         not isinstance(words, Iterable)
         or isinstance(words, str)
@@ -269,6 +275,7 @@ def _check_words(words: Sequence[str], argument: str, expected: str) -> Sequence
 def _read_url(
     url: str, table: str | None, options: TextOptions, progress: ProgressCallback | None
 ) -> Table:
+    """Read the table at a URL."""
     scheme = url.partition(":")[0].lower()
     location = sql.mask_password(url)
     if scheme == "file":
@@ -301,7 +308,7 @@ def _read_file(
     progress: ProgressCallback | None,
 ) -> Table:
     is_compressed = path.suffix.lower() in files.DECOMPRESSOR_BY_SUFFIX
-    # A pipe can be read only once.
+    # A pipe can be read only once, so its content is kept.
     can_reread = os.path.isfile(path) and not is_compressed
     if can_reread:
         opening = files.read_contents(path, _SNIFF_BYTES)
@@ -336,7 +343,7 @@ def _read_file(
 
 
 def _recognize_format(opening: bytes, path: Path) -> SourceFormat:
-    """Return the format of a file by its first bytes, then its suffix, then its contents."""
+    """Return the format of a file. The first bytes decide, then the suffix, then the content."""
     inner_path = _uncompressed_name(path)
     by_suffix = find_by_suffix(inner_path.suffix)
     if by_suffix is not None and by_suffix.magic and opening.startswith(by_suffix.magic):
@@ -356,8 +363,8 @@ def _uncompressed_name(path: Path) -> Path:
 
 
 def _sniff_format(opening: bytes, path: Path) -> SourceFormat:
-    """Return the text format that the contents look like."""
-    # The opening may end within a character.
+    """Return the text format that the content looks like; raise `SourceError` if there is none."""
+    # The opening may end in the middle of a character.
     text = opening.decode("utf-8-sig", errors="ignore")
     if text.lstrip()[:1] in ("{", "["):
         return _JSON_FORMAT
@@ -373,23 +380,25 @@ def _sniff_format(opening: bytes, path: Path) -> SourceFormat:
 
 def _wrong_format_error(path: Path, format_name: str) -> SourceError:
     return SourceError(
-        f"not {format_name}: the first bytes do not match the suffix. Copy the file again, or "
-        "rename it to its real format",
+        f"this is not {format_name}: the first bytes do not match the suffix. Copy the file again, "
+        "or rename it to its real format",
         file=str(path),
     )
 
 
 def _refuse_names(options: TextOptions, location: str) -> None:
+    """Raise `CombinationError` if `names=` is set for a source that has column names."""
     if options.names:
         raise CombinationError(
             f"names= is for CSV and TSV without a header line, but {sql.mask_password(location)} "
-            "has column names: leave it out"
+            "has column names: leave names= out"
         )
 
 
 def _refuse_table(table: str | None, location: str) -> None:
+    """Raise `CombinationError` if `table=` is set for a source with a single table."""
     if table is not None:
         raise CombinationError(
-            f"table={table!r} selects a table of a database, but {location} has only one: leave it "
-            "out"
+            f"table={table!r} selects a table of a database, but {location} is a single table: "
+            "leave table= out"
         )

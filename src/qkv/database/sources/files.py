@@ -1,4 +1,4 @@
-"""Read the bytes and text of files, with errors that say what to do."""
+"""Read the bytes and the text of files. Errors say what to do."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_contents(path: Path, size: int = -1) -> bytes:
 
 
 DECOMPRESSOR_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
-"""The module that decompresses a file, by its last suffix."""
+"""The module that decompresses files with this last suffix."""
 
 
 def read_decompressed(path: Path) -> bytes:
@@ -75,26 +75,32 @@ def read_stdin() -> bytes:
 
 
 def check_not_empty(data: bytes, file: str) -> bytes:
-    """Return the bytes; raise `SourceError` if they are only whitespace."""
+    """Return the bytes; raise `SourceError` if there are none, or only whitespace."""
     if not data.removeprefix(codecs.BOM_UTF8).strip():
-        raise SourceError("the file is empty: nothing to read", file=file)
+        raise SourceError("the file is empty: there is nothing to read", file=file)
     return data
 
 
 def unreadable_error(path: Path, error: Exception) -> SourceError:
-    """Return the error for a file that cannot be opened, with the nearest name in its folder."""
+    """Return the error for a file that cannot be opened.
+
+    It names the most similar name in the folder.
+    """
     file = str(path)
     try:
         if path.is_dir():
             return SourceError(
-                "this is a folder: give one of its files, or open a database with qkv.open",
+                "this is a folder: pass one of its files, or open a database with qkv.open",
                 file=file,
             )
     except (OSError, ValueError):
         pass
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         if not path.parent.is_dir():
-            return SourceError(f"no such file: there is no folder {str(path.parent)!r}", file=file)
+            return SourceError(
+                f"no such file, because there is no folder {str(path.parent)!r}: check the path",
+                file=file,
+            )
         try:
             siblings = [other.name for other in path.parent.iterdir()]
         except OSError:
@@ -110,13 +116,16 @@ def unreadable_error(path: Path, error: Exception) -> SourceError:
 
 def refuse_foreign_formats(data: bytes, file: str) -> None:
     """Raise `SourceError` if the first bytes belong to a format that is not a table."""
-    for magic, what, step in _FOREIGN_FORMATS:
+    for magic, kind, step in _FOREIGN_FORMATS:
         if data.startswith(magic):
-            raise SourceError(f"looks like {what}, not a table: {step}", file=file)
+            raise SourceError(f"this looks like {kind}, not like a table: {step}", file=file)
 
 
 def decode_text(data: bytes, file: str) -> str:
-    """Decode UTF-8 text without its byte order mark; an error names the byte and its position."""
+    """Decode UTF-8 text without its byte order mark.
+
+    An error names the wrong byte and its position.
+    """
     for mark, encoding in _UNSUPPORTED_BOMS:
         if data.startswith(mark):
             raise SourceError(
@@ -133,7 +142,7 @@ def decode_text(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         before = data[: error.start].decode()
         raise error_at(
-            f"byte 0x{data[error.start]:02x} is not UTF-8 text: convert a file in another "
+            f"byte 0x{data[error.start]:02x} is not UTF-8 text: convert the file from its "
             f"encoding, for example with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
             before,
             len(before),
@@ -141,8 +150,8 @@ def decode_text(data: bytes, file: str) -> str:
         ) from None
     if nul >= 0:
         raise error_at(
-            "a NUL byte, which text cannot contain: the file is damaged, binary, or UTF-16 (then: "
-            f"iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
+            "a NUL byte, which text cannot contain: the file is damaged, binary, or UTF-16. "
+            f"Convert UTF-16 with iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt",
             decoded,
             len(decoded),
             file,
@@ -150,14 +159,14 @@ def decode_text(data: bytes, file: str) -> str:
     return decoded
 
 
-def error_at(what: str, text: str, at: int, file: str) -> SourceError:
+def error_at(problem: str, text: str, position: int, file: str) -> SourceError:
     """Return the error for a problem at a position of a text."""
-    line, column = line_and_column(text[:at])
-    return SourceError(what, file=file, line=line, column=column)
+    line, column = line_and_column(text[:position])
+    return SourceError(problem, file=file, line=line, column=column)
 
 
 def line_and_column(before: str) -> tuple[int, int]:
-    """Return the line and column, from 1, of the character after this text.
+    """Return the line and the column, counted from 1, of the character that follows this text.
 
     >>> line_and_column("a,b\\r\\n1,")
     (2, 3)

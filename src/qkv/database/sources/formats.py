@@ -5,9 +5,9 @@ that `read`, `Database.from_source` and the command line accept it:
 
     register_source(SourceFormat("INI", read_ini, suffixes=(".ini",)))
 
-The built-in formats are the table `BUILT_IN_FORMATS` in `qkv.database.sources.dispatch`. A package
-that registers formats names its module in the entry-point group `qkv.plugins`; qkv imports it when
-it meets an unknown suffix or scheme.
+The built-in formats are in `BUILT_IN_FORMATS` of `qkv.database.sources.dispatch`. A package that
+registers formats names its module in the entry-point group `qkv.plugins`. qkv imports this module
+when a suffix or scheme is unknown.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TextOptions:
     """How to read the cells of delimited text.
 
     `missing` lists the words that mean a missing value. `names` are the column names of a file
-    without a header line. `text` lists the columns that stay text; True means all of them. With
-    `raw`, every cell stays the text that the file has.
+    without a header line. `text` lists the columns that stay text; True means all columns. With
+    `raw`, all cells stay text as in the file.
     """
 
     missing: Sequence[str] = MISSING_WORDS
@@ -49,8 +49,8 @@ class SourceRequest:
     """The arguments of a reader: one file or URL, and the options of `read`.
 
     `location` is the path or URL for error messages, without passwords. `name` is the file name
-    without suffixes. A file has a `path`; the reader of a text format also gets its decompressed
-    bytes as `data`. A URL has `url`.
+    without suffixes. For a file, `path` is set; for a text format, `data` has its decompressed
+    bytes. For a URL, `url` is set.
     """
 
     location: str
@@ -64,7 +64,7 @@ class SourceRequest:
 
     @property
     def file(self) -> Path:
-        """The path of a request for a file."""
+        """The path of the file. Only for a request that reads a file."""
         assert self.path is not None, f"{self.location} is not a file"
         return self.path
 
@@ -78,15 +78,15 @@ class SourceFormat:
 
     | field | meaning |
     |---|---|
-    | `name` | as error messages show it, such as "Parquet" |
+    | `name` | the name in error messages, such as "Parquet" |
     | `read` | a function from a `SourceRequest` to a `Table`; it raises `SourceError` |
     | `suffixes` | file name endings with their dot, in lower case |
     | `schemes` | URL schemes, in lower case, without "://" |
     | `magic` | the first bytes of a binary format; one of them must match |
-    | `is_container` | other formats share `magic`, so a file also needs one of `suffixes` |
-    | `has_tables` | the reader honours `selector`, which `table=` sets |
-    | `is_delimited` | the reader honours `text_options` and returns text where `raw` is set |
-    | `example` | a URL, for the list of supported sources in error messages |
+    | `is_container` | other formats have the same `magic`, so a file needs one of `suffixes` too |
+    | `has_tables` | the reader uses `selector`, which `table=` sets |
+    | `is_delimited` | the reader uses `text_options`, and returns text if `raw` is set |
+    | `example` | a URL for the list of supported sources in error messages |
     """
 
     name: str
@@ -104,10 +104,10 @@ _FORMATS: dict[str, SourceFormat] = {}
 
 
 def register_source(source_format: SourceFormat) -> SourceFormat:
-    """Add a format, so that `read` and everything above it accepts such sources.
+    """Add a format. `read`, `Database.from_source` and the command line then accept such sources.
 
     A format with the same name and the same reader replaces the earlier one, so that a notebook
-    cell can run again. Raises `ArgumentError` if another format has the name, a suffix or a scheme.
+    cell can run twice. Raises `ArgumentError` if another format has the name, a suffix or a scheme.
 
     >>> from qkv.database.sources import Table, read
     >>> def read_ini(request):
@@ -141,8 +141,8 @@ def register_source(source_format: SourceFormat) -> SourceFormat:
             )
     if not source_format.suffixes and not source_format.schemes and not source_format.magic:
         raise ArgumentError(
-            f"register_source: {name} has no suffixes, schemes or magic, so no source would be "
-            "recognized: give at least one"
+            f"register_source: {name} has no suffixes, schemes or magic, so qkv could not "
+            "recognize a source: set at least one of them"
         )
     for other in _FORMATS.values():
         if other.name == name and _qualified_name(other.read) == _qualified_name(
@@ -154,10 +154,10 @@ def register_source(source_format: SourceFormat) -> SourceFormat:
             *other.schemes,
         }
         if other.name == name or shared:
-            what = f"the name {name!r}" if other.name == name else f"{min(shared)!r}"
+            taken = f"the name {name!r}" if other.name == name else f"{min(shared)!r}"
             raise ArgumentError(
-                f"register_source: {what} is taken by {'.'.join(_qualified_name(other.read))}: "
-                "choose another one"
+                f"register_source: {'.'.join(_qualified_name(other.read))} has registered {taken}: "
+                "choose another name, suffix or scheme"
             )
     _FORMATS[name] = source_format
     return source_format
@@ -168,33 +168,40 @@ def _qualified_name(reader: Reader) -> tuple[str, str]:
 
 
 def find_by_suffix(suffix: str) -> SourceFormat | None:
-    """Return the format of a file suffix; look in the installed plug-ins if it is unknown."""
-    return _find_format(lambda known: suffix.lower() in known.suffixes) if suffix else None
+    """Return the format of a file suffix, or None.
+
+    For an unknown suffix, load the plug-ins first.
+    """
+    return _find_format(lambda candidate: suffix.lower() in candidate.suffixes) if suffix else None
 
 
 def find_by_scheme(scheme: str) -> SourceFormat | None:
-    """Return the format of a URL scheme; look in the installed plug-ins if it is unknown."""
-    return _find_format(lambda known: scheme.lower() in known.schemes)
+    """Return the format of a URL scheme, or None.
+
+    For an unknown scheme, load the plug-ins first.
+    """
+    return _find_format(lambda candidate: scheme.lower() in candidate.schemes)
 
 
 def find_by_magic(opening: bytes) -> SourceFormat | None:
-    """Return the format that the first bytes of a file identify."""
-    known = (x for x in _FORMATS.values() if x.magic and not x.is_container)
-    return next((x for x in known if opening.startswith(x.magic)), None)
+    """Return the format with these first bytes of a file, or None."""
+    candidates = (x for x in _FORMATS.values() if x.magic and not x.is_container)
+    return next((x for x in candidates if opening.startswith(x.magic)), None)
 
 
 def _find_format(matches: Callable[[SourceFormat], bool]) -> SourceFormat | None:
-    found = next(filter(matches, _FORMATS.values()), None)
-    if found is None:
+    """Return the first format that matches. If there is none, load the plug-ins and try again."""
+    result = next(filter(matches, _FORMATS.values()), None)
+    if result is None:
         load_plugins()
-        found = next(filter(matches, _FORMATS.values()), None)
-    return found
+        result = next(filter(matches, _FORMATS.values()), None)
+    return result
 
 
 def describe_formats() -> str:
-    """Return the sentence that lists all supported sources, for error messages."""
-    suffixes = " ".join(suffix for known in _FORMATS.values() for suffix in known.suffixes)
-    examples = ", ".join(known.example for known in _FORMATS.values() if known.example)
+    """Return a sentence with all supported sources, for error messages."""
+    suffixes = " ".join(suffix for each in _FORMATS.values() for suffix in each.suffixes)
+    examples = ", ".join(each.example for each in _FORMATS.values() if each.example)
     return (
         f"qkv reads files that end in {suffixes}, text also compressed (.csv.gz, .bz2, .xz); "
         f"{examples}; and - for CSV on standard input.{''.join(load_plugins())}"

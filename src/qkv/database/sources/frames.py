@@ -1,4 +1,4 @@
-"""Read data frames, DuckDB queries, Hugging Face data sets, and Parquet and Arrow files."""
+"""Read data frames, DuckDB queries, Hugging Face data sets, and files in Parquet or Arrow."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FRAME_NAME = "frame"
 def from_frame(frame: Any) -> Table:
     """Read a data frame of pandas, polars or pyarrow, or a DuckDB query.
 
-    A named pandas index becomes a column, as in Parquet. None, NA and NaT become None; so does NaN
-    outside float columns, where pandas uses it for a missing value. Lists of floats of equal length
-    become vectors. Times with nanoseconds become ISO text. Decimals become numbers if all of them
-    stay exact, otherwise text.
+    A named index of pandas becomes a column, as in Parquet. None, NA and NaT become None. NaN
+    becomes None too, except in columns of floats: elsewhere, pandas uses NaN for a missing value.
+    Lists of floats of equal length become vectors. Times with nanoseconds become ISO text. Decimals
+    become numbers if all of them stay exact, otherwise text.
 
     >>> import polars
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
@@ -36,7 +36,7 @@ def from_frame(frame: Any) -> Table:
     """
     with require_extra("tables", "reading a frame needs narwhals"):
         import narwhals
-    if hasattr(frame, "to_arrow_table"):  # a DuckDB query
+    if hasattr(frame, "to_arrow_table"):  # the frame is a DuckDB query
         frame = frame.to_arrow_table()
     try:
         native = narwhals.from_native(frame, eager_only=True)
@@ -59,7 +59,7 @@ def from_frame(frame: Any) -> Table:
         named = zip(table.columns, table.column_names, strict=True)
         columns = [_convert_column(column, name, _FRAME_NAME) for column, name in named]
     else:
-        columns = [_series_to_cells(native[:, place]) for place in range(len(native.columns))]
+        columns = [_series_to_cells(native[:, position]) for position in range(len(native.columns))]
     for name, cells in zip(native.columns, columns, strict=True):
         _check_text(cells, name)
     return build_table(_FRAME_NAME, native.columns, columns, _FRAME_NAME)
@@ -71,7 +71,7 @@ def _series_to_cells(series: Any) -> list[Any]:
 
     is_ns = isinstance(series.dtype, narwhals.Datetime) and series.dtype.time_unit == "ns"
     if is_ns and series.implementation.is_polars():
-        # polars itself would truncate to Python's microseconds.
+        # polars would truncate the times to Python's microseconds.
         with require_extra("tables", "reading nanoseconds needs pyarrow"):
             return arrow_to_cells(series.to_arrow())
     cells: list[Any] = extract_cells(series)
@@ -81,7 +81,7 @@ def _series_to_cells(series: Any) -> list[Any]:
 
 
 def from_dataset(dataset: Any) -> Table:
-    """Read a Hugging Face data set; a streamed one is read to its end."""
+    """Read a Hugging Face data set. A streamed data set is read completely."""
     if type(dataset).__module__.partition(".")[0] != "datasets":
         raise DtypeError(
             "dataset must be a Hugging Face data set, not a "
@@ -102,7 +102,7 @@ def from_dataset(dataset: Any) -> Table:
 
 
 def _check_text(cells: list[Any], name: str) -> None:
-    """Raise `SourceError` for lone surrogates: Python text may contain them, UTF-8 may not."""
+    """Raise `SourceError` for lone surrogates, which Python's text may contain but UTF-8 cannot."""
     try:
         "".join(cell for cell in cells if isinstance(cell, str)).encode()
     except UnicodeEncodeError:
@@ -114,7 +114,7 @@ def _check_text(cells: list[Any], name: str) -> None:
 
 
 def from_file(path: Path, format_name: str, progress: ProgressCallback | None = None) -> Table:
-    """Read a file of the format "Parquet" or "Arrow", which includes Feather version 2."""
+    """Read a file. `format_name` is "Parquet" or "Arrow"; Arrow includes Feather version 2."""
     with require_extra("tables", f"reading {format_name} needs pyarrow"):
         import pyarrow.ipc
         import pyarrow.parquet
@@ -122,7 +122,7 @@ def from_file(path: Path, format_name: str, progress: ProgressCallback | None = 
     try:
         table = _read_parquet(path) if format_name == "Parquet" else _read_arrow(path)
         check_column_names(table.column_names, file)
-        # Arrow would follow damaged offsets to memory outside the file.
+        # Without this check, Arrow would follow damaged offsets to memory outside the file.
         table.validate(full=True)
         columns = []
         for column, name in zip(table.columns, table.column_names, strict=True):
@@ -134,7 +134,8 @@ def from_file(path: Path, format_name: str, progress: ProgressCallback | None = 
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
         raise SourceError(
-            f"damaged or not {format_name} ({reason}): copy or write it again", file=file
+            f"this file is damaged or not {format_name} ({reason}): copy or write it again",
+            file=file,
         ) from None
     if not len(table):
         raise no_rows_error(file)
@@ -144,7 +145,7 @@ def from_file(path: Path, format_name: str, progress: ProgressCallback | None = 
 def _read_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
-    # Not read_table: it would add a column for a folder named "year=1988".
+    # Do not use read_table, which would add a column for a folder named "year=1988".
     with pyarrow.parquet.ParquetFile(path) as opened:
         return opened.read()
 
@@ -152,7 +153,7 @@ def _read_parquet(path: Path) -> Any:
 def _read_arrow(path: Path) -> Any:
     import pyarrow.ipc
 
-    # Not memory-mapped: if another process truncates the file, this one would get SIGBUS.
+    # Do not map the file: if another process truncated it, this process would get SIGBUS.
     with pyarrow.OSFile(str(path)) as opened:
         is_file = opened.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         opened.seek(0)
@@ -161,7 +162,7 @@ def _read_arrow(path: Path) -> Any:
 
 
 def _convert_column(column: Any, name: str, file: str) -> list[Any]:
-    """Return a column as cells; raise `SourceError` for dates outside Python's range."""
+    """Return an Arrow column as cells; raise `SourceError` for dates outside Python's range."""
     from pyarrow import types
 
     try:

@@ -1,4 +1,4 @@
-"""Read a table, view or query of a SQLite file or a PostgreSQL server, without writing to it."""
+"""Read a table, a view or a query of a SQLite file or a PostgreSQL server. Nothing is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ order by table_schema <> current_schema(), table_schema, table_name
 
 
 def parse_selector(url: str, table: str | None) -> tuple[str, TableSelector]:
-    """Split ?table= and ?query= off a URL; `table` is the argument of the caller.
+    """Return a URL without its options ?table= and ?query=, and these as a selector.
+
+    `table` is the argument of the caller.
 
     >>> parse_selector("postgresql://host/shop?table=books&sslmode=require", None)
     ('postgresql://host/shop?sslmode=require', TableSelector(table='books', query=None))
@@ -48,17 +50,17 @@ def parse_selector(url: str, table: str | None) -> tuple[str, TableSelector]:
     ours = {name: unquote(value) for name, _, value in options if name in ("table", "query")}
     if table is not None and ours.get("table", table) != table:
         raise CombinationError(
-            f"table={table!r} and ?table={ours['table']} differ: name the table once"
+            f"table={table!r} and ?table={ours['table']} name different tables: name the table once"
         )
     selector = TableSelector(table if table is not None else ours.get("table"), ours.get("query"))
     if selector.table is not None and selector.query is not None:
-        raise CombinationError("a table and a query were given: give only one of them")
+        raise CombinationError("both a table and a query are selected: pass only one of them")
     query_string = "&".join("".join(option) for option in options if option[0] not in ours)
     return f"{base}?{query_string}" if query_string else base, selector
 
 
 def quote_identifier(*names: str) -> str:
-    """Return an SQL identifier: schema and table, each in double quotes.
+    """Return an SQL identifier. Each name, such as schema and table, gets double quotes.
 
     >>> print(quote_identifier("public", 'my "own" books'))
     "public"."my ""own"" books"
@@ -80,15 +82,15 @@ def read_sqlite(
 ) -> Table:
     """Read the selected table of a SQLite file.
 
-    Cells are int, float, text, bytes or None. Text in a column that is declared as a date or a
-    timestamp goes through `parse_dates`.
+    Cells are int, float, text, bytes or None. `parse_dates` converts text in columns that are
+    declared as a date or a timestamp.
     """
     file = str(path)
     try:
-        # Quoted, because "?" or "#" in a file name would end the path of the URI.
+        # Quote the path: a "?" or "#" in a file name would end the path of the URI.
         uri = f"file:{quote(str(path.absolute()))}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True)) as database:
-            # The file may be untrusted: its views must not call functions with side effects.
+            # The file may be untrusted, so its views must not call functions with side effects.
             database.execute("pragma trusted_schema = off")
             tables = {name: (name,) for (name,) in database.execute(_LIST_SQLITE_TABLES)}
             execute = database.execute
@@ -105,8 +107,8 @@ def read_sqlite(
         raise
     except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
         raise SourceError(
-            f"SQLite cannot read it ({error or type(error).__name__}): check the query, if any; "
-            "check the file with PRAGMA integrity_check",
+            f"SQLite cannot read the file ({error or type(error).__name__}): check the query, if "
+            "any; check the file with PRAGMA integrity_check",
             file=file,
         ) from None
 
@@ -116,13 +118,13 @@ def read_postgres(
 ) -> Table:
     """Read the selected table of a PostgreSQL server.
 
-    A table outside the current schema is named schema.table. Ranges and network addresses become
-    text. A numeric column becomes numbers if all cells stay exact, otherwise text.
+    The name of a table outside the current schema is schema.table. Ranges and network addresses
+    become text. A numeric column becomes numbers if all cells stay exact, otherwise text.
     """
     with require_extra("postgres", "reading PostgreSQL needs psycopg"):
         import psycopg
     file = mask_password(url)
-    # libpq waits forever by default for a server that does not answer.
+    # By default, libpq waits forever for a server that does not answer.
     timeout: dict[str, Any] = {} if "connect_timeout=" in url else {"connect_timeout": 10}
     try:
         with psycopg.connect(url, **timeout) as connection:
@@ -132,7 +134,7 @@ def read_postgres(
                 tables.setdefault(table if current else f"{schema}.{table}", (schema, table))
                 if current and selector.table == f"{schema}.{table}":
                     tables[selector.table] = (schema, table)
-            # A named cursor is on the server: only the fetched rows take memory here.
+            # A named cursor stays on the server, so only the fetched rows take memory here.
             with connection.cursor(name="qkv") as cursor:
                 return _read_table(
                     connection.execute, cursor.execute, tables, "query", selector, file, progress
@@ -140,7 +142,8 @@ def read_postgres(
     except (psycopg.Error, UnicodeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         step = "check the URL, the permissions and the query"
-        if isinstance(error, psycopg.DataError) and error.sqlstate is None:  # raised by psycopg
+        # Without a code, psycopg has raised the error, not the server.
+        if isinstance(error, psycopg.DataError) and error.sqlstate is None:
             step = "convert that column to text with ?query=select day::text from …"
         raise SourceError(f"PostgreSQL reports: {reason}: {step}", file=file) from None
 
@@ -156,8 +159,8 @@ def _read_table(
 ) -> Table:
     """Read the selected table or query into columns, batch by batch.
 
-    `count` and `execute` run a statement and return a cursor. `name` is the name of the result of a
-    query.
+    `count` and `execute` run a statement and return a cursor. `name` is the table's name if a query
+    is selected.
     """
     query, total = selector.query, None
     if query is None:
@@ -167,7 +170,9 @@ def _read_table(
             (total,) = count(f"select count(*) from ({query}) t").fetchone()
     cursor = execute(query)
     if cursor.description is None:
-        raise SourceError("the query returns no table: begin it with select", file=file)
+        raise SourceError(
+            "the query returns no table: write a query that begins with select", file=file
+        )
     names = [column[0] for column in cursor.description]
     check_column_names(names, file)
     columns: list[list[Any]] = [[] for _ in names]
@@ -182,11 +187,11 @@ def _read_table(
 
 
 def mask_password(url: str) -> str:
-    """Return a URL without its passwords, for messages.
+    """Return a URL for messages, in which … replaces the passwords.
 
     >>> mask_password("postgresql://li:secret@host/shop?password=secret")
     'postgresql://li:…@host/shop?password=…'
     """
-    before, at, after = url.rpartition("@")
-    url = re.sub(r"(://[^:/@]*):.*", r"\1:…", before, flags=re.DOTALL) + at + after
+    before, separator, after = url.rpartition("@")
+    url = re.sub(r"(://[^:/@]*):.*", r"\1:…", before, flags=re.DOTALL) + separator + after
     return re.sub(r"(?i)\b((?:ssl)?password)=[^&]*", r"\1=…", url)

@@ -1,4 +1,4 @@
-"""`Table`, the result of every reader, and the checks that its columns and cells pass."""
+"""`Table`, the result of every reader, and checks of its columns and cells."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from qkv.database.errors import MixedColumnWarning
 from qkv.errors import QkvError, unknown_name_error, warn_at_caller
 
 MAX_CELL_LENGTH = 16 * 2**20
-"""The longest text or bytes in one cell. A longer one usually means a damaged file."""
+"""The maximum length of the text or bytes in a cell. A longer cell usually means a damaged file."""
 
 
 class SourceLimits(NamedTuple):
-    """How much a reader accepts; it raises `SourceError` for more."""
+    """What a reader accepts. For more, it raises `SourceError`."""
 
     cell_characters: int = MAX_CELL_LENGTH
     columns: int | None = None
@@ -34,13 +34,13 @@ _LIMITS: ContextVar[SourceLimits | None] = ContextVar("qkv-source-limits", defau
 
 
 def current_limits() -> SourceLimits:
-    """Return the limits of the readers in this thread or task."""
+    """Return the limits for readers in this thread or task."""
     return _LIMITS.get() or SourceLimits()
 
 
 @contextlib.contextmanager
 def limit_sources(limits: SourceLimits) -> Iterator[None]:
-    """Read with these limits inside a `with`, as a server does."""
+    """Set the limits for readers inside the `with`. A server uses this."""
     token = _LIMITS.set(limits)
     try:
         yield
@@ -53,20 +53,22 @@ _DATE_TYPES = (datetime.date, datetime.datetime, datetime.time)
 
 
 class SourceError(QkvError, ValueError):
-    """A table cannot be read; the message says which file, which line and column, and what to do.
+    """A table cannot be read.
+
+    The message names the file, the line and the column, and the next step.
 
     >>> print(SourceError("a NUL byte", file="books.csv", line=7, column=3))
     books.csv, line 7, column 3: a NUL byte
     """
 
     def __init__(
-        self, what: str, *, file: str = "", line: int | None = None, column: int | None = None
+        self, problem: str, *, file: str = "", line: int | None = None, column: int | None = None
     ) -> None:
         self.file, self.line, self.column = file, line, column
-        places = [file] if file else []
-        places += [f"line {line}"] if line is not None else []
-        places += [f"column {column}"] if column is not None else []
-        super().__init__(f"{', '.join(places)}: {what}" if places else what)
+        location = [file] if file else []
+        location += [f"line {line}"] if line is not None else []
+        location += [f"column {column}"] if column is not None else []
+        super().__init__(f"{', '.join(location)}: {problem}" if location else problem)
 
 
 @dataclass(frozen=True)
@@ -89,24 +91,28 @@ class Table:
 
 @dataclass(frozen=True)
 class TableSelector:
-    """What to read from a database: a table, a query, or (both None) its only table."""
+    """What to read from a database: a table, or a query. If both are None, it is the only table."""
 
     table: str | None = None
     query: str | None = None
 
     def choose_table(self, tables: Sequence[str], file: str) -> str:
-        """Return the selected table; raise `SourceError` if it does not exist or is ambiguous."""
+        """Return the name of the selected table.
+
+        Raise `SourceError` if it does not exist, or if none is selected and there are several.
+        """
         if self.table is not None:
             if self.table not in tables:
                 raise SourceError(str(unknown_name_error("table", self.table, tables)), file=file)
             return self.table
         if not tables:
-            raise SourceError("no tables: there is nothing to read", file=file)
+            raise SourceError("there are no tables to read", file=file)
         if len(tables) > 1:
             raise SourceError(
-                f"{len(tables)} tables ({', '.join(tables[:20])}{', …' * (len(tables) > 20)}): "
-                f"choose one with table={tables[0]!r} or ?table={quote(tables[0])}, on the command "
-                f"line with --table {shlex.quote(tables[0])}",
+                f"there are {len(tables)} tables ({', '.join(tables[:20])}"
+                f"{', …' * (len(tables) > 20)}): choose one with table={tables[0]!r} or "
+                f"?table={quote(tables[0])}, on the command line with --table "
+                f"{shlex.quote(tables[0])}",
                 file=file,
             )
         return tables[0]
@@ -115,7 +121,7 @@ class TableSelector:
 def build_table(
     name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], file: str
 ) -> Table:
-    """Build a table of plain cells; raise `SourceError` for a name or cell that is not allowed."""
+    """Return a table of plain cells; raise `SourceError` for a wrong name or cell."""
     check_column_names(names, file)
     pairs = zip(names, columns, strict=True)
     return Table(name, {title: to_plain_column(column, title, file) for title, column in pairs})
@@ -126,44 +132,46 @@ def check_column_names(
 ) -> None:
     """Raise `SourceError` if there are no columns, or a name is empty, duplicate or not text.
 
-    `hint` is added to the next step in the message.
+    The message ends with `hint`.
     """
     where: dict[str, Any] = {"file": file, "line": line}
     if not names:
-        raise SourceError("no columns: there is nothing to read", **where)
+        raise SourceError("there are no columns to read", **where)
     check_columns(len(names), file, line)
-    for place, name in enumerate(names, start=1):
+    for position, name in enumerate(names, start=1):
         if not isinstance(name, str):
             problem = f"is named {name!r}, of type {type(name).__name__}: rename it"
-            raise SourceError(f"column {place} {problem}", **where)
+            raise SourceError(f"column {position} {problem}", **where)
         if not name.strip():
             problem = f"has no name: give it one, or remove it{hint}"
-            raise SourceError(f"column {place} of {len(names)} {problem}", **where)
+            raise SourceError(f"column {position} of {len(names)} {problem}", **where)
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
-        places = [str(place) for place, other in enumerate(names, start=1) if other == name]
+        positions = [
+            str(position) for position, other in enumerate(names, start=1) if other == name
+        ]
         problem = f"are all named {name!r}: rename all but one{hint}"
-        raise SourceError(f"columns {', '.join(places)} {problem}", **where)
+        raise SourceError(f"columns {', '.join(positions)} {problem}", **where)
 
 
 def check_columns(count: int, file: str, line: int | None = None) -> None:
-    """Raise `SourceError` for more columns than the current limit."""
+    """Raise `SourceError` if there are more columns than the current limit."""
     limit = current_limits().columns
     if limit is not None and count > limit:
         raise SourceError(
-            f"{count:,} columns, but at most {limit:,} are allowed here: leave some out",
+            f"there are {count:,} columns, but at most {limit:,} are allowed: leave some out",
             file=file,
             line=line,
         )
 
 
 def no_rows_error(file: str) -> SourceError:
-    """Return the error for a table with column names but without rows."""
-    return SourceError("only column names, no rows: add at least one row", file=file)
+    """Return the error for a table that has column names but no rows."""
+    return SourceError("there are only column names but no rows: add at least one row", file=file)
 
 
 def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
-    """Return the column with plain cells; raise `SourceError` for a cell that is not allowed."""
+    """Return a column with plain cells; raise `SourceError` for a cell that cannot be converted."""
     cells = column if isinstance(column, list) else list(column)
     kinds = set(map(type, cells))
     if Decimal in kinds and kinds <= {Decimal, type(None)}:
@@ -171,7 +179,7 @@ def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
     elif (dates := _to_dates(cells, kinds)) is not None:
         cells = dates
     elif not kinds <= _PLAIN_TYPES:
-        # Most cells have a plain type: convert only the others.
+        # Most cells have a plain type already, so convert only the others.
         for row, value in enumerate(cells):
             if type(value) not in _PLAIN_TYPES:
                 try:
@@ -187,7 +195,7 @@ def to_plain_column(column: Iterable[Any], name: str, file: str) -> list[Any]:
 
 
 def lists_to_vectors(column: list[Any]) -> list[Any]:
-    """Turn lists of floats into vectors if all of them have the same length."""
+    """Return a column in which lists of floats are vectors, if all lists have the same length."""
     if not column or type(column[0]) not in (list, type(None)):
         return column
     lists = [cell for cell in column if cell is not None]
@@ -200,7 +208,7 @@ def lists_to_vectors(column: list[Any]) -> list[Any]:
 
 
 def check_cell_lengths(cells: list[Any], name: str, file: str) -> list[Any]:
-    """Return the cells; raise `SourceError` if one is too long."""
+    """Return the cells; raise `SourceError` if a text is too long."""
     kinds = set(map(type, cells))
     if not kinds & {str, bytes}:
         return cells
@@ -217,11 +225,12 @@ def check_cell_lengths(cells: list[Any], name: str, file: str) -> list[Any]:
 
 
 def _to_dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
-    """Return a column of dates, datetimes or times as Python objects; None for any other column.
+    """Return a column of dates, datetimes or times as Python objects; None for other columns.
 
     A date among datetimes becomes its midnight. Times with nanoseconds stay as they are.
     """
-    if any(kind.__name__ == "Timestamp" for kind in kinds):  # pandas, with NaT for None
+    # pandas has its own Timestamp, with NaT for None.
+    if any(kind.__name__ == "Timestamp" for kind in kinds):
         cells = [
             x and (None if x != x else x if x.nanosecond else x.to_pydatetime()) for x in cells
         ]
@@ -235,9 +244,10 @@ def _to_dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
 
 
 def to_plain_cell(value: Any) -> Any:
-    """Convert a value to a plain cell; raise `TypeError` if that is impossible.
+    """Return a value as a plain cell; raise `TypeError` if that is impossible.
 
-    A date becomes ISO text, a decimal an exact number or text. An array of floats stays a vector.
+    A date becomes ISO text. A decimal becomes an exact number or text. An array of floats stays a
+    vector.
 
     >>> (
     ...     to_plain_cell(datetime.date(1988, 4, 14)),
@@ -248,7 +258,7 @@ def to_plain_cell(value: Any) -> Any:
     """
     if type(value) in _PLAIN_TYPES:
         return value
-    if type(value).__name__ in {"NAType", "NaTType"}:  # pandas.NA, pandas.NaT
+    if type(value).__name__ in {"NAType", "NaTType"}:  # these are pandas.NA and pandas.NaT
         return None
     match value:
         case str():
@@ -264,7 +274,7 @@ def to_plain_cell(value: Any) -> Any:
         case datetime.timedelta() | uuid.UUID():
             return str(value)
         case _ if type(value).__module__.startswith(("ipaddress", "psycopg.types.")):
-            return str(value)  # PostgreSQL's inet, cidr and range types
+            return str(value)  # the value has one of PostgreSQL's types inet, cidr or range
         case np.generic():
             item = value.item()
             if isinstance(item, np.generic):  # a long double has no Python type
@@ -285,9 +295,9 @@ def to_plain_cell(value: Any) -> Any:
 
 
 def _convert_decimals(cells: list[Decimal | None], name: str = "") -> list[Any]:
-    """Convert decimals to ints or floats if all of them keep their value, otherwise to text.
+    """Return decimals as ints or floats if all of them keep their value, otherwise as text.
 
-    Warn about text if the column has a name.
+    If the column has a name, warn that it is text.
     """
     numbers = [number for number in cells if number is not None]
     kind: type = float

@@ -14,26 +14,26 @@ from qkv.database.errors import MixedColumnWarning
 from qkv.errors import warn_at_caller
 
 _PLAIN_NUMBER = re.compile(r"(-?)(0|[1-9]\d*|(?=\.))(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
-# Up to 17 digits and a point: exact as a float.
+# Matches up to 17 digits and a point, which a float represents exactly.
 _SHORT_FLOAT = re.compile(r"-?(?=.{2,18}\Z)(?:0|[1-9]\d*)?\.\d+", re.ASCII).fullmatch
 _INFINITE_OR_NAN = re.compile(r"[+-]?(?i:inf|infinity)|nan|NaN").fullmatch
 MISSING_WORDS = (
     *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
     *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
 )
-"""The words for a missing value in CSV, as in pandas."""
-# Numbers with a decimal comma and integers; points may separate thousands.
+"""The words that mean a missing value in CSV, as in pandas."""
+# Match numbers with a decimal comma, and integers. Points may separate thousands.
 _DECIMAL_COMMA = re.compile(
     r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+),\d+(?:[eE][+-]?\d{1,3})?", re.ASCII
 ).fullmatch
 _INTEGER_WITH_POINTS = re.compile(r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+)", re.ASCII).fullmatch
-# A price or percentage with one or two digits after its comma, so the comma is decimal.
+# Matches a price or percentage with one or two digits after its comma: the comma is decimal.
 _CURRENCY_SIGN, _COMMA_CENTS = r"(?:[€$£¥%]|[A-Z]{3})", r"-?[0-9][0-9.]*,[0-9]{1,2}"
 _PRICE = re.compile(
     rf"{_CURRENCY_SIGN}\s*{_COMMA_CENTS}|{_COMMA_CENTS}\s*{_CURRENCY_SIGN}"
 ).fullmatch
 _THOUSANDS = re.compile(r"-?[1-9]\d{0,2},\d{3}", re.ASCII).fullmatch
-# Numbers with a decimal point; commas may separate thousands.
+# Matches numbers with a decimal point. Commas may separate thousands.
 _COMMA_THOUSANDS = re.compile(
     r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)(?:\.\d+)?", re.ASCII
 ).fullmatch
@@ -42,18 +42,24 @@ _ISO_DATE = re.compile(
     re.ASCII,
 ).fullmatch
 MIN_COLUMN_CELLS, MAX_ODD_SHARE, SAMPLE_CELLS = 20, 0.1, 1000
-"""Warn about a few words among numbers if a column has at least `MIN_COLUMN_CELLS`, and at most
-this share of words. `SAMPLE_CELLS` are checked first."""
+"""When to warn about a few words among numbers.
+
+The column has at least `MIN_COLUMN_CELLS` cells, and at most the share `MAX_ODD_SHARE` of them are
+words. The first `SAMPLE_CELLS` cells are checked before the others.
+"""
 _MAX_DIGITS = 19
-"""Most digits with which programs print floats. The limit also bounds the parsing time."""
+"""The largest number of digits with which programs print floats.
+
+It also limits the parsing time.
+"""
 
 
 def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> list[Any]:
-    """Convert a column to 64-bit ints or floats if no cell loses information; missing is None.
+    """Return a column of text as 64-bit ints or floats if no cell loses information, else as text.
 
-    A column stays text if one cell is like "007" or "+1", or has more digits than a float. A cell
-    is missing if it is blank or one of the words `missing`. "inf" and "infinity", in any case and
-    with any sign, are numbers if the column also has a finite number.
+    Missing cells become None. A column stays text if one cell is like "007" or "+1", or has more
+    digits than a float. A cell is missing if it is blank or one of the words `missing`. "inf" and
+    "infinity", in any case and with any sign, are numbers if the column also has a finite number.
 
     >>> (
     ...     parse_numbers(["1", "", "3"]),
@@ -80,7 +86,9 @@ def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> l
 
 
 def date_form(text: str) -> str | None:
-    """Return the form of an ISO date: a date, or a datetime with or without a zone; else None.
+    """Return the form of an ISO date: a date, or a datetime with or without a zone.
+
+    Else, return None.
 
     >>> date_form("2024-01-31"), date_form("2024-01-31 12:00Z"), date_form("31.1.2024")
     ('date', 'datetime with zone', None)
@@ -92,7 +100,9 @@ def date_form(text: str) -> str | None:
 
 
 def parse_dates(cells: list[Any]) -> list[Any]:
-    """Convert a column of ISO text to dates or datetimes if all cells have the same form.
+    """Return a column of ISO text as dates or datetimes if all cells have the same form.
+
+    Other columns are returned unchanged.
 
     >>> parse_dates(["2024-01-31", None]), parse_dates(["2024-01-31", "2024-01-31 12:00"])
     ([datetime.date(2024, 1, 31), None], ['2024-01-31', '2024-01-31 12:00'])
@@ -107,7 +117,7 @@ def parse_dates(cells: list[Any]) -> list[Any]:
             return cells
         try:
             parsed[text] = parse(text.strip())
-        except ValueError:  # such as February 30
+        except ValueError:  # the text has the form of a date, but is not one, such as February 30
             return cells
     return [parsed[cell] for cell in cells]
 
@@ -115,10 +125,10 @@ def parse_dates(cells: list[Any]) -> list[Any]:
 def infer_types(
     columns: Mapping[str, list[str]], missing: Sequence[str], text: Sequence[str] | bool = ()
 ) -> dict[str, list[Any]]:
-    """Convert each column with `parse_numbers` and `parse_dates`, except those in `text`.
+    """Convert the columns with `parse_numbers` and `parse_dates`, except the columns in `text`.
 
-    `text` True keeps all columns as text. Warn about a column that stays text because of a few
-    cells.
+    If `text` is True, all columns stay text. A warning names each column that stays text because of
+    a few cells.
     """
     as_text = columns if text is True else text or ()
     words, converted = {*missing, ""}, dict[str, list[Any]]()
@@ -149,10 +159,11 @@ def infer_types(
 def replace_decimal_commas(
     columns: Mapping[str, list[str]], missing: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Replace decimal commas by points in columns of numbers; other columns stay as they are.
+    """Replace decimal commas by points in columns of numbers; leave other columns unchanged.
 
-    One cell must show that commas are decimal, even a price such as 7,50 €. Then they are decimal
-    in all columns, and points separate thousands. Otherwise warn about the columns that stay text.
+    One cell must show that commas are decimal; a price such as 7,50 € is enough. Then commas are
+    decimal in all columns, and points separate thousands. Otherwise, a warning names the columns
+    that stay text.
 
     >>> replace_decimal_commas({"sum": ["1.234,5", "7"], "people": ["1.086", "336"]}, missing=())
     {'sum': ['1234.5', '7'], 'people': ['1086', '336']}
@@ -192,10 +203,10 @@ def replace_decimal_commas(
 def remove_thousands_commas(
     columns: Mapping[str, list[str]], missing: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Remove the commas that separate thousands; other columns stay as they are.
+    """Remove commas that separate thousands from columns of numbers; leave other columns unchanged.
 
-    One cell must also have a decimal point. Then the commas of all columns separate thousands.
-    Otherwise warn about the columns that stay text.
+    One cell must also have a decimal point. Then commas separate thousands in all columns.
+    Otherwise, a warning names the columns that stay text.
 
     >>> remove_thousands_commas(
     ...     {"sum": ["1,234.5", "7"], "people": ["12,000", "NA"]}, missing=["NA"]
@@ -228,7 +239,9 @@ def remove_thousands_commas(
 
 
 def strip_thousands_commas(text: str) -> str:
-    """Remove the commas that separate the thousands of a number; return other text unchanged.
+    """Remove the commas that separate the thousands of a number.
+
+    Other text is returned unchanged.
 
     >>> strip_thousands_commas("1,234.5"), strip_thousands_commas("1,2")
     ('1234.5', '1,2')
@@ -241,8 +254,8 @@ def header_looks_like_row(
 ) -> bool:
     """Return whether the header may be a row of data.
 
-    It may if there is a number above each column of numbers, and these numbers are not years, not
-    consecutive, and not four or more in ascending order.
+    It may be a row if it has a number above every column of numbers. These numbers must not be
+    years, consecutive numbers, or four or more numbers in ascending order.
 
     >>> (
     ...     header_looks_like_row(["Li", "34"], [["Bo"], ["27"]], ()),
@@ -265,7 +278,8 @@ def header_looks_like_row(
 def _count_odd_words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str, int]:
     """Count the words that prevent a column from being numbers or dates.
 
-    Return nothing if there are many of them, or if one has leading zeros, as 007.
+    `keeps(text)` says whether a cell is a number or a date. Return {} if there are many such words,
+    or if one is a number with leading zeros, such as 007.
     """
     texts = [cell for cell in cells[:SAMPLE_CELLS] if cell is not None]
     if len(texts) < MIN_COLUMN_CELLS or type(texts[0]) is not str:
@@ -280,6 +294,7 @@ def _count_odd_words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str,
 
 
 def _parse_ints(cells: list[str]) -> list[Any] | None:
+    """Return the cells as ints, or None if one of them is not a 64-bit int."""
     try:
         ints = list(map(int, cells))
     except ValueError:
@@ -289,10 +304,11 @@ def _parse_ints(cells: list[str]) -> list[Any] | None:
 
 
 def _parse_floats(cells: list[str]) -> list[Any] | None:
+    """Return the cells as floats, or None if they are not numbers or would lose digits."""
     if not all(_SHORT_FLOAT(text) or _float_keeps(text) for text in cells):
         return None
     floats = [*map(float, cells)]
-    # Only ints: `_parse_ints` rejected them. Only NaN or infinity: they are words.
+    # If all are ints, `_parse_ints` has rejected them. If none is finite, they are words.
     only_ints = all(text.lstrip("-").isdigit() for text in cells)
     if only_ints or not any(map(math.isfinite, floats)):
         return None
@@ -307,7 +323,8 @@ def _float_keeps(text: str) -> bool:
     if not match or len(text) > _MAX_DIGITS + 8:
         return False
     number = float(text)
-    if len(match[0]) == len(match[1]) + len(match[2]):  # an int must not be rounded
+    # An int must not be rounded.
+    if len(match[0]) == len(match[1]) + len(match[2]):
         return abs(number) < 2**53 and text != "-0"
     digits = (match[2] + (match[3] or "")).lstrip("0")
     return len(digits) <= (_MAX_DIGITS if "e" in text.lower() else 17) and not math.isinf(number)

@@ -27,12 +27,12 @@ def read_workbook(
     progress: ProgressCallback | None,
     missing: Sequence[str] | None,
 ) -> Table:
-    """Read the selected sheet; by default the only visible one that is not empty.
+    """Read the selected sheet. By default, it is the only visible sheet that is not empty.
 
-    The first row has the column names. A column of whole numbers becomes ints. A date among other
-    cells becomes ISO text. A formula has the value that was saved. A cell is missing if it is
-    empty, an error, or one of the words `missing`. Empty rows are skipped, and so are empty columns
-    without a name.
+    The first row contains the column names. A column of whole numbers becomes ints. A date among
+    cells of other types becomes ISO text. For a formula, the saved result is read. A cell is
+    missing if it is empty, an error, or one of the words `missing`. Empty rows are skipped, and so
+    are empty columns without a name.
     """
     with require_extra("tables", "reading a workbook needs python-calamine"):
         import python_calamine as calamine
@@ -44,10 +44,10 @@ def read_workbook(
             rows, (top, _) = sheet.to_python(), sheet.start or (0, 0)
     except calamine.PasswordError:
         raise SourceError(
-            "it is protected with a password: save it without one", file=file
+            "the workbook is protected with a password: save it without a password", file=file
         ) from None
     except calamine.CalamineError as error:
-        step = "open and save it again, or save the sheet as CSV"
+        step = "open and save the workbook again, or save the sheet as CSV"
         raise SourceError(f"the workbook cannot be read ({error}): {step}", file=file) from None
     rows = [row for row in rows if any(x != "" for x in row)]
     columns = [column for column in zip(*rows, strict=True) if any(x != "" for x in column)]
@@ -68,7 +68,7 @@ def read_workbook(
 
 
 def _list_sheets(calamine: Any, book: Any, selected: str | None) -> list[str]:
-    """Return all sheets if one is selected by name, otherwise the visible ones with content."""
+    """Return the names of the visible sheets with content; of all sheets if one is selected."""
     sheets = [x for x in book.sheets_metadata if x.typ == calamine.SheetTypeEnum.WorkSheet]
     if selected is None:
         visible = calamine.SheetVisibleEnum.Visible
@@ -79,7 +79,10 @@ def _list_sheets(calamine: Any, book: Any, selected: str | None) -> list[str]:
 
 
 def _floats_to_ints(cells: list[Any]) -> list[Any]:
-    """Return ints for a column of whole numbers; Excel stores all numbers as floats."""
+    """Return a column of whole numbers as ints, because Excel stores all numbers as floats.
+
+    Other columns are returned unchanged.
+    """
     floats = [x for x in cells if type(x) is float]
     if not all(x.is_integer() and abs(x) < 2**53 for x in floats):
         return cells

@@ -4,6 +4,16 @@ A commit writes its segments, syncs them to disk, and then changes the catalog i
 A crash before the transaction leaves the old version, a crash after it the new one.
 docs/format.md describes the folder.
 
+Terms of these modules:
+
+- record: a row's cells as JSON text; digest: a hash of the row's key, with which it is looked up
+- live row: a row that a version contains, because no commit up to then has deleted it
+- generation: the tensors that one encoder has computed; `rewrite_tensors` starts the next one
+- bundle: a file with the records and digests of one large commit
+- pin: a reader's lock on a version, which compaction must then keep
+
+Modules:
+
 - `store`: `Store`, the entry point; `snapshot`: one version for readers
 - `catalog`: the SQLite file; `commit_marker`: which commit was acknowledged last
 - `segments`: layout and file format of tensors; `blob_storage`: reads and writes these files
@@ -29,6 +39,7 @@ __all__ = ["Commit", "CompactReport", "Problem", "Snapshot", "Store", "Version",
 def __getattr__(name: str) -> Any:
     if name not in ("Problem", "check"):
         raise AttributeError(f"module 'qkv.database.storage' has no attribute {name!r}")
-    from qkv.database.storage import integrity_check  # loaded on first use: few programs need it
+    # Few programs need this module, so it is imported on first use.
+    from qkv.database.storage import integrity_check
 
     return getattr(integrity_check, name)

@@ -1,4 +1,4 @@
-"""Blob storage: where immutable files are kept, in a folder or in memory."""
+"""Storage of the immutable files of a store, in a folder or in memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ from qkv.util.logging import debug_logger
 
 
 class FileSystem:
-    """The system calls that write files durably. Tests replace it to simulate a power loss."""
+    """The system calls that write files durably.
+
+    Tests replace this class to simulate a power loss.
+    """
 
     def write(self, path: Path, chunks: Iterable[Any]) -> None:
+        """Write the chunks to a new file, and sync the file to disk."""
         with open(path, "wb", opener=safe_open.open_regular_file) as file:
             for chunk in chunks:
                 file.write(chunk)
@@ -43,7 +47,7 @@ class FileSystem:
         os.fsync(file)
 
     def sync_file(self, path: Path) -> None:
-        """Sync a file that was written by other code."""
+        """Sync a file to disk that other code has written."""
         file = os.open(path, os.O_RDONLY)
         try:
             self.fsync(file, path)
@@ -61,7 +65,7 @@ class FileSystem:
 
 
 class MemoryBlobStorage:
-    """Keep files in memory, for as long as the process lives."""
+    """Keeps files in memory until the process ends."""
 
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
@@ -70,7 +74,10 @@ class MemoryBlobStorage:
     def write_segment(
         self, file: str, layout: Layout, parts: Sequence[Segment], metadata: FileMetadata
     ) -> tuple[int, bytes]:
-        """Store the parts as one segment; return its size and checksum."""
+        """Store the parts as one segment; return its size in bytes and its checksum.
+
+        The checksum is empty for a segment in memory.
+        """
         ids = _join_read_only([part.ids for part in parts])
         tensors: dict[str, Tensor] = {
             n: (concat_ragged if n == layout.ragged_name else _join_read_only)(
@@ -82,6 +89,7 @@ class MemoryBlobStorage:
         return ids.nbytes + sum(tensor.nbytes for tensor in tensors.values()), b""
 
     def write_arrays(self, file: str, arrays: Tensors, metadata: FileMetadata) -> tuple[int, bytes]:
+        """Store the arrays of an encoder; return their size in bytes and their checksum."""
         for name, array in arrays.items():
             check_tensor_name(name)
             storage_dtype(name, array, min_dims=0)
@@ -89,7 +97,7 @@ class MemoryBlobStorage:
         return sum(array.nbytes for array in arrays.values()), b""
 
     def sync_storage(self) -> None:
-        """Make everything written so far survive a power loss. (In memory: no-op.)"""
+        """Sync the folder, so that all files survive a power loss. In memory, this does nothing."""
 
     def read_segment(self, entry: SegmentEntry, layout: Layout) -> Segment:
         return self._segments[entry.file]
@@ -98,10 +106,13 @@ class MemoryBlobStorage:
         return dict(self._arrays[file])
 
     def verify_file(self, file: str, size: int, checksum: bytes) -> None:
-        """Read a whole file and raise `StoreDamagedError` if it differs from what was written."""
+        """Raise `StoreDamagedError` if a file differs from what was written.
+
+        In memory, this does nothing.
+        """
 
     def discard_file(self, file: str) -> OSError | None:
-        """Remove a file; return the error if that failed."""
+        """Remove a file. If that fails, return the error."""
         self._segments.pop(file, None)
         self._arrays.pop(file, None)
         return None
@@ -112,7 +123,11 @@ class MemoryBlobStorage:
 
 
 class DiskBlobStorage:
-    """Keep files in a folder: write to a temporary name, sync, rename; read through mmap."""
+    """Keeps files in a folder.
+
+    A file is written under a temporary name, synced, and renamed. Large files are read through
+    mmap.
+    """
 
     def __init__(self, folder: Path, files: FileSystem | None = None) -> None:
         self._folder = folder
@@ -169,6 +184,7 @@ class DiskBlobStorage:
         return segments.open_arrays(self._file_path(file), size)
 
     def verify_file(self, file: str, size: int, checksum: bytes) -> None:
+        """Read a whole file, and raise `StoreDamagedError` if its size or checksum is wrong."""
         path = self._file_path(file)
         actual = sha256()
         length = 0
@@ -190,7 +206,7 @@ class DiskBlobStorage:
 
     def discard_file(self, file: str) -> OSError | None:
         self._open_segments.pop(file, None)
-        # The next writer retries a removal that fails.
+        # If the removal fails, the next writer tries again.
         try:
             self._file_system.unlink(self._file_path(file))
         except OSError as error:
@@ -207,7 +223,8 @@ class DiskBlobStorage:
         )
 
     def _file_path(self, file: str) -> Path:
-        # An untrusted catalog must not name files outside of its folder.
+        """Return the path of a file; raise if the name is not one that a store writes."""
+        # An untrusted catalog could name files outside of its folder.
         if segments.file_number(file.removesuffix(segments.TEMPORARY_SUFFIX)) is None:
             raise segments.damaged_file_error(
                 self._folder / "catalogue.sqlite", f"it names the file {file!r}"
@@ -217,6 +234,7 @@ class DiskBlobStorage:
     def _write_file(
         self, file: str, columns: Sequence[FileColumn], metadata: FileMetadata
     ) -> tuple[int, bytes]:
+        """Write a file atomically; return its size in bytes and its checksum."""
         checksum = sha256()
         length = 0
 
@@ -243,16 +261,16 @@ BlobStorage = MemoryBlobStorage | DiskBlobStorage
 def read_verified_segment(
     blob_storage: BlobStorage, entry: SegmentEntry, layout: Layout
 ) -> Segment:
-    """Read a segment after verifying its checksum.
+    """Verify the checksum of a segment, then read it.
 
-    For copies: damaged data must not get a new, valid checksum.
+    Code that copies rows needs this: damaged rows must not get a new, valid checksum.
     """
     blob_storage.verify_file(entry.file, entry.size, entry.checksum)
     return blob_storage.read_segment(entry, layout)
 
 
 def _join_read_only(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return a read-only copy of the arrays, concatenated."""
+    """Concatenate the arrays to a new, read-only array."""
     joined = np.array(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
     joined.flags.writeable = False
     return joined

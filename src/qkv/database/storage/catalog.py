@@ -1,8 +1,8 @@
 """The catalog: one SQLite file with rows, versions, settings, and the list of segments.
 
-The second half opens connections. A reader normally needs SQLite's index of the write-ahead log,
-the -shm file. For a reader that cannot create it (read-only folder, full disk), the log is parsed
-here.
+The second half of the module opens connections. SQLite needs a shared index of its write-ahead log,
+the -shm file. A reader that cannot create this file (read-only folder, full disk) parses the log
+itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from qkv.util.types import Closable, interruptible_contextmanager
 
 CATALOG_FILE = "catalogue.sqlite"
 FORMAT_VERSION = 5
-APPLICATION_ID = 0x716B7601  # "qkv" and 1
+APPLICATION_ID = 0x716B7601  # the bytes "qkv" and 1
 
 SCHEMA_SQL = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, digest BLOB NOT NULL, record TEXT NOT NULL,
@@ -59,21 +59,25 @@ CREATE TABLE counters (files INTEGER NOT NULL);
 
 SCHEMA_STATEMENTS = {statement.strip() for statement in SCHEMA_SQL.split(";")[:-1]}
 SCHEMA_QUERY = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
-"""Reads the statements back from SQLite."""
+"""Returns the CREATE statements that SQLite has stored."""
 
 T = TypeVar("T")
 
 _DAMAGE_MESSAGES = ("no such table", "no such column", "unsupported file format")
-"""Messages of damage that SQLite reports with the generic error code."""
+"""Messages of SQLite for a damaged file that come with a generic error code."""
 
 SEGMENT_COLUMNS = "file, generation, first, last, rows, bytes, checksum"
 
 SEGMENT_TYPES, ARRAY_FILE_TYPES = [str, int, int, int, int, int, bytes], [str, int, bytes]
-"""The types of the columns that describe a segment, and a file of arrays."""
+"""The types of the columns that describe a segment, and of those that describe a file of arrays."""
 
 
 class VersionEntry(NamedTuple):
-    """One version: its number, its last row id, its live row count, generation and settings."""
+    """One version in the catalog.
+
+    `last` is the largest row id used so far, `rows` the number of live rows, and `settings` the
+    number of the version's settings.
+    """
 
     number: int
     last: int
@@ -88,7 +92,9 @@ class VersionEntry(NamedTuple):
 
 
 class Catalog(Closable):
-    """A connection to the catalog, shared by threads. Its errors name the file.
+    """A connection to the catalog, which threads may share.
+
+    Its errors contain the path of the file.
 
     >>> catalog = Catalog(None)
     >>> catalog.newest_version()
@@ -117,7 +123,7 @@ class Catalog(Closable):
             raise
 
     def _create_tables(self) -> None:
-        """Create the tables unless another process has done so."""
+        """Create the tables, unless another process has created them."""
         if self.path is not None:
             self.execute("PRAGMA journal_mode = WAL")
         with self.write_transaction():
@@ -133,11 +139,11 @@ class Catalog(Closable):
             self.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
     def dump_content(self) -> bytes:
-        """Return the whole database as bytes."""
+        """Return the complete SQLite database as bytes."""
         return self._connection.serialize()
 
     def load_content(self, content: bytes) -> None:
-        """Replace the content of this catalog in memory."""
+        """Replace the content of this catalog in memory by the bytes of `dump_content`."""
         with contextlib.closing(sqlite3.connect(":memory:")) as source:
             source.deserialize(content)
             source.backup(self._connection)
@@ -145,17 +151,20 @@ class Catalog(Closable):
 
     @property
     def changes(self) -> int:
-        """Number of rows that this connection has changed."""
+        """The number of rows that this connection has inserted, changed or deleted so far."""
         return self._connection.total_changes
 
     def is_same_file(self) -> bool:
-        """Return True if the path still names the file that was opened."""
+        """Return whether the path still leads to the file that was opened."""
         if self.path is None or self._file_stat is None:
             return True
         return os.path.samestat(os.stat(self.path, follow_symlinks=False), self._file_stat)
 
     def check_is_store(self) -> bool:
-        """Return True for a store and False for an empty file; raise for anything else."""
+        """Return True for the catalog of a store and False for an empty file.
+
+        Raise for any other file.
+        """
         assert self.path is not None
         application = self.fetch_value("PRAGMA application_id")
         number = self.fetch_value("PRAGMA user_version")
@@ -201,6 +210,10 @@ class Catalog(Closable):
     def _run_statement(
         self, read: Callable[[sqlite3.Cursor], T], statement: str, values: Any, many: bool = False
     ) -> T:
+        """Run a statement, and return what `read` returns for its cursor.
+
+        If the file has changed in a way that the connection does not notice, reopen it and repeat.
+        """
         self._check_process()
         with self.lock:
             while True:
@@ -216,7 +229,10 @@ class Catalog(Closable):
                         return result
 
     def _reopen_if_changed(self) -> bool:
-        """Reopen a file that was assumed not to change and did; return True to read again."""
+        """Reopen the file if it has changed although the connection assumes that it does not.
+
+        Return True if it was reopened; then the statement must run again.
+        """
         if (
             self._file_state is None
             or self.path is None
@@ -224,15 +240,16 @@ class Catalog(Closable):
         ):
             return False
         if self._connection.in_transaction:
-            raise StoreLockedError(f"{self.path} is being written: try again")
+            raise StoreLockedError(f"another process is writing to {self.path}: try again")
         self._reopen_connection()
         return True
 
     def _reopen_if_half_made(self, error: sqlite3.Error | UnicodeDecodeError) -> bool:
-        """Reopen after finding an incomplete log index; return True to run the statement again.
+        """Reopen the file if `error` says that the index of the log is incomplete.
 
-        Only a reader without write permission gets this error, on the first read of a transaction,
-        so that starting the transaction again is safe.
+        Return True if it was reopened; then the statement must run again. Only a reader without
+        write permission gets this error, and only at the first read of a transaction. So the
+        transaction can start again.
         """
         if (
             self._marker_watch is None
@@ -255,7 +272,8 @@ class Catalog(Closable):
         self._newest_entry = self._seen_entry = None
 
     def _check_process(self) -> None:
-        # A child has its own copy of a catalog in memory; file locks are shared with the parent.
+        # A child process has its own copy of a catalog in memory, but shares file locks with its
+        # parent.
         if self.path is not None and os.getpid() != self._process_id:
             raise StoreClosedError(
                 f"{self._store_name()} was opened before this process was forked: open it again "
@@ -263,20 +281,23 @@ class Catalog(Closable):
             )
 
     def write_transaction(self) -> contextlib.AbstractContextManager[None]:
-        """Run the body in a write transaction, durable when it ends."""
+        """Return a context that runs its body in a write transaction.
+
+        The changes are durable at its end.
+        """
         return self._run_transaction("BEGIN IMMEDIATE")
 
     def read_transaction(self) -> contextlib.AbstractContextManager[None]:
-        """Run the body in a read transaction: all reads see one state."""
+        """Return a context in which all reads see the same state of the catalog."""
         return self._run_transaction("BEGIN")
 
     @interruptible_contextmanager
     def _run_transaction(self, begin: str) -> Iterator[None]:
         with self.lock:
             try:
-                # A transaction that was interrupted twice may still be open.
+                # After two interrupts, an earlier transaction may still be open.
                 self._rollback_transaction()
-                self._seen_entry = None  # inside, everything is read at one moment
+                self._seen_entry = None  # inside a transaction, all reads see one state
                 self.execute(begin)
                 yield
                 self.execute("COMMIT")
@@ -294,7 +315,7 @@ class Catalog(Closable):
     def insert_version(
         self, version_entry: VersionEntry, what: str, added: int, removed: int
     ) -> None:
-        """Insert a row for a new version."""
+        """Add a version; `what` is its label, `added` and `removed` are numbers of rows."""
         number, last, rows, generation, settings = version_entry
         line = (number, current_time_text(), what, added, removed, rows, last, generation, settings)
         self.execute(
@@ -302,8 +323,10 @@ class Catalog(Closable):
         )
 
     def read_versions(self, where: str = "", *values: Any) -> list[tuple[Any, ...]]:
-        """Return (number, time, what, added, removed, rows, last, generation, settings) for each
-        version, ascending."""
+        """Return the versions that match the SQL clause `where`, ascending.
+
+        Each is (number, time, what, added, removed, rows, last, generation, settings).
+        """
         versions = []
         for *line, crc in self.fetch_all(
             f"SELECT * FROM versions {where} ORDER BY number", *values
@@ -314,12 +337,15 @@ class Catalog(Closable):
         return versions
 
     def find_version(self, version: int) -> VersionEntry | None:
-        """Return a version, or None if it does not exist."""
+        """Return the entry of a version, or None if it does not exist."""
         lines = self.read_versions("WHERE number = ?", version) if abs(version) < 2**63 else []
         return VersionEntry.from_line(lines[0]) if lines else None
 
     def newest_version(self) -> VersionEntry:
-        """Return the newest version; the same object until the catalog changes."""
+        """Return the entry of the newest version.
+
+        It is the same object until the catalog changes, so that callers can compare with `is`.
+        """
         if self.path is None and (newest := self._newest_entry) is not None:
             return newest
         self._check_process()
@@ -328,11 +354,11 @@ class Catalog(Closable):
             return seen[0]
         with self.lock:
             marker_state = (b"", 0.0) if watch is None else watch.read_state()
-            # data_version changes with the writes of other connections, not with our own.
+            # SQLite changes data_version when another connection writes, not when this one does.
             changes = None
             self._reopen_if_changed()
             if self.path is not None:
-                try:  # like `fetch_one`, but faster: every lookup runs this
+                try:  # `fetch_one` would be slower, and every lookup runs this
                     changes = self._connection.execute("PRAGMA data_version").fetchone()
                 except sqlite3.Error:
                     changes = self.fetch_one("PRAGMA data_version")
@@ -341,7 +367,7 @@ class Catalog(Closable):
                 if not lines:
                     raise self.damaged_error("it has no version")
                 self._newest_entry, self._data_version = VersionEntry.from_line(lines[0]), changes
-            if not self._connection.in_transaction:  # a transaction sees the state at its begin
+            if not self._connection.in_transaction:  # a transaction sees the state at its start
                 self._seen_entry = (self._newest_entry, *marker_state)
             return self._newest_entry
 
@@ -353,13 +379,14 @@ class Catalog(Closable):
             raise self.damaged_error("its settings cannot be read") from error
 
     def read_settings_text(self, number: int) -> str:
+        """Return the settings with this number as JSON text, after checking their checksum."""
         row = self.fetch_one("SELECT text, crc FROM settings WHERE number = ?", number)
         if row is None or not isinstance(row[0], str) or crc32(row[0].encode()) != row[1]:
             raise self.damaged_error("the checksum of its settings differs")
         return str(row[0])
 
     def read_layout(self, generation: int) -> Layout | None:
-        """Return the layout of a generation, or None before its first row."""
+        """Return the layout of a generation, or None if it has no rows yet."""
         text = self.fetch_value("SELECT layout FROM generations WHERE number = ?", generation)
         try:
             return None if text is None else Layout.from_text(text)
@@ -367,7 +394,10 @@ class Catalog(Closable):
             raise self.damaged_error("a layout in it cannot be read") from error
 
     def list_segments(self, generation: int | None = None) -> list[SegmentEntry]:
-        """Return the segments of one or all generations, sorted by generation and first id."""
+        """Return the segments sorted by generation and first row id.
+
+        With a generation, return only its segments.
+        """
         where = "" if generation is None else "WHERE generation = ?"
         values = () if generation is None else (generation,)
         lines = self.fetch_all(
@@ -376,7 +406,10 @@ class Catalog(Closable):
         return [SegmentEntry(*line) for line in self._check_types(lines, SEGMENT_TYPES)]
 
     def list_array_files(self, generation: int | None = None) -> list[tuple[str, int, bytes]]:
-        """Return (file, bytes, checksum) of the array files of one or all generations."""
+        """Return (file, size in bytes, checksum) of array files.
+
+        With a generation, return only its file.
+        """
         where = "" if generation is None else "AND number = ?"
         values = () if generation is None else (generation,)
         lines = self.fetch_all(
@@ -386,7 +419,10 @@ class Catalog(Closable):
         return [*self._check_types(lines, ARRAY_FILE_TYPES)]
 
     def _check_types(self, lines: Iterable[Any], types: Sequence[type]) -> Iterator[Any]:
-        """Yield the lines after checking their types: SQLite stores any type in any column."""
+        """Yield the lines if their cells have these types, else raise.
+
+        The check is necessary because SQLite stores any type in any column.
+        """
         for line in lines:
             if list(map(type, line)) != types:
                 raise self.damaged_error("an entry for a file has wrong types")
@@ -398,9 +434,13 @@ class Catalog(Closable):
         return {str(file) for (file,) in self.fetch_all(statement) if file is not None}
 
     def buffer_rows(self, generation: int, ids: Iterable[int], packed: Iterable[bytes]) -> None:
-        """Store the packed tensors of rows that are too few for a segment."""
+        """Store rows in the catalog that are too few for a segment.
+
+        `packed` has each row's tensors as bytes.
+        """
         lines = (
-            (generation, row, some, crc32(some)) for row, some in zip(ids, packed, strict=True)
+            (generation, row, tensors, crc32(tensors))
+            for row, tensors in zip(ids, packed, strict=True)
         )
         self.execute_many("INSERT INTO resting VALUES (?, ?, ?, ?)", lines)
 
@@ -410,7 +450,7 @@ class Catalog(Closable):
         self.execute(statement, layout.to_text(), generation)
 
     def insert_settings(self, text: str | None, old: int) -> int:
-        """Store settings and return their number; return `old` if text is None."""
+        """Store settings (JSON text) and return their number; if `text` is None, return `old`."""
         if text is None:
             return old
         new = 1 + int(self.fetch_value("SELECT max(number) FROM settings"))
@@ -418,13 +458,17 @@ class Catalog(Closable):
         return new
 
     def discard_segments(self, entries: Sequence[SegmentEntry]) -> None:
-        """Move segments to the list of discarded files, which are deleted after the transaction."""
+        """Move segments to the list of discarded files.
+
+        The files are removed after the transaction.
+        """
         if entries:
             files = [(entry.file,) for entry in entries]
             self.execute_many("DELETE FROM segments WHERE file = ?", files)
             self.execute_many("INSERT OR IGNORE INTO discarded VALUES (?)", files)
 
     def damaged_error(self, what: str) -> StoreDamagedError:
+        """Return the error for a damaged catalog; `what` says what is wrong."""
         return StoreDamagedError(
             f"{self.path} is damaged: {what}. Restore it from a backup, or recover what can be "
             "read with qkv check --repair, which keeps the damaged file"
@@ -440,14 +484,16 @@ class Catalog(Closable):
                     self._marker_watch.close()
 
     def _store_name(self) -> str:
+        """The name of the store for messages."""
         return "the store" if self.path is None else self.path.parent.name
 
     def _translate_error(self, error: sqlite3.Error | UnicodeDecodeError) -> Exception:
+        """Return the error of this package for an error of SQLite, or the error itself."""
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         text = str(error)
         if "closed database" in text:
             return StoreClosedError(f"{self._store_name()} is closed: open it again")
-        # SQLite's messages quote the file's text, which may not decode.
+        # SQLite's messages quote text of the file, which may not be valid UTF-8.
         if isinstance(error, UnicodeDecodeError) or "UTF-8" in text:
             return self.damaged_error("its text is not UTF-8")
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or any(
@@ -471,16 +517,20 @@ def _get_row_count(cursor: sqlite3.Cursor) -> int:
 
 
 def current_time_text() -> str:
+    """Return the current UTC time as ISO text with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def line_crc(line: Iterable[Any]) -> int:
-    """Return the checksum of a version: of its cells as text, joined by "|"."""
+    """Return the checksum of a version's entry, computed from its cells joined by "|"."""
     return crc32("|".join(map(str, line)).encode(errors="replace"))
 
 
 def _is_possible_version(line: Sequence[Any]) -> bool:
-    """Return True if the numbers are plausible: an untrusted store may have valid checksums."""
+    """Return whether the numbers of a version are plausible.
+
+    An untrusted store may contain impossible numbers with a valid checksum.
+    """
     number, _, _, added, removed, rows, last, generation, settings = line
     counts = (number, added, removed, rows, generation, settings)
     are_integers = all(type(x) is int for x in (*counts, last))
@@ -488,19 +538,22 @@ def _is_possible_version(line: Sequence[Any]) -> bool:
 
 
 def row_crc(row: int, digest: bytes, record: str) -> int:
-    """Return the checksum of a row's immutable cells; −1 if their types are wrong."""
+    """Return the checksum of a row's id, digest and record; −1 if they have wrong types."""
     if not isinstance(digest, bytes) or not isinstance(record, str):
         return -1
     return crc32(record.encode(), crc32(digest, row & 0xFFFFFFFF))
 
 
 def is_buffered_row_intact(row: Any, packed: Any, crc: Any) -> bool:
-    """Return True if a buffered row has its checksum. A damaged catalog may hold any type."""
+    """Return whether a buffered row matches its checksum.
+
+    The arguments may have any type, because a damaged catalog may contain any type.
+    """
     return isinstance(row, int) and isinstance(packed, bytes) and crc32(packed) == crc
 
 
 WRITER_WAIT_SECONDS = 0.2
-"""Seconds to wait for a writer that is just starting and creates the log index."""
+"""How long to wait for a writer that is starting and is about to create the log index."""
 UNWRITABLE_CODES = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
@@ -509,9 +562,9 @@ UNWRITABLE_CODES = (
     sqlite3.SQLITE_PERM,
 )
 WAL_INDEX_CODES = (sqlite3.SQLITE_READONLY_RECOVERY, sqlite3.SQLITE_READONLY_CANTINIT)
-"""Errors of a reader without write permission that finds no log index, or an incomplete one."""
+"""Errors that a reader without write permission gets if the log index is missing or incomplete."""
 PAGE_SIZES = tuple(1 << i for i in range(9, 17))
-"""Page sizes in bytes that SQLite allows."""
+"""The page sizes that SQLite allows, in bytes."""
 _READER_STATEMENTS = (
     "PRAGMA query_only = 1",
     "PRAGMA trusted_schema = OFF",
@@ -529,9 +582,10 @@ _WRITER_STATEMENTS = (
 def open_connection(
     path: Path | None, write: bool, create: bool
 ) -> tuple[sqlite3.Connection, tuple[Any, ...] | None]:
-    """Open a connection.
+    """Open a connection to the catalog.
 
-    Also return the file's state if the connection assumes that the file does not change, else None.
+    Also return the state of the file if the connection assumes that the file does not change. Else,
+    return None in its place.
     """
     if path is None:
         return _open_sqlite(":memory:"), None
@@ -539,7 +593,7 @@ def open_connection(
     name = path.absolute().as_uri()
     if write:
         return _open_sqlite(f"{name}?mode={'rwc' if create else 'rw'}", *_WRITER_STATEMENTS), None
-    # Readers write to the log index too.
+    # Readers need write permission too, because SQLite updates the log index.
     mode = "rw" if os.access(path.parent, os.W_OK) else "ro"
     until = time.monotonic() + WRITER_WAIT_SECONDS
     while True:
@@ -549,8 +603,8 @@ def open_connection(
             if error.sqlite_errorcode & 0xFF not in UNWRITABLE_CODES:
                 raise
             file_state = read_file_state(path)
-        # On a full disk or in a read-only folder no index can be created. Without a log none is
-        # needed. With a log, its writer may be creating the index right now.
+        # On a full disk or in a read-only folder, SQLite cannot create the log index. Without a
+        # log it needs none. If there is a log, its writer may be creating the index right now.
         try:
             if not file_state[0]:
                 return _open_sqlite(f"{name}?immutable=1", *_READER_STATEMENTS), file_state
@@ -568,7 +622,7 @@ def open_connection(
 
 
 def read_file_state(path: Path) -> tuple[Any, ...]:
-    """Return the log's length and everything else that changes with a write."""
+    """Return the length of the log, and everything else that changes when a writer commits."""
     try:
         log = os.stat(f"{path}-wal")
     except FileNotFoundError:
@@ -586,6 +640,10 @@ def read_file_state(path: Path) -> tuple[Any, ...]:
 
 
 def _open_sqlite(name: str, *statements: str, content: bytes | None = None) -> sqlite3.Connection:
+    """Open a SQLite connection and run the statements.
+
+    With `content`, the connection gets this database in memory.
+    """
     connection = sqlite3.connect(
         name, timeout=10.0, isolation_level=None, check_same_thread=False, uri=True
     )
@@ -601,33 +659,32 @@ def _open_sqlite(name: str, *statements: str, content: bytes | None = None) -> s
 
 
 def _read_with_log(path: Path) -> bytes:
-    """Return the catalog's content with the committed pages of its write-ahead log applied.
+    """Return the content of the catalog with the committed pages of its write-ahead log.
 
-    The log is parsed by hand because SQLite would need a writable copy of the files, and a full
-    disk has no space for one.
+    SQLite itself would need a writable copy of both files, for which a full disk has no space. So
+    the log is parsed here.
     """
     with open(path, "rb", opener=safe_open.open_regular_file) as file:
         content = bytearray(file.read())
     with open(f"{path}-wal", "rb", opener=safe_open.open_regular_file) as file:
         size, count, pages = read_log_pages(file.read())
     if pages:
-        # An untrusted log may claim any length.
+        # An untrusted log may state any length.
         count = min(count, len(content) // size + len(pages))
         content[count * size :] = bytes(max(0, count * size - len(content)))
     for number, page in pages.items():
         if 0 < number <= count:
             content[(number - 1) * size : number * size] = page
-    content[18:20] = b"\1\1"  # the header's flag for a file without a log
+    content[18:20] = b"\1\1"  # set the flags in the header that mean: no log
     return bytes(content)
 
 
 def read_log_pages(log: bytes) -> tuple[int, int, dict[int, bytes]]:
-    """Return the page size, the file's page count, and the committed pages of a log by number.
+    """Return the page size, the number of pages of the file, and the committed pages by number.
 
-    A log is a header of 32 bytes and frames of 24 bytes plus one page. A frame is valid if it has
-    the header's salt and the right checksum of everything before it. Frames after the last commit
-    are ignored:
-    https://sqlite.org/fileformat2.html#the_write_ahead_log
+    A log is a header of 32 bytes, then frames of 24 bytes plus one page. A frame is valid if it has
+    the salt of the header, and the right checksum of everything before it. Frames after the last
+    commit are ignored. See https://sqlite.org/fileformat2.html#the_write_ahead_log
     """
     head = np.frombuffer(log[:32], ">u4")
     if len(head) < 8 or head[0] | 1 != 0x377F0683 or head[2] not in PAGE_SIZES:
@@ -649,7 +706,7 @@ def read_log_pages(log: bytes) -> tuple[int, int, dict[int, bytes]]:
         if (frame_head[2:4] != head[4:6]).any() or (frame_head[4:] != checksum).any():
             break
         uncommitted[int(frame_head[0])] = frame[24:].tobytes()
-        if frame_head[1]:  # the file's page count, only in a frame that ends a commit
+        if frame_head[1]:  # the number of pages; only the last frame of a commit has it
             count = int(frame_head[1])
             pages |= uncommitted
             uncommitted = {}
@@ -662,7 +719,7 @@ def _log_checksums(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     For each pair of words x, y: s₀ ← s₀ + s₁ + x, then s₁ ← s₁ + s₀ + y.
     """
     step, power = np.array([[1, 1], [1, 2]], np.uint32), np.eye(2, dtype=np.uint32)
-    pair = np.array([[1, 1], [0, 1]], np.uint32)  # x changes both sums, y the second
+    pair = np.array([[1, 1], [0, 1]], np.uint32)  # x is added to both sums, y only to the second
     weights = np.empty((words.shape[1], 2), np.uint32)
     for i in range(words.shape[1] - 2, -1, -2):
         weights[i : i + 2] = pair @ power.T

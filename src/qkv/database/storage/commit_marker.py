@@ -1,8 +1,10 @@
 """The commit marker: the version of the last acknowledged commit, stored in the lock file.
 
-A catalog that was copied without its write-ahead log is valid but outdated. The marker, which is
-not part of the catalog, reveals that. It also tells readers, faster than a query to the catalog,
-that nothing was written since they last looked.
+A commit is acknowledged when the call that made it returns.
+
+The marker is not part of the catalog. If somebody copies a catalog without its write-ahead log, the
+copy is valid but too old, and the marker shows it. Readers also use the marker: it says whether
+anything was written since they last read the catalog. That is faster than a query.
 """
 
 from __future__ import annotations
@@ -17,43 +19,49 @@ from zlib import crc32
 from qkv.database.storage import safe_open
 
 LOCK_FILE = "lock"
-"""The file contains the process id of the lock's holder, the marker, and its seal, one per line."""
+"""The name of the lock file.
+
+Its lines are the process id of the writer, the marker, and its seal.
+"""
 
 LOCK_FILE_BYTES = 96
 TRUST_SECONDS = 0.1
-"""Seconds after which a reader checks again that the file still exists."""
+"""After this time, a reader checks again that the lock file still exists."""
 _LOCK_FILE_PATTERN = re.compile(
     rb"([0-9]{1,10})\n(?:([0-9]{1,18}) ([0-9]{1,16}) ([0-9a-f]{8})\n(?:([0-9a-f]{16})\n)?)?"
 )
 
 
 class CommitMarker(NamedTuple):
-    """The newest acknowledged version, and the number of the next file."""
+    """The newest acknowledged version, and the number that the next new file gets."""
 
     version: int
     next_file_number: int
     seal: str = ""
-    """A random token for each state of the catalog; empty while the catalog may change."""
+    """A random token for the current state of the catalog; empty while a writer may change it."""
 
 
 def new_marker(version: int, next_file_number: int) -> CommitMarker:
-    """Return a sealed marker, for a catalog that is not being changed."""
+    """Return a marker with a new seal. The catalog must not be changing."""
     return CommitMarker(version, next_file_number, os.urandom(8).hex())
 
 
 def write_marker(file: int, marker: CommitMarker | None) -> None:
-    """Write this process's id and the marker to the lock file."""
+    """Write the id of this process and the marker to the lock file."""
     text = f"{os.getpid()}\n".encode()
     if marker is not None:
         numbers = f"{marker.version} {marker.next_file_number}"
         text += f"{numbers} {crc32(numbers.encode()):08x}\n".encode()
         text += f"{marker.seal}\n".encode() if marker.seal else b""
-    # One system call, so that no reader sees a partial marker.
+    # Use one system call, so that no reader sees a part of a marker.
     os.pwrite(file, text.ljust(LOCK_FILE_BYTES), 0)
 
 
 def read_lock_file(file: int) -> tuple[str, CommitMarker | None]:
-    """Return the holder's process id ("" if unknown) and the marker (None if absent or damaged)."""
+    """Return the writer's process id and the marker in an open lock file.
+
+    The process id is "" if it is unknown. The marker is None if it is missing or damaged.
+    """
     match = _LOCK_FILE_PATTERN.match(os.pread(file, LOCK_FILE_BYTES, 0))
     if match is None:
         return "", None
@@ -64,7 +72,7 @@ def read_lock_file(file: int) -> tuple[str, CommitMarker | None]:
 
 
 def read_marker(folder: Path) -> CommitMarker | None:
-    """Return the marker of the store in a folder, or None."""
+    """Return the marker of the store in a folder; None if there is none."""
     try:
         file = safe_open.open_regular_file(folder / LOCK_FILE, os.O_RDONLY)
     except (FileNotFoundError, PermissionError):
@@ -78,24 +86,24 @@ def read_marker(folder: Path) -> CommitMarker | None:
 
 
 class MarkerWatch:
-    """Watch the marker of a folder, for a reader."""
+    """Watches the marker of a store for a reader."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, -1
 
     def read_state(self) -> tuple[bytes, float]:
-        """Return the lock file's content, and the `time.monotonic` until which it is valid.
+        """Return the content of the lock file, and the `time.monotonic` until which it is valid.
 
-        Call it before reading the catalog. The content is b"" while a writer is active and when
+        Call this before reading the catalog. The content is b"" while a writer is active, or if
         there is no marker.
         """
         try:
             if self._file >= 0 and not os.fstat(self._file).st_nlink:
-                self.close()  # a writer would create another file
+                self.close()  # a writer would create a new lock file
             if self._file < 0:
                 self._file = safe_open.open_regular_file(self._folder / LOCK_FILE, os.O_RDONLY)
             content = os.pread(self._file, LOCK_FILE_BYTES, 0)
-        except (OSError, AttributeError):  # no such file, or a system without `pread`
+        except (OSError, AttributeError):  # there is no lock file, or the system has no `pread`
             return b"", 0.0
         match = _LOCK_FILE_PATTERN.match(content)
         if match is None or not match[5]:
@@ -103,12 +111,12 @@ class MarkerWatch:
         return content, time.monotonic() + TRUST_SECONDS
 
     def is_unchanged(self, content: bytes, until: float) -> bool:
-        """Return True if the catalog cannot have changed since `read_state` returned this."""
+        """Return whether the catalog is certainly unchanged since `read_state` returned this."""
         if not content or time.monotonic() > until:
             return False
         try:
             return os.pread(self._file, LOCK_FILE_BYTES, 0) == content
-        except OSError:  # closed by another thread
+        except OSError:  # another thread has closed the file
             return False
 
     def close(self) -> None:

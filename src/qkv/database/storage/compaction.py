@@ -20,10 +20,10 @@ from qkv.util.types import ProgressCallback
 
 @dataclass(frozen=True)
 class CompactReport:
-    """The result of a compaction: live rows, dropped rows and versions, files and bytes.
+    """The result of a compaction: numbers of rows, versions, files and bytes.
 
-    `held` are older versions that are still being read; a later compaction drops them. `unfinished`
-    says which cleanup failed after the rows were compacted; the next compaction tries again.
+    `held` are the older versions that were kept because readers use them. `unfinished` says which
+    cleanup failed after the rows were compacted. The next compaction tries again.
     """
 
     rows: int
@@ -45,7 +45,8 @@ class CompactReport:
         if self.held:
             versions = ", ".join(map(str, self.held))
             text += (
-                f"; kept version {versions} for its readers: compact again when they have finished"
+                f"; kept version {versions}, which readers still use: compact again when they have "
+                "finished"
             )
         if self.unfinished:
             text += f"; not finished: {self.unfinished}"
@@ -60,17 +61,20 @@ def compact_store(
     next_file_number: int,
     progress: ProgressCallback | None,
 ) -> tuple[CompactReport, list[str]]:
-    """Compact a store; return the report and the files to remove. Needs the write lock."""
+    """Compact a store; return the report and the names of the files to remove.
+
+    The caller holds the write lock.
+    """
     version_entries = [VersionEntry.from_line(line) for line in catalog.read_versions()]
-    # No reader can open a claimed version.
-    dropped = [
-        one
-        for one in version_entries
-        if one.number != version_entry.number and pins.claim_version(one.number)
+    # Readers cannot open a version that a compaction has claimed.
+    dropped_versions = [
+        entry
+        for entry in version_entries
+        if entry.number != version_entry.number and pins.claim_version(entry.number)
     ]
-    dropped_numbers = {one.number for one in dropped}
-    kept_versions = [one for one in version_entries if one.number not in dropped_numbers]
-    generations = sorted({one.generation for one in kept_versions})
+    dropped_numbers = {entry.number for entry in dropped_versions}
+    kept_versions = [entry for entry in version_entries if entry.number not in dropped_numbers]
+    generations = sorted({entry.generation for entry in kept_versions})
     deleted = _find_unneeded_rows(catalog, kept_versions)
     deleted_everywhere = deleted[BUNDLE_GENERATION]
     before = catalog.list_segments()
@@ -162,8 +166,8 @@ def compact_store(
     report = CompactReport(
         rows=version_entry.rows,
         dropped_rows=len(deleted_everywhere),
-        dropped_versions=sum(one.number > 0 for one in dropped),
-        held=tuple(one.number for one in kept_versions[:-1]),
+        dropped_versions=sum(entry.number > 0 for entry in dropped_versions),
+        held=tuple(entry.number for entry in kept_versions[:-1]),
         files_before=len(before),
         files_after=len(after),
         bytes_before=sum(entry.size for entry in before),
@@ -175,7 +179,7 @@ def compact_store(
 def vacuum_catalog(catalog: Catalog) -> StoreLockedError | StoreUnwritableError | None:
     """Shrink the catalog file if more than a quarter of its pages are free.
 
-    Return the error if that fails: a reader is active, or the disk is full or fails.
+    If that fails, return the error: a reader is active, or the disk is full or fails.
     """
     if 4 * catalog.fetch_value("PRAGMA freelist_count") > catalog.fetch_value("PRAGMA page_count"):
         try:
@@ -189,24 +193,24 @@ def vacuum_catalog(catalog: Catalog) -> StoreLockedError | StoreUnwritableError 
 def _find_unneeded_rows(
     catalog: Catalog, kept_versions: Sequence[VersionEntry]
 ) -> dict[int, np.ndarray]:
-    """Return, per generation, the ids that no kept version needs, ascending.
+    """Return for each generation the ids of deleted rows that no kept version needs, ascending.
 
-    For bundles, which belong to all generations: the ids that no kept version at all needs.
+    The entry for `BUNDLE_GENERATION` has the ids that no kept version of any generation needs.
     """
     lines = catalog.fetch_all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
     ids, died = np.array(lines, np.int64).reshape(-1, 2).T
     deleted: dict[int, np.ndarray] = {}
-    for generation in {BUNDLE_GENERATION, *(one.generation for one in kept_versions)}:
+    for generation in {BUNDLE_GENERATION, *(version.generation for version in kept_versions)}:
         needed = np.zeros(len(ids), bool)
-        for one in kept_versions:
-            if generation in (BUNDLE_GENERATION, one.generation):
-                needed |= (ids <= one.last) & (died > one.number)
+        for version in kept_versions:
+            if generation in (BUNDLE_GENERATION, version.generation):
+                needed |= (ids <= version.last) & (died > version.number)
         deleted[generation] = ids[~needed]
     return deleted
 
 
 def _deleted_mask(ids: np.ndarray, deleted: np.ndarray) -> np.ndarray:
-    """Return which of the ids are deleted, (m,). Both arrays are ascending."""
+    """Return a mask (m,) of the ids that are deleted. Both arrays are ascending."""
     begin, end = np.searchsorted(deleted, (ids[0], ids[-1] + 1))
     return np.isin(ids, deleted[begin:end], assume_unique=True)
 
@@ -214,7 +218,10 @@ def _deleted_mask(ids: np.ndarray, deleted: np.ndarray) -> np.ndarray:
 def _group_segments_to_merge(
     entries: Sequence[SegmentEntry], partly_deleted: set[str]
 ) -> list[list[SegmentEntry]]:
-    """Return runs of neighbours to rewrite: segments with deleted rows, and small segments."""
+    """Return groups of neighbouring segments to rewrite together.
+
+    They have deleted rows, or less than half of the maximum size.
+    """
     runs: list[list[SegmentEntry]] = [[]]
     for entry in entries:
         if entry.file in partly_deleted or entry.size < limits.MAX_SEGMENT_BYTES // 2:

@@ -29,11 +29,11 @@ from qkv.util.logging import warn_log
 from qkv.util.types import interruptible_contextmanager
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
-"""Errors of systems that cannot sync folders, or not this folder for this user."""
+"""Errors of systems that cannot sync folders, or that do not let this user sync this folder."""
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path, or raise if no file system could have it."""
+    """Return the path of a store as a `Path`; raise if no file system allows it."""
     try:
         folder = Path(path)
         os.fsencode(folder)
@@ -52,7 +52,10 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def prepare_folder(folder: Path, create: bool) -> None:
-    """Check that the folder is a store, or create one; raise an error that says what it is."""
+    """Check that the folder is a store, or create a store in it.
+
+    Raise an error that says what is there instead, and the next step.
+    """
     try:
         exists = folder.exists()
     except OSError as error:
@@ -76,7 +79,7 @@ def prepare_folder(folder: Path, create: bool) -> None:
         )
     path = folder / CATALOG_FILE
     names = list_store_files(folder)
-    # Every complete store has one of these.
+    # Every complete store has one of these files.
     is_old_store = names & {READERS_FILE, LOCK_FILE} or any(
         name.endswith(SEGMENT_SUFFIX) for name in names
     )
@@ -99,12 +102,15 @@ def prepare_folder(folder: Path, create: bool) -> None:
     Catalog(path, create=True).close()
     with open(folder / READERS_FILE, "ab"):
         pass
-    for place in (folder, folder.absolute().parent):
-        _sync_folder(place)
+    for path_to_sync in (folder, folder.absolute().parent):
+        _sync_folder(path_to_sync)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to disk. A failure is logged: only a power loss could do harm."""
+    """Sync the entries of a folder to disk.
+
+    A failure is only logged: it matters only if the power fails.
+    """
     try:
         FileSystem().fsync_folder(folder)
     except OSError as error:
@@ -129,7 +135,9 @@ def list_store_files(folder: Path) -> set[str]:
 
 
 def is_store_file(name: str) -> bool:
-    """Return True for the file names of a store: uploads and downloads accept no others.
+    """Return whether this is the name of a file of a store.
+
+    Up- and downloads accept no other names.
 
     >>> [
     ...     is_store_file(name)
@@ -145,12 +153,12 @@ def is_store_file(name: str) -> bool:
 
 @interruptible_contextmanager
 def build_store_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder to create a store in; rename it to `path` at the end.
+    """Yield the path of a temporary folder for a new store; rename it to `path` at the end.
 
-    Other processes see the store only when it is complete. An error removes the temporary folder.
-    If another process has created `path` meanwhile, its folder stays.
+    So other processes see the store only when it is complete. After an error, the temporary folder
+    is removed. If another process has created `path` meanwhile, that folder is left unchanged.
     """
-    # Choose the name before creating the folder, so that Ctrl-C cannot fall between the two.
+    # Choose the name before creating the folder: Ctrl-C between both leaves nothing to remove.
     temporary = path.parent / f".{path.name}.{token_hex(4)}"
     open_files = contextlib.ExitStack()
     try:
@@ -160,7 +168,7 @@ def build_store_folder(path: Path) -> Iterator[Path]:
             temporary.mkdir(0o700)
             new = open_files.enter_context(open(temporary / "new", "xb"))  # noqa: SIM115
             try_lock_file(new.fileno())
-            # Renamed after locking, so that no process finds it unlocked.
+            # Rename the file after locking it, so that no other process finds it unlocked.
             os.rename(temporary / "new", temporary / MAKER_LOCK_FILE)
         except OSError as error:
             raise StoreUnwritableError(f"{path} cannot be created ({error.strerror})") from error
@@ -179,13 +187,13 @@ def build_store_folder(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     except QkvError as error:
         hidden, message = str(temporary / path.name), str(error)
-        if hidden in message:  # this folder no longer exists when the user reads the message
+        if hidden in message:  # the temporary folder is gone when the user reads the message
             error.args = (message.replace(hidden, str(path)), *error.args[1:])
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         open_files.close()
-        # rmtree fails without free file descriptors; now there is one, which os.walk needs.
+        # rmtree fails if no file descriptor is free. Now one is free, and os.walk needs only one.
         for folder, _, names in os.walk(temporary, topdown=False):
             with contextlib.suppress(OSError):
                 for name in names:
@@ -197,7 +205,7 @@ def folder_size(path: Path) -> int:
     """Return the total size in bytes of a folder's files."""
     total = 0
     for file in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another process removed the file
             if file.is_file():
                 total += file.lstat().st_size
     return total

@@ -1,4 +1,4 @@
-"""Garbage collection: files and folders left by commits, compactions and imports that failed."""
+"""Removal of files and folders that failed commits, compactions and imports have left."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from qkv.errors import QkvError
 from qkv.util.logging import warn_log
 
 MAKER_LOCK_FILE = "making.qkv"
-"""A file next to a store that is being created, locked while its creator lives."""
+"""The name of a file next to a store that is being created.
+
+The process that creates it locks it.
+"""
 
 
 def remove_abandoned_folders(folder: Path) -> None:
-    """Remove temporary folders of processes that were killed while creating a store here."""
+    """Remove the temporary folders of processes that were killed while creating a store here."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir(folder)
@@ -40,26 +43,26 @@ def remove_abandoned_folders(folder: Path) -> None:
 
 
 def check_not_older(catalog: Catalog, marker: CommitMarker | None) -> None:
-    """Raise if the catalog has lost its newest versions.
+    """Raise `StoreDamagedError` if the catalog has lost its newest versions.
 
-    Its unknown files are then not garbage, but the data of these versions.
+    Files that such a catalog does not list may belong to these versions, so they must be kept.
     """
     newest = catalog.newest_version().number
     if marker is not None and newest < marker.version:
         raise catalog.damaged_error(
-            f"its newest version is {newest}, but version {marker.version} was acknowledged; "
-            f"its log, {CATALOG_FILE}-wal, is missing or was not copied with it"
+            f"its newest version is {newest}, but version {marker.version} was committed; its "
+            f"log, {CATALOG_FILE}-wal, is missing or was not copied with it"
         )
 
 
 def find_leftovers(
     catalog: Catalog, files: Sequence[str], marker: CommitMarker | None
 ) -> dict[str, str]:
-    """Return the files that no version needs, each with the reason why that is certain.
+    """Return the files that certainly no version needs, each with the reason.
 
-    The transaction that adds a file to the store also advances the file counter. A file with a
-    higher number was never part of the store, provided that the marker proves that no transaction
-    is missing. All other files are left alone.
+    The transaction that adds a file to the store also advances the file counter. So a file with a
+    higher number is not part of the store, if the marker proves that no transaction is missing. All
+    other files are kept.
     """
     with catalog.read_transaction():
         next_number = catalog.fetch_value("SELECT files FROM counters")
@@ -75,7 +78,7 @@ def find_leftovers(
         if number is None or file in used:
             continue
         if final_name != file:
-            leftovers[file] = "a file that was never finished"
+            leftovers[file] = "a temporary file that was not finished"
         elif file in discarded:
             leftovers[file] = "left by a compaction"
         elif marker is not None and marker.next_file_number <= next_number <= number:
@@ -84,9 +87,9 @@ def find_leftovers(
 
 
 def remove_files(catalog: Catalog, blob_storage: BlobStorage, files: Sequence[str]) -> str:
-    """Remove files that no version uses; return "" or a sentence about the failure.
+    """Remove files that no version uses; return "", or a sentence on what failed.
 
-    Needs the write lock. A failure is logged and does not fail the commit, which is complete: the
+    The caller holds the write lock. The commit is complete, so a failure is only logged, and the
     next writer tries again.
     """
     errors: list[QkvError | OSError] = []
@@ -105,12 +108,12 @@ def remove_files(catalog: Catalog, blob_storage: BlobStorage, files: Sequence[st
 
 
 def _forget_discarded(catalog: Catalog, blob_storage: BlobStorage) -> None:
-    """Delete the entries of removed files from the table of discarded files."""
-    listed = catalog.fetch_all("SELECT file FROM discarded")
-    if listed:
+    """Delete the entries of files that no longer exist from the list of discarded files."""
+    entries = catalog.fetch_all("SELECT file FROM discarded")
+    if entries:
         existing = set(blob_storage.list_files())
-        # Sync first: a file that reappears after a power loss must still be listed as discarded.
+        # Sync first: if a file reappears after a power loss, the list must still contain it.
         blob_storage.sync_storage()
         with catalog.write_transaction():
-            gone = [line for line in listed if line[0] not in existing]
+            gone = [line for line in entries if line[0] not in existing]
             catalog.execute_many("DELETE FROM discarded WHERE file = ?", gone)

@@ -1,8 +1,8 @@
 """Check every file and count of a store, and rebuild a damaged catalog.
 
-A rebuilt catalog contains everything that can be read from the damaged one and the segments, as one
-new version. The damaged catalog and all unused files are moved to a folder `damaged-N` in the
-store; nothing is deleted.
+The rebuilt catalog has one new version. It contains all rows that can be read from the damaged
+catalog and the segments. The damaged catalog and all unused files are moved to a folder `damaged-N`
+in the store; nothing is deleted.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ from qkv.database.storage.writer import WriterState
 from qkv.util.types import ProgressCallback
 
 DAMAGED_FOLDER_PREFIX = "damaged"
-"""Prefix of the folder for replaced files; a number follows."""
+"""The name of the folder for replaced files begins with this; a number follows."""
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""Errors while reading; SQLite's messages may quote text that does not decode."""
+"""Errors while reading. SQLite's messages may quote text that is not valid UTF-8."""
 
 
 def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | None:
-    """Rebuild the catalog; return what was lost, or None if nothing could be read.
+    """Rebuild the catalog; return what was lost as sentences, or None if nothing could be read.
 
-    The new version and file numbers are above those of the marker.
+    The numbers of the new version and of new files are higher than those of the marker.
     """
     with tempfile.TemporaryDirectory(prefix="repair-", dir=folder) as name:
         temporary = Path(name)
@@ -91,10 +91,10 @@ def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | No
         if data is None:
             return None
         fresh = temporary / "fresh.sqlite"
-        losses, used = _write_catalog(data, folder, fresh, marker)
+        losses, used_files = _write_catalog(data, folder, fresh, marker)
         damaged_folder = _create_damaged_folder(folder)
-        # SQLite would apply the old log to the new catalog, so move the log first. A crash after
-        # this point leaves a store without an intact catalog, as it was before.
+        # SQLite would apply the old log to the new catalog, so move the log first. After a crash
+        # at this point, the store has no intact catalog, as before.
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(
@@ -104,7 +104,7 @@ def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | No
             os.link(folder / CATALOG_FILE, damaged_folder / CATALOG_FILE)
         os.replace(fresh, folder / CATALOG_FILE)
         for file in DiskBlobStorage(folder).list_files():
-            if file_number(file) is not None and file not in used:
+            if file_number(file) is not None and file not in used_files:
                 os.replace(folder / file, damaged_folder / file)
         for path in (damaged_folder, folder):
             FileSystem().fsync_folder(path)
@@ -112,7 +112,7 @@ def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | No
 
 
 def rebuild_bundle_index(folder: Path, entry: SegmentEntry) -> bool:
-    """Rebuild the index of a bundle from its rows; return False if the rows are damaged."""
+    """Rebuild the index of a bundle from its rows. Return False if the rows are damaged too."""
     if entry.generation != BUNDLE_GENERATION:
         return False
     with tempfile.TemporaryDirectory(prefix="repair-", dir=folder) as name:
@@ -124,41 +124,42 @@ def rebuild_bundle_index(folder: Path, entry: SegmentEntry) -> bool:
             fresh.verify_file(entry.file, entry.size, entry.checksum)
         except (StoreDamagedError, KeyError, ValueError):
             return False
-        kept = _create_damaged_folder(folder)
-        os.link(folder / entry.file, kept / entry.file)
+        damaged_folder = _create_damaged_folder(folder)
+        os.link(folder / entry.file, damaged_folder / entry.file)
         os.replace(Path(name) / entry.file, folder / entry.file)
-        for path in (kept, folder):
+        for path in (damaged_folder, folder):
             FileSystem().fsync_folder(path)
     return True
 
 
 @dataclass
 class _RecoveredData:
-    """Everything that could be read of a damaged store."""
+    """The data that could be read from a damaged store."""
 
     newest_version: VersionEntry | None = None
     rows: dict[int, tuple[bytes, str, int | None]] = field(default_factory=dict)
     buffered_rows: dict[tuple[int, int], bytes] = field(default_factory=dict)
     settings: dict[int, str] = field(default_factory=dict)
     newest_settings: str | None = None
-    """The settings in the newest segment of the newest generation."""
+    """The settings (JSON text) in the newest segment of the newest generation."""
     older_settings: str | None = None
-    """The settings in the newest file, which may be of another generation."""
+    """The settings in the newest file, which may belong to another generation."""
     layouts: dict[int, str] = field(default_factory=dict)
     arrays: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
     entries: list[SegmentEntry] = field(default_factory=list)
     next_file_number: int = 0
     is_complete: bool = True
-    """Whether every table is intact and could be read completely."""
+    """Whether every table is intact and was read completely."""
 
     @property
     def recovered_amount(self) -> tuple[bool, int, int]:
-        """How much was read, for comparisons."""
+        """How much was read: a tuple that is larger if more was read."""
         tables = len(self.settings) + len(self.layouts) + len(self.arrays) + len(self.entries)
         return self.newest_version is not None, len(self.rows), len(self.buffered_rows) + tables
 
     @property
     def generation(self) -> int:
+        """The generation of the newest version, or the highest that was found."""
         if self.newest_version is not None:
             return self.newest_version.generation
         generations = [entry.generation for entry in self.entries]
@@ -172,7 +173,7 @@ class _RecoveredData:
 def _write_catalog(
     data: _RecoveredData, folder: Path, path: Path, marker: CommitMarker | None
 ) -> tuple[list[str], set[str]]:
-    """Write the new catalog; return what was lost, and the files in use."""
+    """Write the new catalog to `path`; return what was lost as sentences, and the files in use."""
     generation = data.generation
     layout = data.layouts.get(generation)
     entries = [entry for entry in data.entries if entry.generation == generation]
@@ -198,34 +199,34 @@ def _write_catalog(
         if (
             BUNDLE_GENERATION,
             row,
-        ) in data.buffered_rows:  # deleted, but the entry with the version is lost
+        ) in data.buffered_rows:  # the row was deleted, but the entry that says when is lost
             data.rows[row] = b"", "", 0
     live = sum(died is None for _, _, died in data.rows.values())
     live += len(bundled - set(data.rows))
     last = max([-1, *data.rows, *with_tensors, *(entry.last for entry in data.entries)])
-    # Above any version in which a row was deleted.
+    # The version must be above every version in which a row was deleted.
     version = 1 + max((died or 0 for _, _, died in data.rows.values()), default=0)
     losses = []
     text = data.newest_settings
     if data.newest_version is None:
-        losses.append(f"the list of versions is lost; {live:,} rows could be read")
+        losses.append(f"the versions before the repair are lost; {live:,} rows could be read")
     else:
         version = max(version, data.newest_version.number + 1)
         last = max(last, data.newest_version.last)
         text = data.settings.get(data.newest_version.settings, text)
-        extra = "rows that were removed are back"
+        extra = "removed rows are back, because the entries of their removal are lost"
         if marker is not None and marker.version > data.newest_version.number:
             losses.append(
                 f"the versions from {data.newest_version.number + 1} to {marker.version} are lost"
             )
             version = max(version, marker.version + 1)
-            extra = "rows of these versions were found in files; some may have been removed since"
+            extra = "rows of these versions were found in files; some may have been removed later"
         if live > data.newest_version.rows:
             losses.append(f"{live - data.newest_version.rows:,} {extra}")
         if live < data.newest_version.rows:
             losses.append(f"{live:,} of {data.newest_version.rows:,} rows could be read")
     if text is None:
-        older = "; those of an older file replace them: encode the rows again"
+        older = "; the settings of an older file replace them: encode the rows again"
         losses.append(f"the settings are lost{older if data.older_settings else ''}")
     text = text or data.older_settings or "{}"
 
@@ -234,7 +235,7 @@ def _write_catalog(
             for table in ("versions", "settings", "generations"):
                 catalog.execute(f"DELETE FROM {table}")
             rows = dict(data.rows)
-            # Rows with tensors but no record count as deleted from the beginning.
+            # A row with tensors but without a record counts as deleted from the beginning.
             rows.update((row, (b"", "", 0)) for row in with_tensors - bundled - set(rows))
             catalog.execute_many(
                 "INSERT INTO rows VALUES (?, ?, ?, ?, ?)",
@@ -262,7 +263,10 @@ def _write_catalog(
 def _recover_data(
     folder: Path, temporary: Path, marker: CommitMarker | None
 ) -> _RecoveredData | None:
-    """Read everything from the catalog and the files; return None if there is not one row."""
+    """Read all intact data from the catalog and the files; return None if there is not one row.
+
+    Each remedy repairs a copy of the catalog in another way. The copy with the most data is used.
+    """
     best = _RecoveredData()
     for remedy, make in enumerate(_REMEDIES):
         copy = temporary / f"copy-{remedy}.sqlite"
@@ -290,6 +294,7 @@ def _recover_data(
 
 
 def _read_catalog(path: Path) -> _RecoveredData:
+    """Return all data that can be read from a copy of the catalog."""
     data = _RecoveredData()
     try:
         opened = sqlite3.connect(path, isolation_level=None)
@@ -308,8 +313,10 @@ def _read_catalog(path: Path) -> _RecoveredData:
 
 
 def _read_tables(connection: sqlite3.Connection, data: _RecoveredData) -> None:
+    """Read all tables of a catalog into `data`, as far as they are intact."""
+
     def read_lines(statement: str) -> Iterator[Any]:
-        """Yield the lines before the damage, then from the end backwards up to it."""
+        """Yield the lines before the damage, then those after it, from the end backwards."""
         for order in ("", " DESC"):
             try:
                 yield from connection.execute(statement + order)
@@ -373,7 +380,10 @@ def _read_tables(connection: sqlite3.Connection, data: _RecoveredData) -> None:
 def _read_by_halving(
     connection: sqlite3.Connection, statement: str, bound: int, handle_line: Callable[[Any], None]
 ) -> bool:
-    """Read a table by id ranges, halving ranges that fail; return True if no row was lost."""
+    """Read a table by ranges of row ids, and halve each range that cannot be read.
+
+    `handle_line` is called with every line. Return whether no line was lost.
+    """
     spans, is_complete = [(0, bound)] if bound >= 0 else [], True
     while spans:
         begin, end = spans.pop()
@@ -389,13 +399,13 @@ def _read_by_halving(
 
 
 def _add_from_files(data: _RecoveredData, folder: Path, marker: CommitMarker | None) -> None:
-    """Add what is in the files but no longer in the catalog, the newest file first."""
+    """Add rows that are in files but not in the catalog, from the newest file to the oldest."""
     bound = max(data.next_file_number, marker.next_file_number) if marker is not None else None
     names = DiskBlobStorage(folder).list_files()
     files = {number: name for name in names if (number := file_number(name)) is not None}
     listed = {entry.file for entry in data.entries} | {line[0] for line in data.arrays.values()}
     for number, file in sorted(files.items(), reverse=True):
-        # The file counter never reached this number: its commit did not finish.
+        # The file counter is lower than this number, so the commit of the file did not finish.
         if bound is not None and number >= bound:
             continue
         with contextlib.suppress(StoreDamagedError, ValueError, KeyError):
@@ -407,11 +417,13 @@ def _add_from_files(data: _RecoveredData, folder: Path, marker: CommitMarker | N
             data.older_settings = data.older_settings or metadata["settings"]
             if data.newest_version is None or entry.generation == data.newest_version.generation:
                 data.newest_settings = data.newest_settings or metadata["settings"]
-            same = [other for other in data.entries if entry.may_overlap(other)]
+            overlapping = [other for other in data.entries if entry.may_overlap(other)]
             data.layouts.setdefault(entry.generation, metadata["layout"])
-            # It replaces files that are missing, never a file that exists.
-            if file not in listed and not any(other.file in names for other in same):
-                data.entries = [other for other in data.entries if other not in same] + [entry]
+            # The file may replace listed files that are missing, but none that exists.
+            if file not in listed and not any(other.file in names for other in overlapping):
+                data.entries = [other for other in data.entries if other not in overlapping] + [
+                    entry
+                ]
     data.next_file_number = max(
         [data.next_file_number, bound or 0, *(number + 1 for number in files)]
     )
@@ -419,12 +431,12 @@ def _add_from_files(data: _RecoveredData, folder: Path, marker: CommitMarker | N
 
 
 def _restore_header(path: Path) -> None:
-    """Restore the constant fields of the SQLite header, and pad a truncated file."""
+    """Restore the constant fields in the header of a SQLite file, and extend a truncated file."""
     with open(path, "r+b") as file:
         actual_pages = file.seek(0, os.SEEK_END) // 4096
         file.seek(28)
         stated_pages = int.from_bytes(file.read(4), "big")
-        # A damaged header may state any number; every table begins within the first 16 pages.
+        # A damaged header may state any number. Every table begins within the first 16 pages.
         pages = max(stated_pages if stated_pages <= 8 * actual_pages else 0, actual_pages, 16)
         file.truncate(pages * 4096)
         for offset, content in (
@@ -442,7 +454,11 @@ def _restore_header(path: Path) -> None:
 
 
 def _restore_first_page(vacuumed: bool) -> Callable[[Path], None]:
-    """Return a remedy that writes a new catalog's first page: tables start on fixed pages."""
+    """Return a remedy that replaces the first page by that of a new catalog.
+
+    It works because the tables of every catalog start on the same pages. `vacuumed` says whether
+    the damaged catalog was vacuumed.
+    """
 
     def apply_remedy(path: Path) -> None:
         model = path.with_suffix(".model")
@@ -467,22 +483,22 @@ _REMEDIES: tuple[Callable[[Path], None], ...] = (
 
 
 def _create_damaged_folder(folder: Path) -> Path:
-    """Create a folder for the replaced files."""
+    """Create the next folder `damaged-N` for replaced files, and return its path."""
     for count in itertools.count(1):
-        kept = folder / f"{DAMAGED_FOLDER_PREFIX}-{count}"
+        damaged_folder = folder / f"{DAMAGED_FOLDER_PREFIX}-{count}"
         with contextlib.suppress(FileExistsError):
-            kept.mkdir()
-            return kept
+            damaged_folder.mkdir()
+            return damaged_folder
     raise AssertionError
 
 
 MAX_NAMED_ROWS = 5
-"""Damaged rows that are listed one by one; the others are counted."""
+"""The number of damaged rows that messages name. The others are only counted."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a file, and whether it was repaired."""
+    """A problem with a file of a store, and whether it was repaired."""
 
     file: str
     what: str
@@ -500,10 +516,12 @@ def check(
 ) -> list[Problem]:
     """Return the problems of a store; an empty list if there are none.
 
-    Without `repair` nothing is changed. With it, files left by a crash are removed, and a damaged
-    catalog is rebuilt from everything that can be read; the damaged file is kept in a folder
-    `damaged-N`. The index of a bundle is rebuilt too, if its rows are intact. A damaged segment
-    cannot be repaired: restore it, or encode the rows again. `progress(done, total)` counts bytes.
+    Without `repair`, nothing is changed. With `repair`, the files that a crash left are removed,
+    and a damaged catalog is rebuilt from all intact data. The index of a bundle is rebuilt too, if
+    its rows are intact. The damaged files are moved to a folder `damaged-N` in the store. A damaged
+    segment cannot be repaired: restore it from a backup, or encode the rows again.
+
+    `progress(done, total)` is called with numbers of bytes.
 
     >>> import tempfile
     >>> from qkv.database.storage import Store
@@ -534,6 +552,7 @@ def check(
 def _find_problems(
     folder: Path, lock: WriteLock, repair: bool, progress: ProgressCallback | None
 ) -> Iterator[Problem]:
+    """Yield the problems of a store, and repair what can be repaired if `repair` is true."""
     marker = commit_marker.read_marker(folder)
     messages = _find_catalog_problems(folder, marker)
     if messages and repair:
@@ -544,8 +563,8 @@ def _find_problems(
         if losses is None:
             yield Problem(CATALOG_FILE, "nothing in it could be read: restore it from a backup")
             return
-        for what in losses:
-            yield Problem(CATALOG_FILE, what)
+        for loss in losses:
+            yield Problem(CATALOG_FILE, loss)
     elif messages:
         for message in messages:
             yield Problem(CATALOG_FILE, message)
@@ -559,12 +578,12 @@ def _find_problems(
             )
         yield from _check_leftovers(folder, catalog, disk, lock, repair)
         yield from _check_files(catalog, disk, folder if repair else None, progress)
-        for what in _check_counts(catalog, DiskBlobStorage(folder)):
-            yield Problem(CATALOG_FILE, what)
+        for message in _check_counts(catalog, DiskBlobStorage(folder)):
+            yield Problem(CATALOG_FILE, message)
 
 
 def _find_catalog_problems(folder: Path, marker: CommitMarker | None) -> list[str]:
-    """Return the problems of the catalog itself."""
+    """Return the problems of the catalog file as sentences."""
     if not (folder / CATALOG_FILE).exists():
         return ["it is missing"]
     try:
@@ -588,13 +607,14 @@ def _find_catalog_problems(folder: Path, marker: CommitMarker | None) -> list[st
 
 
 def _format_reason(error: Exception) -> str:
+    """Return the part of a message that says what is wrong with the file."""
     if isinstance(error, StoreUnreadableError):
         return "it cannot" + str(error).split(" cannot", 1)[-1]
     return str(error).split(" is damaged: ")[-1].split(". Restore")[0]
 
 
 def _find_bad_checksums(catalog: Catalog) -> Iterator[str]:
-    """Yield a message for each wrong checksum in the catalog."""
+    """Yield a message for each entry of the catalog with a wrong checksum."""
     yield from _limit_messages(
         [
             row
@@ -621,6 +641,7 @@ def _find_bad_checksums(catalog: Catalog) -> Iterator[str]:
 
 
 def _limit_messages(rows: list[int], text: str) -> Iterator[str]:
+    """Yield `text` for the first rows, and one message with the number of the other rows."""
     for row in rows[:MAX_NAMED_ROWS]:
         yield text.format(row)
     if len(rows) > MAX_NAMED_ROWS:
@@ -628,6 +649,7 @@ def _limit_messages(rows: list[int], text: str) -> Iterator[str]:
 
 
 def _iterate_rows(catalog: Catalog) -> Iterator[tuple[int, bytes, str, int]]:
+    """Yield (id, digest, record, crc) of every row in the catalog."""
     after = -1
     while page := catalog.fetch_all(
         "SELECT id, digest, record, crc FROM rows WHERE id > ? ORDER BY id LIMIT ?",
@@ -639,12 +661,15 @@ def _iterate_rows(catalog: Catalog) -> Iterator[tuple[int, bytes, str, int]]:
 
 
 def _find_unknown_files(catalog: Catalog, folder: Path) -> Iterator[str]:
-    """Yield a message for each unknown file with rows whose listed file is missing."""
+    """Yield a message for each file that the catalog does not list but that has missing rows.
+
+    Missing rows are those of listed files that do not exist.
+    """
     disk = DiskBlobStorage(folder)
-    there = set(disk.list_files())
+    existing = set(disk.list_files())
     entries = catalog.list_segments()
-    lost = [entry for entry in entries if entry.file not in there]
-    for file in sorted(there - {entry.file for entry in entries}) if lost else ():
+    lost = [entry for entry in entries if entry.file not in existing]
+    for file in sorted(existing - {entry.file for entry in entries}) if lost else ():
         if file_number(file) is None:
             continue
         with contextlib.suppress(StoreDamagedError, StoreUnreadableError, ValueError, KeyError):
@@ -656,6 +681,7 @@ def _find_unknown_files(catalog: Catalog, folder: Path) -> Iterator[str]:
 def _check_leftovers(
     folder: Path, catalog: Catalog, disk: DiskBlobStorage, lock: WriteLock, repair: bool
 ) -> Iterator[Problem]:
+    """Yield a problem for each file that no version uses; remove such files if `repair` is true."""
     held = lock.is_held
     try:
         if not held:
@@ -664,9 +690,9 @@ def _check_leftovers(
         if repair:
             remove_files(catalog, disk, list(leftovers))
             disk.sync_storage()
-        there = disk.list_files()
-        for file, what in leftovers.items():
-            yield Problem(file, what, repaired=file not in there)
+        existing = disk.list_files()
+        for file, why_unused in leftovers.items():
+            yield Problem(file, why_unused, repaired=file not in existing)
     except (StoreLockedError, StoreUnwritableError):
         # A writer is active, and these files may be in use.
         leftovers = dict.fromkeys(
@@ -684,10 +710,13 @@ def _check_leftovers(
 def _check_files(
     catalog: Catalog,
     disk: DiskBlobStorage,
-    repaired: Path | None,
+    folder_to_repair: Path | None,
     progress: ProgressCallback | None,
 ) -> Iterator[Problem]:
-    """Verify every file completely; rebuild bundle indexes if `repaired`, a folder, is given."""
+    """Verify every file completely, and yield a problem for each damaged one.
+
+    With `folder_to_repair`, the folder of the store, indexes of damaged bundles are rebuilt.
+    """
     done: set[str] = set()
     size = 0
     while True:
@@ -700,23 +729,24 @@ def _check_files(
             (e.file, e.size, e.checksum, e) for e in lines
         ]
         files += [(*line, None) for line in arrays]
-        left = [line for line in files if line[0] not in done]
-        if not left:
+        remaining = [line for line in files if line[0] not in done]
+        if not remaining:
             return
-        total = size + sum(line[1] for line in left)
-        for file, length, checksum, entry in left:
+        total = size + sum(line[1] for line in remaining)
+        for file, length, checksum, entry in remaining:
             done.add(file)
             try:
                 disk.verify_file(file, length, checksum)
                 if entry is not None:
                     disk.read_segment(entry, Layout.from_text(layouts[entry.generation]))
             except (StoreDamagedError, StoreUnreadableError) as error:
-                if file in catalog.list_files():  # and no compaction has replaced it meanwhile
+                # A compaction may have replaced the file meanwhile.
+                if file in catalog.list_files():
                     rows = f" ({entry.rows:,} rows)" if entry is not None else ""
                     was_rebuilt = (
-                        repaired is not None
+                        folder_to_repair is not None
                         and entry is not None
-                        and rebuild_bundle_index(repaired, entry)
+                        and rebuild_bundle_index(folder_to_repair, entry)
                     )
                     yield Problem(file, f"{_format_reason(error)}{rows}", repaired=was_rebuilt)
             size += length
@@ -725,7 +755,7 @@ def _check_files(
 
 
 def _check_counts(catalog: Catalog, disk: DiskBlobStorage) -> Iterator[str]:
-    """Yield a message if the newest version lacks rows or tensors."""
+    """Yield a message if the newest version has fewer rows or tensors than it should."""
     with catalog.read_transaction():
         try:
             version_entry = catalog.newest_version()
@@ -750,7 +780,7 @@ def _check_counts(catalog: Catalog, disk: DiskBlobStorage) -> Iterator[str]:
         try:
             ids.append(disk.read_segment(entry, layout).ids)
         except (StoreDamagedError, StoreUnreadableError):
-            # The file was reported before; do not report its rows again.
+            # The damaged file was reported before, so do not report its rows again.
             ids.append(live[(live >= entry.first) & (live <= entry.last)])
     missing = np.setdiff1d(live, np.concatenate(ids))
     if len(missing):

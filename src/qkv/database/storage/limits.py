@@ -4,33 +4,37 @@ from __future__ import annotations
 
 MAX_BUFFERED_ROWS = 4096
 MAX_BUFFERED_BYTES = 8 << 20
-"""New rows stay in the catalog until they reach either limit; then they become a segment."""
+"""New rows stay in the catalog until they reach one of these limits. Then they become a segment."""
 
 MIN_BUNDLE_ROWS = 2**14
 """A commit with at least this many rows writes their records to a bundle file."""
 
 MAX_BUNDLE_BYTES = 1 << 30
-"""Larger bundles are not merged with others."""
+"""A larger bundle is not merged with other bundles."""
 
 MAX_SEGMENT_BYTES = 256 << 20
-"""Maximum size of one segment file."""
+"""The maximum size of a segment file."""
 
 SEGMENTS_PER_MERGE = 16
-"""This many consecutive small segments are merged into one. A segment is small below
-MAX_SEGMENT_BYTES / SEGMENTS_PER_MERGE."""
+"""As many consecutive small segments are merged into one.
+
+A segment is small if it has less than MAX_SEGMENT_BYTES / SEGMENTS_PER_MERGE bytes.
+"""
 
 ROWS_PER_PAGE = 2048
-"""Rows per query to the catalog."""
+"""The number of rows that one query to the catalog returns."""
 
 MAX_CACHED_ROWS, MAX_CACHED_ROW_CHARACTERS = 4096, 1024
-"""How many looked-up rows a reader caches, and the longest record that it caches."""
+"""The number of looked-up rows in a reader's cache, and the length of the longest record in it."""
 
 MAX_UNMAPPED_BYTES = 8 << 20
-"""Files up to this size are read into memory instead of mapped. That needs no file descriptor, and
-later changes to the file have no effect."""
+"""A file up to this size is read into memory; a larger file is mapped.
+
+Reading needs no file descriptor afterwards, and later changes of the file have no effect.
+"""
 
 MAX_RESIDENT_BYTES = 2 << 30
-"""Bytes of mapped tensors that may stay resident after a scan."""
+"""If the tensors of a scan are larger, their memory is released during the scan."""
 
 WINDOW_BYTES = 64 << 20
-"""Bytes per read when a scan exceeds MAX_RESIDENT_BYTES."""
+"""The size of the parts in which such a scan reads the tensors."""

@@ -1,4 +1,4 @@
-"""Locks: one writer per store, readers that pin the version they read, and locks across forks."""
+"""Locks of a store: one writer at a time, readers that pin a version, and safe forks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ except ImportError:  # Windows
 
 READERS_FILE = "readers"
 LOCK_WAIT_SECONDS = 0.2
-"""Seconds to wait for a writer that is about to finish."""
+"""How long to wait for another writer that may be about to finish."""
 
 
 def _require_fcntl(folder: Path) -> ModuleType:
+    """Return the module fcntl; raise if the system has none."""
     if fcntl is None:
         raise StoreUnwritableError(
             f"{folder.name} cannot be locked: a store on disk needs POSIX file locks, which this "
@@ -47,7 +48,7 @@ def _require_fcntl(folder: Path) -> ModuleType:
 
 
 def try_lock_file(file: int) -> bool:
-    """Try to lock an open file until it is closed; return False if another process has the lock."""
+    """Lock an open file until it is closed. Return False if another process has the lock."""
     if fcntl is None:
         return False
     try:
@@ -58,10 +59,10 @@ def try_lock_file(file: int) -> bool:
 
 
 class WriteLock:
-    """The lock of a folder's only writer, across processes: `flock` on a file.
+    """The lock of the only writer of a folder, which works across processes (`flock` on a file).
 
-    The system releases the lock when its holder dies, so no stale lock remains. `marker` is the
-    last acknowledged commit, and valid while the lock is held.
+    The system releases the lock when the process dies, so a crash leaves no lock behind. `marker`
+    is the last acknowledged commit; it is valid while the lock is held.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,6 +75,7 @@ class WriteLock:
         return self._file >= 0
 
     def acquire(self, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
+        """Take the lock; wait up to `wait_seconds` if another process holds it."""
         if self.is_held:
             return
         locks = _require_fcntl(self._folder)
@@ -96,10 +98,11 @@ class WriteLock:
             self._wait_for_lock(file, locks, time.monotonic() + wait_seconds)
             _, self.marker = commit_marker.read_lock_file(file)
             self._file = file
-        except BaseException:  # also after Ctrl-C: an open file would keep the lock
+        except BaseException:  # after Ctrl-C too, because an open file would keep the lock
             os.close(file)
             raise
-        with contextlib.suppress(OSError):  # on a full disk the file lacks the holder's id
+        # On a full disk, the id of this process cannot be written.
+        with contextlib.suppress(OSError):
             commit_marker.write_marker(file, self.marker)
 
     def _wait_for_lock(self, file: int, locks: ModuleType, until: float) -> None:
@@ -116,13 +119,13 @@ class WriteLock:
                 if holder == str(os.getpid()):
                     owner = f"this process ({holder}), which has it open twice"
                 raise StoreLockedError(
-                    f"{self._folder.name} is locked by {owner}: close it there, or wait until it "
-                    "is closed, and try again. Reading needs no lock"
+                    f"{self._folder.name} is locked by {owner}: close the database there, or wait "
+                    "until it is closed, and try again. Reading needs no lock"
                 ) from error
 
     @interruptible_contextmanager
     def mark_changing(self) -> Iterator[None]:
-        """Remove the marker's seal while the body runs, so that readers query the catalog."""
+        """Remove the marker's seal while the body runs: readers must then query the catalog."""
         if self.marker is not None and not self._write_marker(self.marker._replace(seal="")):
             raise StoreUnwritableError(
                 f"{self._folder / LOCK_FILE} cannot be written: nothing was changed"
@@ -132,15 +135,15 @@ class WriteLock:
             self.acknowledge_commit(self.marker.version, self.marker.next_file_number)
 
     def acknowledge_commit(self, version: int, next_file_number: int) -> None:
-        """Write the marker of a commit, before its caller learns of it."""
+        """Write the marker of a commit, before the call that made the commit returns."""
         self._write_marker(commit_marker.new_marker(version, next_file_number))
 
     def _write_marker(self, marker: CommitMarker) -> bool:
-        """Write the marker, or remove it if that fails; return False if both fail."""
+        """Write the marker. If that fails, remove the old one; return False if that fails too."""
         self.marker = marker
         try:
             commit_marker.write_marker(self._file, marker)
-        except OSError:  # no marker is better than an old one
+        except OSError:  # having no marker is better than having an old one
             self.marker = None
             try:
                 os.ftruncate(self._file, 0)
@@ -149,7 +152,7 @@ class WriteLock:
         return True
 
     def check_folder(self, catalog: Catalog) -> None:
-        """Raise if the folder or its catalog was removed or replaced."""
+        """Raise `StoreUnwritableError` if the folder or its catalog was removed or replaced."""
         try:
             lock_file = os.stat(self._folder / LOCK_FILE, follow_symlinks=False)
             same = os.path.samestat(lock_file, os.fstat(self._file)) and catalog.is_same_file()
@@ -162,19 +165,21 @@ class WriteLock:
             )
 
     def release(self) -> None:
+        """Release the lock if it is held."""
         if self.is_held:
-            # No LOCK_UN: a forked child that closes its copy must not unlock its parent's. Reset
-            # the attribute first: after Ctrl-C in between, the number could be another file's.
+            # Do not use LOCK_UN: a forked child that closes its copy would unlock the parent's
+            # lock. Reset the attribute first: after Ctrl-C between the two steps, the same number
+            # could belong to another file.
             file, self._file = self._file, -1
             os.close(file)
 
 
 class VersionPins:
-    """The versions that are being read, which compaction must keep.
+    """The versions that readers use, and that compaction must therefore keep.
 
-    A reader of version v holds a shared lock on byte v of one file. A compaction drops a version
-    only while it holds an exclusive lock on its byte. On systems without locks per open file
-    (`F_OFD_SETLK`), a reader locks the whole file and pins every version.
+    A reader of version v holds a shared lock on byte v of one file. A compaction first claims each
+    version that it drops: it takes an exclusive lock on the byte. Some systems have no locks per
+    open file (`F_OFD_SETLK`). There, a reader locks the whole file and so pins every version.
 
     >>> pins = VersionPins(None)
     >>> pins.pin_version(3), pins.claim_version(3), pins.claim_version(2), pins.pin_version(2)
@@ -191,41 +196,43 @@ class VersionPins:
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:
-        """Replace the lock by a free one.
+        """Replace the lock by a new one that is free.
 
-        Acquire it only with `with`: an interrupt could fall between `acquire()` and `try`.
+        Acquire this lock only with `with`: Ctrl-C could come between `acquire()` and `try`.
         """
         self._lock: Any = threading.RLock()
 
     def pin_version(self, version: int, holder: object = None) -> bool:
-        """Pin a version; return False while a compaction is dropping it."""
+        """Pin a version for `holder`. Return False if a compaction is dropping the version."""
         with self._lock:
-            got = version not in self._claimed
-            if got and not self._holders.get(version):
+            is_pinned = version not in self._claimed
+            if is_pinned and not self._holders.get(version):
                 self._holders[version] = set()
-                got = self._lock_shared(version)
-            if got:
+                is_pinned = self._lock_shared(version)
+            if is_pinned:
                 self._holders[version].add(holder)
         self._apply_releases()
-        return got
+        return is_pinned
 
     def release_version(self, version: int, holder: object = None) -> None:
-        """Release a pin, if there is one. A finalizer may call this at any time, even inside
-        `pin_version`."""
+        """Release the pin of `holder`, if there is one.
+
+        A finalizer may call this at any time, even while `pin_version` runs.
+        """
         self._pending_releases.append((version, holder))
         self._apply_releases()
 
     def claim_version(self, version: int) -> bool:
-        """Claim a version in order to drop it; return False if it has readers."""
+        """Claim a version in order to drop it. Return False if a reader has pinned it."""
         self._apply_releases()
         with self._lock:
-            got = not self._holders.get(version) and (
+            is_claimed = not self._holders.get(version) and (
                 self._folder is None or self._lock_exclusive(version)
             )
-            if got:
+            if is_claimed:
                 self._claimed.add(version)
         self._apply_releases()
-        return got
+        return is_claimed
 
     def release_claims(self) -> None:
         """Release all claims."""
@@ -244,11 +251,12 @@ class VersionPins:
                 os.close(file)
 
     def _apply_releases(self) -> None:
-        # A thread that holds the lock applies the releases later.
+        """Release the pins in the queue, unless a call of this thread holds the lock."""
+        # The call that holds the lock applies the releases at its end.
         while self._pending_releases and not self._lock._is_owned():
             with self._lock:
                 while self._pending_releases:
-                    # Removed from the queue last: after an interrupt, the next call repeats it.
+                    # Remove the entry last: after an interrupt, the next call repeats its release.
                     version, holder = self._pending_releases[0]
                     holders = self._holders.get(version, set())
                     holders.discard(holder)
@@ -258,6 +266,7 @@ class VersionPins:
                     self._pending_releases.popleft()
 
     def _open_file(self) -> int:
+        """Open the file of the readers' locks, for writing if possible."""
         assert self._folder is not None
         try:
             return safe_open.open_regular_file(self._folder / READERS_FILE, os.O_RDWR | os.O_CREAT)
@@ -267,13 +276,14 @@ class VersionPins:
             return safe_open.open_regular_file(self._folder / READERS_FILE, os.O_RDONLY)
 
     def _lock_shared(self, version: int) -> bool:
+        """Lock the byte of a version for reading; return False if a compaction has claimed it."""
         if self._folder is None or fcntl is None:
             return True
         if self._reader_file < 0:
             try:
                 self._reader_file = self._open_file()
             except (FileNotFoundError, PermissionError):
-                return True  # a read-only folder without the file: no process compacts it
+                return True  # no process can compact a read-only folder without this file
             except OSError as error:
                 raise (
                     safe_open.unreadable_error(self._folder / READERS_FILE, error) or error
@@ -281,7 +291,7 @@ class VersionPins:
         return _lock_byte(self._reader_file, version, exclusive=False)
 
     def _unlock_shared(self, version: int) -> None:
-        # A forked child shares the locks of its parent.
+        # A forked child shares its parent's locks and must not release them.
         if self._reader_file < 0 or os.getpid() != self._process_id:
             return
         assert fcntl is not None
@@ -291,7 +301,8 @@ class VersionPins:
             fcntl.flock(self._reader_file, fcntl.LOCK_UN)
 
     def _lock_exclusive(self, version: int) -> bool:
-        # Not the reader's descriptor: the pins of this process must conflict too.
+        """Lock the byte of a version for compaction; return False if it has readers."""
+        # Use another descriptor than for reading, so that pins of this process conflict too.
         if self._claim_file < 0:
             assert self._folder is not None
             try:
@@ -304,11 +315,12 @@ class VersionPins:
 
 
 def _flock_struct(kind: int, version: int) -> bytes:
-    """Return C's `struct flock` for the byte of a version."""
+    """Return C's `struct flock` for the lock of one version's byte, as bytes."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, version, 1, 0)
 
 
 def _lock_byte(file: int, version: int, *, exclusive: bool) -> bool:
+    """Lock the byte of a version; return False if a lock of another file conflicts."""
     assert fcntl is not None
     try:
         if hasattr(fcntl, "F_OFD_SETLK"):
@@ -326,22 +338,23 @@ _REGISTRY_LOCK = threading.RLock()
 _held_locks: list[Any] = []
 
 
-# Forks: a child gets a consistent copy of every store in memory, with free locks.
+# Forks: the child gets a consistent copy of every store in memory, with new locks.
 
 
 def register_fork_handler(thing: Any) -> None:
-    """Keep an object consistent across forks.
+    """Keep an object consistent when the process forks.
 
-    A fork first acquires the lock that `thing.fork_lock()` returns, so that no operation is in
-    progress. In the child, `thing.reset_after_fork()` replaces locks that other threads held.
+    Before a fork, the lock that `thing.fork_lock()` returns is acquired, so that no operation is in
+    progress. In the child, `thing.reset_after_fork()` replaces the locks that other threads held.
     """
-    with _REGISTRY_LOCK:  # adding while `_before_fork` iterates would raise
+    with _REGISTRY_LOCK:  # `_before_fork` iterates over the set
         _FORK_HANDLERS.add(thing)
 
 
-# Python reports an error in a fork handler and continues, so after a Ctrl-C in one handler the
-# other still runs. An interrupt is raised only between calls.
+# If a fork handler raises, for example after Ctrl-C, Python prints the error and runs the other
+# handlers. Ctrl-C takes effect only between two calls.
 def _before_fork() -> None:
+    """Acquire the locks of all registered objects."""
     global _held_locks
     _REGISTRY_LOCK.acquire()
     for thing in list(_FORK_HANDLERS):
@@ -351,6 +364,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
+    """Release these locks; try twice, because Ctrl-C may interrupt the first try."""
     try:
         _release_locks()
     finally:
@@ -358,6 +372,7 @@ def _after_fork() -> None:
 
 
 def _release_locks() -> None:
+    """Release the locks that `_before_fork` has acquired."""
     if _REGISTRY_LOCK._is_owned():  # type: ignore[attr-defined]
         while _held_locks:
             lock = _held_locks[-1]
@@ -369,6 +384,7 @@ def _release_locks() -> None:
 
 
 def _after_fork_in_child() -> None:
+    """Release the locks, then give every registered object new ones."""
     _after_fork()
     for thing in list(_FORK_HANDLERS):
         thing.reset_after_fork()

@@ -1,7 +1,7 @@
-"""Digests and records of rows: in the catalog, or for large commits in bundle files.
+"""Records and digests of rows, in the catalog or in the bundle files of large commits.
 
-A bundle is a segment without a generation. It has a sorted index of digests. Its rows are in no
-table of the catalog until they are deleted. If the catalog has a row, its entry counts.
+A bundle is a segment without a generation, with a sorted index of digests. Its rows are in no table
+of the catalog until they are deleted. If both have a row, the entry in the catalog counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qkv.errors import warn_at_caller
 from qkv.frameworks.ragged import Ragged, concat_ragged
 
 BUNDLE_GENERATION = -1
-"""The generation under which the catalog lists bundles."""
+"""The number of a generation with which the catalog lists bundles."""
 
 BUNDLE_LAYOUT = Layout(
     (
@@ -34,21 +34,27 @@ BUNDLE_LAYOUT = Layout(
         ("size", np.dtype("u1"), ()),
     )
 )
-"""`line` is the digest (`size` bytes) followed by the record. `prefix` has the first 8 bytes of all
-digests, ascending, and `place` the row of each of them."""
+"""`line` is the digest (`size` bytes) followed by the record, for each row.
+
+The index is `prefix`, the first 8 bytes of all digests in ascending order, and `place`, the row of
+each of these digests.
+"""
 
 MAX_DIGEST_BYTES = 255
-"""Longest digest that a bundle can store."""
+"""The length of the longest digest that a bundle can store."""
 
 FULL_DIGEST_BYTES = 16
-"""No longer digest starts with a digest of this length; otherwise a `size` is damaged."""
+"""The length of a key's complete digest.
+
+A longer digest never starts with such a digest. If one seems to, a `size` is damaged.
+"""
 
 RowRecord = tuple[int, bytes, str, int]
-"""A row: id, digest, record, and their checksum."""
+"""A row: id, digest, record, and the checksum of these."""
 
 
 class Bundle:
-    """Find the rows of a bundle file by id or digest.
+    """Finds the rows of a bundle file by id or by digest.
 
     >>> bundle = Bundle(build_bundle(np.array([4, 7]), [b"Li", b"Hu"], ["Li, Mu", "Hu, Rachel"]))
     >>> bundle.find_ids(b"Hu"), list(bundle.read_rows(np.array([4])))[0][:3]
@@ -75,58 +81,62 @@ class Bundle:
         return ids[::-1]
 
     def find_newest(self, digest: bytes, first: int, last: int) -> RowRecord | None:
-        """Return the newest row with this digest whose id is in [first, last], or None.
+        """Return the newest row with this digest and an id in [first, last]; None if there is none.
 
-        The search ends between two neighbouring index entries. If both match their rows, the digest
-        is not elsewhere in the file; if not, the index is damaged.
+        The search ends between two neighbouring entries of the index. If both entries match their
+        rows, the digest is nowhere else in the file. If one does not match, the index is damaged.
         """
         self._segment.check_not_truncated()
         wanted, prefix = int.from_bytes(digest[:8], "little"), self._digest_prefixes
-        at = bisect_right(prefix, wanted)
-        is_sound = at == len(prefix) or self._is_indexed(at)
-        while is_sound and (at := at - 1) >= 0 and prefix[at] == wanted:
-            line = self._read_row(self._row_positions[at])
+        entry = bisect_right(prefix, wanted)
+        is_sound = entry == len(prefix) or self._is_indexed(entry)
+        while is_sound and (entry := entry - 1) >= 0 and prefix[entry] == wanted:
+            line = self._read_row(self._row_positions[entry])
             if line[1] == digest and first <= line[0] <= last:
                 return line
-            # Two keys' digests hardly ever share a prefix, and full digests have one length.
-            is_sound = self._is_indexed(at) and row_crc(*line[:3]) == line[3]
+            # Digests of different keys hardly ever share a prefix, and complete digests have one
+            # length.
+            is_sound = self._is_indexed(entry) and row_crc(*line[:3]) == line[3]
             is_sound &= len(digest) < FULL_DIGEST_BYTES or len(digest) == len(line[1])
-        if not is_sound or (at >= 0 and not self._is_indexed(at)):
+        if not is_sound or (entry >= 0 and not self._is_indexed(entry)):
             raise self._segment.damaged_error(
                 "its index is not what was written, so that existing keys may not be found"
             )
         return None
 
-    def _is_indexed(self, at: int) -> bool:
-        """Return True if an index entry matches its row."""
-        place = self._row_positions[at]
-        if place >= len(self._row_ids):
+    def _is_indexed(self, entry: int) -> bool:
+        """Return whether entry `entry` of the index matches the digest of its row."""
+        position = self._row_positions[entry]
+        if position >= len(self._row_ids):
             return False
-        start, size = self._starts[place], self._digest_sizes[place]
+        start, size = self._starts[position], self._digest_sizes[position]
         begin = self._line_bytes[start : start + (size if size < 8 else 8)]
-        return int.from_bytes(begin, "little") == self._digest_prefixes[at]
+        return int.from_bytes(begin, "little") == self._digest_prefixes[entry]
 
     def read_rows(self, ids: np.ndarray) -> Iterator[RowRecord]:
-        """Yield the rows with these ids that are in this bundle."""
+        """Yield the rows with these ids that the bundle has."""
         self._segment.check_not_truncated()
-        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        return map(self._read_row, at[self.ids[at] == ids].tolist())
+        positions = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return map(self._read_row, positions[self.ids[positions] == ids].tolist())
 
-    def _read_row(self, place: int) -> RowRecord:
-        """Return a row. A record that is not UTF-8 becomes "", which fails the checksum."""
-        if place >= len(self._row_ids):
+    def _read_row(self, position: int) -> RowRecord:
+        """Return the row at a position.
+
+        A record that is not valid UTF-8 becomes "", which does not match the checksum.
+        """
+        if position >= len(self._row_ids):
             return -1, b"", "", -1
-        starts, size = self._starts, self._digest_sizes[place]
-        line = bytes(self._line_bytes[starts[place] : starts[place + 1]])
+        starts, size = self._starts, self._digest_sizes[position]
+        line = bytes(self._line_bytes[starts[position] : starts[position + 1]])
         try:
             record = str(line[size:], "utf-8")
         except UnicodeDecodeError:
             record = ""
-        return self._row_ids[place], line[:size], record, self._checksums[place]
+        return self._row_ids[position], line[:size], record, self._checksums[position]
 
 
 def build_bundle(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[str]) -> Segment:
-    """Return a bundle segment of these rows."""
+    """Return these rows as a bundle segment."""
     lines = [digest + record.encode() for digest, record in zip(digests, records, strict=True)]
     begin = (ids & 0xFFFFFFFF).tolist()
     crc = np.fromiter(map(crc32, lines, begin), np.uint32, len(lines))
@@ -138,7 +148,7 @@ def build_bundle(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[st
 
 
 def merge_bundles(parts: Sequence[Segment]) -> Segment:
-    """Return one bundle with the rows of several."""
+    """Return one bundle with the rows of several bundles."""
     tensors: dict[str, Any] = {
         name: (concat_ragged if name == "line" else np.concatenate)(
             [x.tensors[name] for x in parts]
@@ -149,12 +159,13 @@ def merge_bundles(parts: Sequence[Segment]) -> Segment:
 
 
 def _sort_by_digest(ids: np.ndarray, tensors: dict[str, Any]) -> Segment:
+    """Return a bundle segment of these rows, with the index of their digests."""
     line, size, eight = tensors["line"], tensors["size"], np.arange(8)
     text = np.append(line.flat, np.zeros(8, np.uint8))[line.starts[:-1, None] + eight]
     if size.min(initial=8) < 8:
         text[eight >= size[:, None]] = 0
     prefix = text.reshape(-1).view("<u8")
-    order = np.argsort(prefix, kind="stable")  # rows with one digest stay in order
+    order = np.argsort(prefix, kind="stable")  # rows with equal digests stay in order
     return Segment(ids, {**tensors, "prefix": prefix[order], "place": order.astype(np.uint32)})
 
 
@@ -165,7 +176,7 @@ def _as_memoryview(array: np.ndarray) -> memoryview:
 
 SELECT_ROW = "SELECT id, digest, record, crc FROM rows"
 LIVE_CONDITION = "id >= ? AND id <= ? AND (died IS NULL OR died > ?)"
-"""The rows of a version: in its id range and not deleted by then."""
+"""Selects the live rows of a version: in its range of ids, and not deleted up to then."""
 
 FIND_IDS_QUERY = f"SELECT id FROM rows WHERE digest = ? AND {LIVE_CONDITION}"
 FIND_YOUNGEST_QUERY = f"{SELECT_ROW} WHERE digest = ? AND {LIVE_CONDITION} ORDER BY id DESC LIMIT 1"
@@ -173,29 +184,32 @@ FIND_LATEST_QUERY = f"{SELECT_ROW} WHERE digest = ? AND died IS NULL ORDER BY id
 ID_IN_LIST = "id IN (SELECT value FROM json_each(?))"
 
 RowSpan = tuple[int, int, int]
-"""First id, last id, and the version in which the rows are live."""
+"""The first id, the last id, and the version in which the rows are live."""
 
 NEWEST_SPAN = 0, 2**63 - 1, 2**63 - 1
-"""The live rows of the newest version."""
+"""Selects the live rows of the newest version."""
 
 
 class _RecordState(NamedTuple):
-    """Where rows are stored; valid while the newest version is the same `version_entry` object."""
+    """Where rows are stored.
+
+    It is valid while the newest version is the same object `version_entry`.
+    """
 
     version_entry: VersionEntry | None
     bundles: tuple[Bundle, ...]
     lost_bundles: tuple[SegmentEntry, ...]
     has_catalog_rows: bool
-    """Whether the catalog's table of rows is not empty."""
+    """Whether the catalog's table of rows has rows."""
     row_cache: dict[bytes, tuple[int, str]]
-    """Cache of short rows, by digest."""
+    """The ids and records of looked-up rows, by digest. Long records are not cached."""
 
 
 _EMPTY_STATE = _RecordState(None, (), (), True, {})
 
 
 class RecordStore:
-    """The rows of all versions, including deleted rows that no compaction has dropped yet.
+    """The records of all versions. Deleted rows are included until a compaction drops them.
 
     >>> from qkv.database.storage import Store
     >>> store = Store()
@@ -213,7 +227,7 @@ class RecordStore:
         self._deleted_cache = 0, np.zeros(0, np.int64)
 
     def find_ids(self, digest: bytes, span: RowSpan) -> list[int]:
-        """Return the ids of the live rows with this digest, oldest first."""
+        """Return the ids of the live rows of `span` with this digest, oldest first."""
         while True:
             state = self._current_state()
             ids = []
@@ -229,7 +243,7 @@ class RecordStore:
                 return sorted(ids)
 
     def find_newest(self, digest: bytes, span: RowSpan) -> RowRecord | None:
-        """Return the newest live row with this digest, or None."""
+        """Return the newest live row of `span` with this digest, or None."""
         while True:
             state = self._current_state()
             line = None
@@ -246,7 +260,7 @@ class RecordStore:
                 return line
 
     def find_latest_record(self, digest: bytes) -> tuple[int, str] | None:
-        """Return the id and record of the newest row with this digest, in the newest version."""
+        """Return (id, record) of the newest row with this digest in the newest version, or None."""
         cache = self._current_state().row_cache
         row = cache.get(digest)
         if row is None and (line := self.find_newest(digest, NEWEST_SPAN)) is not None:
@@ -260,18 +274,18 @@ class RecordStore:
     def _find_younger(
         self, state: _RecordState, digest: bytes, span: RowSpan, line: RowRecord | None
     ) -> RowRecord | None:
-        """Return the newest row in a bundle without an entry in the catalog, or else `line`."""
+        """Return the newest row that only a bundle has, if it is newer than `line`; else `line`."""
         first = span[0] if line is None else line[0] + 1
         for bundle in reversed(state.bundles):
             last = span[1]
-            while (found := bundle.find_newest(digest, first, last)) is not None:
-                if not (state.has_catalog_rows and self._fetch_catalog_rows([found[0]])):
-                    return found
-                last = found[0] - 1
+            while (candidate := bundle.find_newest(digest, first, last)) is not None:
+                if not (state.has_catalog_rows and self._fetch_catalog_rows([candidate[0]])):
+                    return candidate
+                last = candidate[0] - 1
         return line
 
     def read_rows(self, ids: Sequence[int] | np.ndarray, span: RowSpan) -> dict[int, RowRecord]:
-        """Return the live rows with these ids."""
+        """Return the rows with these ids that are live in `span`, by id."""
         first, last, version = span
         wanted = [row for row in map(int, ids) if first <= row <= last]
         while True:
@@ -288,7 +302,7 @@ class RecordStore:
                 return rows
 
     def live_ids(self, span: RowSpan) -> np.ndarray:
-        """Return the ids of the live rows, ascending."""
+        """Return the ids of the rows that are live in `span`, ascending."""
         while True:
             state = self._current_state()
             parts = [self._fetch_ids(f"SELECT id FROM rows WHERE {LIVE_CONDITION}", *span)]
@@ -306,7 +320,10 @@ class RecordStore:
         return np.fromiter((row for (row,) in lines), np.int64, len(lines))
 
     def dead_ids(self, version: int) -> np.ndarray:
-        """Return the ids that are deleted in a version or lost in skipped bundles, ascending."""
+        """Return the ids of deleted rows of a version, ascending.
+
+        Rows of damaged bundles count as deleted if damaged files are skipped.
+        """
         dead = self._deleted_ids(version)
         if not self._skip_damaged:
             return dead
@@ -316,11 +333,14 @@ class RecordStore:
         return np.unique(np.concatenate([dead, *lost]))
 
     def _deleted_ids(self, version: int) -> np.ndarray:
-        """Return the deleted ids of a version; the cache is extended from version to version."""
+        """Return the ids of the rows that are deleted in a version, ascending.
+
+        The result for a newer version extends the cached result.
+        """
         with self.catalog.lock:
             newer = version >= self._deleted_cache[0]
             since, dead = self._deleted_cache if newer else (0, self._deleted_cache[1][:0])
-            # A repair lists lost rows as deleted in version 0.
+            # A repair marks lost rows as deleted in version 0.
             statement = "SELECT id FROM rows WHERE died > ? AND died <= ?"
             more = self._fetch_ids(statement, since or -1, version)
             if len(more):
@@ -330,14 +350,14 @@ class RecordStore:
             return dead
 
     def check_row(self, line: RowRecord) -> tuple[int, str]:
-        """Return the id and record of a row after checking its checksum."""
+        """Return the id and record of a row; raise if its checksum is wrong."""
         row, digest, record, crc = line
         if row_crc(row, digest, record) != crc:
             raise self.catalog.damaged_error(f"row {row} is not what was written")
         return row, record
 
     def copy_to_catalog(self, ids: Sequence[int]) -> None:
-        """Copy rows that will be deleted from their bundles into the catalog."""
+        """Copy rows that are about to be deleted from their bundles to the catalog."""
         if not self._current_state().bundles:
             return
         for start in range(0, len(ids), limits.ROWS_PER_PAGE):
@@ -349,12 +369,15 @@ class RecordStore:
                 self.check_row(line)
             statement = "INSERT INTO rows (id, digest, record, crc) VALUES (?, ?, ?, ?)"
             self.catalog.execute_many(statement, rows.values())
-            # Recorded twice: if the row's entry is lost, a repair must not restore the row.
+            # Record the deletion twice: if the entry is lost, a repair must not restore the row.
             self.catalog.buffer_rows(BUNDLE_GENERATION, rows, [b""] * len(rows))
         self._state = _EMPTY_STATE
 
     def _fetch_catalog_rows(self, ids: Sequence[int]) -> dict[int, tuple[int | None, RowRecord]]:
-        """Return the catalog's entries for these ids: the version that deleted it, and the row."""
+        """Return the rows with these ids that the catalog has, by id.
+
+        Each is (the version that deleted the row or None, the row).
+        """
         rows: dict[int, tuple[int | None, RowRecord]] = {}
         statement = f"SELECT died, id, digest, record, crc FROM rows WHERE {ID_IN_LIST}"
         for start in range(0, len(ids), limits.ROWS_PER_PAGE):
@@ -364,13 +387,14 @@ class RecordStore:
         return rows
 
     def _current_state(self) -> _RecordState:
-        """Return where rows are stored now."""
-        state = self._state  # another thread may replace it
+        """Return where the rows of the newest version are stored."""
+        state = self._state  # read the attribute once: another thread may replace it
         while (newest := self.catalog.newest_version()) is not state.version_entry:
             state = self._state = self._read_state(newest)
         return state
 
     def _read_state(self, newest: VersionEntry) -> _RecordState:
+        """Read where the rows are stored; `newest` is the newest version."""
         entries = self.catalog.list_segments(BUNDLE_GENERATION)
         has_rows = self.catalog.fetch_one("SELECT 1 FROM rows LIMIT 1") is not None
         bundles, lost = [], []
@@ -379,7 +403,7 @@ class RecordStore:
                 bundles.append(Bundle(self.blob_storage.read_segment(entry, BUNDLE_LAYOUT)))
             except (StoreDamagedError, KeyError) as error:
                 if self.catalog.newest_version() is not newest:
-                    return _EMPTY_STATE  # a commit has replaced it
+                    return _EMPTY_STATE  # a commit has replaced the bundle: read the state again
                 if not self._skip_damaged:
                     raise
                 lost.append(entry)
@@ -387,7 +411,7 @@ class RecordStore:
         return _RecordState(newest, tuple(bundles), tuple(lost), has_rows, {})
 
     def _is_current(self, state: _RecordState) -> bool:
-        """Return True if everything read since `state` was taken belongs to it."""
+        """Return whether everything that was read since `state` belongs to one version."""
         return (
             not (state.has_catalog_rows and state.bundles)
             or self.catalog.newest_version() is state.version_entry

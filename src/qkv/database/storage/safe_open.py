@@ -1,6 +1,6 @@
-"""Open the files of a store, refusing anything but regular files.
+"""Open files of a store, and refuse everything except regular files.
 
-A symbolic link in an untrusted store could point to any file of this machine.
+A store may be untrusted: a symbolic link in it could lead to any file of this machine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NO_LINK_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 def open_regular_file(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file and return its descriptor; refuse links, pipes, folders and devices.
 
-    Usable as the `opener` argument of Python's `open`.
+    Python's `open` accepts this function as `opener`.
     """
     try:
         file = os.open(path, flags | _NO_LINK_FLAGS | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
-        # ENXIO: a pipe without a reader, or a socket.
+        # ENXIO: the file is a pipe without a reader, or a socket.
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise _not_regular_error(path) from None
         raise
@@ -47,7 +47,10 @@ def list_names(folder: Path) -> list[str]:
 
 
 def unreadable_error(path: str | os.PathLike[str], error: OSError) -> StoreUnreadableError | None:
-    """Return the error for a file that may be intact but cannot be opened now, or None."""
+    """Return the error for a file that may be intact but cannot be opened now.
+
+    Return None if `error` has another reason.
+    """
     if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM):
         return None
     return StoreUnreadableError(
@@ -57,9 +60,9 @@ def unreadable_error(path: str | os.PathLike[str], error: OSError) -> StoreUnrea
 
 
 def refuse_links(*paths: str | os.PathLike[str]) -> None:
-    """Raise an error for paths that exist and are not regular files.
+    """Raise `StoreDamagedError` for each path that exists and is not a regular file.
 
-    Call it before SQLite opens them, because SQLite follows links.
+    SQLite follows links, so call this before SQLite opens a file.
     """
     for path in paths:
         try:

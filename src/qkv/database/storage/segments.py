@@ -1,8 +1,8 @@
-"""Segments: immutable safetensors files of row ids and tensors, mapped into memory.
+"""Segments: immutable files of row ids and tensors in the safetensors format, mapped into memory.
 
-A `Layout` says which tensors each row has. A file is 8 bytes with the header's length, a JSON
-header, then the tensors without gaps. `ids` comes first and wide types come before narrow ones, so
-that every tensor is aligned.
+A `Layout` says which tensors each row has. A file begins with 8 bytes, the length of the header.
+The header in JSON follows, then the tensors without gaps. `ids` is the first tensor, and wide types
+precede narrow types, so that every tensor is aligned.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
 
 
 RAGGED_DIMS = (-1,)
-"""The shape of a row in a ragged tensor, which has rows of different lengths."""
+"""The shape of one row in a ragged tensor, whose rows have different lengths."""
 
 Tensor = np.ndarray | Ragged
 Tensors = Mapping[str, Any]
-"""Arrays by name, with one entry per row. One may be ragged; others may be lazy."""
+"""Arrays by name, with one entry per row. One of them may be ragged, and others may be lazy."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The names, types and shapes of a row's tensors, the widest type first.
+    """The names, types and shapes of the tensors of a row; the widest type comes first.
 
     One tensor may be ragged: its rows have different lengths.
 
@@ -87,18 +87,18 @@ class Layout:
 
     @cached_property
     def ragged_name(self) -> str | None:
-        """Name of the ragged tensor, or None."""
+        """The name of the ragged tensor, or None."""
         return next((name for name, _, dims in self.fields if dims == RAGGED_DIMS), None)
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row without its ragged tensor."""
+        """The size of a row in bytes, without its ragged tensor."""
         return sum(
             dtype.itemsize * prod(dims) for _, dtype, dims in self.fields if dims != RAGGED_DIMS
         )
 
     def is_row_size(self, packed: bytes) -> bool:
-        """Return True if a packed row of this length fits the layout."""
+        """Return whether the length of a packed row fits the layout."""
         ragged_bytes, name = len(packed) - self.row_bytes, self.ragged_name
         itemsize = next((dtype.itemsize for other, dtype, _ in self.fields if other == name), 0)
         if not itemsize:
@@ -106,7 +106,10 @@ class Layout:
         return ragged_bytes >= 0 and ragged_bytes % itemsize == 0
 
     def check_tensors(self, tensors: Tensors, rows: int) -> dict[str, Any]:
-        """Return the tensors as arrays of the layout's types, or raise for the one that differs."""
+        """Return the tensors as arrays of the layout's types; raise for a tensor that differs.
+
+        `rows` is the number of rows that each tensor must have.
+        """
         if set(tensors) != set(self.tensor_names):
             raise ArgumentError(
                 f"tensors must be {_format_names(self.tensor_names)}, as in earlier rows, not "
@@ -136,7 +139,7 @@ class Layout:
         return fitted
 
     def pack_rows(self, tensors: Tensors, rows: int) -> list[bytes]:
-        """Return each row's tensors as bytes, concatenated."""
+        """Return the tensors of each row as bytes."""
         if not self.fields:
             return [b""] * rows
         name, width = self.ragged_name, self.row_bytes
@@ -149,7 +152,7 @@ class Layout:
         return [fixed + row.tobytes() for fixed, row in zip(packed, ragged_rows, strict=True)]
 
     def unpack_rows(self, rows: Sequence[bytes]) -> dict[str, Tensor]:
-        """The inverse of `pack_rows`."""
+        """Return the tensors of rows that `pack_rows` has packed."""
         width = self.row_bytes
         fixed = rows if self.ragged_name is None else [row[:width] for row in rows]
         packed = np.frombuffer(b"".join(fixed), np.uint8).reshape(len(rows), width)
@@ -174,26 +177,26 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def check_tensor_name(name: str) -> None:
-    """Raise for names that the file format reserves."""
+    """Raise `ArgumentError` for a name that the file format reserves."""
     if not isinstance(name, str) or name in (IDS_TENSOR, "__metadata__", ""):
         raise ArgumentError(f"a tensor cannot be named {name!r}: choose another name")
 
 
 def storage_dtype(name: str, tensor: Any, min_dims: int = 1) -> np.dtype[Any]:
-    """Return the little-endian type that a tensor is stored as, or raise."""
+    """Return the little-endian type with which a tensor is stored; raise if it cannot be stored."""
     if not isinstance(tensor, np.ndarray) or tensor.ndim < min_dims:
         raise ShapeError(f"tensors[{name!r}] must be a NumPy array with one entry per row")
     dtype: np.dtype[Any] = tensor.dtype.newbyteorder("<")
     if dtype not in CODE_BY_DTYPE:
         raise DtypeError(
             f"tensors[{name!r}] is {tensor.dtype}, which cannot be stored: use one of "
-            f"{', '.join(sorted(known.name for known in CODE_BY_DTYPE))}"
+            f"{', '.join(sorted(supported.name for supported in CODE_BY_DTYPE))}"
         )
     return dtype
 
 
 def _as_row_bytes(array: np.ndarray, rows: int) -> np.ndarray:
-    """Return an array (m, …) as bytes (m, width)."""
+    """Return the bytes of each row of an array (m, …) as an array (m, width) of uint8."""
     array = np.asarray(array)
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
     if not array.size:
@@ -204,23 +207,23 @@ def _as_row_bytes(array: np.ndarray, rows: int) -> np.ndarray:
 SEGMENT_SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".tmp"
 STARTS_SUFFIX = ".starts"
-"""Suffix of the tensor with the start of each row of a ragged tensor, and the end of the last."""
+"""A ragged tensor `x` has a tensor `x.starts`: the start of each row, and the end of the last."""
 SCALE_TENSOR = "scale"
-"""A value in this tensor that is not finite would make every answer NaN."""
+"""The scales of 8-bit vectors. A scale that is not finite would make every answer NaN."""
 CHUNK_BYTES = 32 << 20
-"""Bytes that are hashed and written per call, without the interpreter lock."""
+"""The number of bytes that one call hashes and writes, without the interpreter lock."""
 _FILE_NAME_PATTERN = re.compile(
     rf"(?:segment|arrays|rows)-([0-9]{{8,16}}){re.escape(SEGMENT_SUFFIX)}"
 )
 
 FileColumn = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
-"""A tensor of a file: its name, type, shape, and chunks of its rows."""
+"""A tensor of a file: its name, type and shape, and its rows in several arrays."""
 FileMetadata = Mapping[str, str]
-"""Metadata in the file, to rebuild a lost catalog entry."""
+"""Metadata that a file contains, so that a lost catalog entry can be rebuilt."""
 
 
 class SegmentEntry(NamedTuple):
-    """The catalog's entry for a segment."""
+    """A segment as the catalog lists it: its file, row ids, size in bytes and checksum."""
 
     file: str
     generation: int
@@ -231,15 +234,15 @@ class SegmentEntry(NamedTuple):
     checksum: bytes
 
     def may_overlap(self, other: SegmentEntry) -> bool:
-        """Return True if both are of one generation and their id ranges overlap."""
+        """Return whether both segments are of one generation and their ranges of ids overlap."""
         same_generation = self.generation == other.generation
         return same_generation and self.first <= other.last and other.first <= self.last
 
 
 class Segment:
-    """Rows of a file or in memory: `ids` (m,), ascending, and `tensors`, each (m, …), read-only.
+    """Rows of a file or in memory, read-only: `ids` (m,), ascending, and `tensors`, each (m, …).
 
-    `live` (m,) is True for the rows of a version; None means all.
+    `live` (m,) is True for the rows that a version has; None means that it has all rows.
     """
 
     def __init__(
@@ -254,18 +257,21 @@ class Segment:
         self._memory, self._path = memory, path
 
     def __getitem__(self, rows: slice | np.ndarray) -> Segment:
-        """Return a segment with some of the rows."""
+        """Return a segment with only these rows."""
         tensors = {name: tensor[rows] for name, tensor in self.tensors.items()}
         memory = self._memory if isinstance(rows, slice) else None
         return Segment(self.ids[rows], tensors, memory, self._path)
 
     @property
     def is_truncated(self) -> bool:
-        """True if the file was truncated since it was mapped."""
+        """Whether the file has become shorter since it was mapped."""
         return self._memory is not None and self._memory.size() < len(self._memory)
 
     def check_not_truncated(self) -> None:
-        """Raise if the file was truncated: reading the missing pages would kill the process."""
+        """Raise `StoreDamagedError` if the file was truncated.
+
+        Reading the missing pages would kill the process.
+        """
         if self._memory is not None and self.is_truncated:
             raise self.damaged_error("it was truncated while it was open")
 
@@ -273,13 +279,16 @@ class Segment:
         return damaged_file_error(self._path or Path("a store in memory"), what)
 
     def prefetch_tensors(self, names: Collection[str]) -> None:
-        """Advise the system that these tensors are read next."""
+        """Advise the operating system that these tensors will be read next."""
         self._advise_memory(
             "MADV_WILLNEED", [x for name, x in self.tensors.items() if name in names]
         )
 
     def release_pages(self) -> None:
-        """Advise the system to free these rows' pages; reading them loads them again."""
+        """Advise the operating system to free the memory of these rows.
+
+        Reading them loads them again.
+        """
         self._advise_memory("MADV_DONTNEED", [self.ids, *self.tensors.values()])
 
     def _advise_memory(self, advice: str, tensors: Iterable[Tensor]) -> None:
@@ -295,7 +304,7 @@ class Segment:
 
 
 def prefetch_segments(parts: Iterator[Segment], names: Collection[str]) -> Iterator[Segment]:
-    """Yield the segments, each after prefetching the next one."""
+    """Yield the segments. Before each one, prefetch the tensors `names` of the next one."""
     previous = None
     for part in parts:
         if names:
@@ -308,7 +317,7 @@ def prefetch_segments(parts: Iterator[Segment], names: Collection[str]) -> Itera
 
 
 def split_segments(segments: Iterable[Segment], rows: int) -> Iterator[list[Segment]]:
-    """Yield the segments in groups of `rows` rows; the last group may have fewer.
+    """Yield the segments in groups of `rows` rows; the last group may have fewer rows.
 
     >>> two = [Segment(np.arange(3), {}), Segment(np.arange(3, 5), {})]
     >>> [[part.ids.tolist() for part in group] for group in split_segments(two, 4)]
@@ -331,7 +340,7 @@ def split_segments(segments: Iterable[Segment], rows: int) -> Iterator[list[Segm
 
 
 def file_number(file: str) -> int | None:
-    """Return the number in a file's name, or None if a store does not write such names.
+    """Return the number in a file's name; None for names that a store does not write.
 
     >>> file_number("segment-00000012.safetensors"), file_number("mine.safetensors")
     (12, None)
@@ -341,7 +350,7 @@ def file_number(file: str) -> int | None:
 
 
 def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
-    """Map a segment after checking that its structure is the one in the catalog."""
+    """Map a segment file into memory. Raise if its structure is not the one in the catalog."""
     memory = _map_file(path, entry.size, limits.MAX_UNMAPPED_BYTES)
     arrays = _tensor_views(path, memory)
     ids = arrays.pop(IDS_TENSOR, np.zeros(0))
@@ -372,12 +381,15 @@ def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:
-    """Read the arrays of an encoder into memory: they are small, and used as long as it is."""
+    """Read the arrays of an encoder into memory.
+
+    They are small, and used as long as the encoder.
+    """
     return _tensor_views(path, _map_file(path, size, max_unmapped=size))
 
 
 def damaged_file_error(path: Path, what: str) -> StoreDamagedError:
-    """Return the error for a file that differs from what was written."""
+    """Return the error for a file that is not as it was written; `what` says what is wrong."""
     return StoreDamagedError(
         f"{path} is damaged: {what}. Restore it from a backup, or open the store with "
         "skip_damaged=True to use the other rows; qkv check lists all damage"
@@ -385,7 +397,7 @@ def damaged_file_error(path: Path, what: str) -> StoreDamagedError:
 
 
 def unreadable_file_error(path: Path, error: OSError) -> OSError:
-    """Return the error for a file that cannot be read, but may be intact."""
+    """Return the error for a file that cannot be read. The file may be intact."""
     if isinstance(error, StoreDamagedError):
         return error
     if isinstance(error, FileNotFoundError):
@@ -396,7 +408,10 @@ def unreadable_file_error(path: Path, error: OSError) -> OSError:
 
 
 def read_file_metadata(path: Path) -> tuple[dict[str, str], SegmentEntry]:
-    """Return a file's metadata and an entry for the catalog; rows is −1 for arrays."""
+    """Return the metadata in a file, and the file's entry for the catalog.
+
+    For a file of arrays, `rows` of the entry is −1.
+    """
     memory = _map_file(path, path.stat().st_size, limits.MAX_UNMAPPED_BYTES)
     ids = _tensor_views(path, memory).get(IDS_TENSOR)
     metadata = dict(_read_header(path, memory)[0]["__metadata__"])
@@ -411,7 +426,7 @@ def read_file_metadata(path: Path) -> tuple[dict[str, str], SegmentEntry]:
 
 
 def iterate_file_chunks(columns: Sequence[FileColumn], metadata: FileMetadata) -> Iterator[Any]:
-    """Yield the bytes of a file in chunks of some megabytes."""
+    """Yield the content of a file in chunks of up to `CHUNK_BYTES`."""
     header: dict[str, Any] = {"__metadata__": {"format": "qkv", **metadata}}
     begin = 0
     for name, dtype, shape, _ in columns:
@@ -438,7 +453,7 @@ def iterate_file_chunks(columns: Sequence[FileColumn], metadata: FileMetadata) -
 
 
 def _map_file(path: Path, size: int, max_unmapped: int) -> mmap.mmap | bytes:
-    """Return the content of a file, mapped if it has more than `max_unmapped` bytes."""
+    """Return the content of a file. A file with more than `max_unmapped` bytes is mapped."""
     try:
         with open(path, "rb", opener=safe_open.open_regular_file) as file:
             actual = os.fstat(file.fileno()).st_size
@@ -459,7 +474,7 @@ def _map_file(path: Path, size: int, max_unmapped: int) -> mmap.mmap | bytes:
 
 
 def _read_header(path: Path, memory: mmap.mmap | bytes) -> tuple[dict[str, Any], int]:
-    """Return the header and the offset of the data."""
+    """Return the parsed header of a file, and the position of the data after it."""
     length = int.from_bytes(memory[:8], "little")
     if not 2 <= length <= len(memory) - 8:
         raise damaged_file_error(path, "it has no header")
@@ -494,13 +509,13 @@ def _tensor_views(path: Path, memory: mmap.mmap | bytes) -> dict[str, np.ndarray
 
 
 def check_block_ids(ids: np.ndarray, live: np.ndarray) -> None:
-    """Raise if a block of rewrite_tensors does not have the ids of the live rows."""
+    """Raise `ArgumentError` if a block of `rewrite_tensors` has other ids than the live rows."""
     if len(ids) != len(live) or not np.array_equal(ids, live):
         different = np.flatnonzero(ids[: len(live)] != live)
-        at = int(different[0]) if len(different) else len(live)
-        got = f"row {ids[at]}" if at < len(ids) else "nothing"
-        expected = f"row {live[at]}" if at < len(live) else "the end"
+        position = int(different[0]) if len(different) else len(live)
+        actual = f"row {ids[position]}" if position < len(ids) else "nothing"
+        expected = f"row {live[position]}" if position < len(live) else "the end"
         raise ArgumentError(
-            f"rewrite_tensors: blocks must contain all live rows by ascending id: expected "
-            f"{expected}, got {got}"
+            f"rewrite_tensors: blocks must contain all live rows in the order of their ids: "
+            f"expected {expected}, not {actual}"
         )

@@ -1,4 +1,4 @@
-"""Snapshots: one version of a store, unaffected by later commits and compactions."""
+"""Snapshots: one version of a store, which later commits and compactions do not change."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ from qkv.util.types import Closable
 
 
 class _Listing(NamedTuple):
-    """Where the tensors of a version are stored, and which of its ids are deleted."""
+    """Where the tensors of a version are stored, and which ids are deleted."""
 
     entries: list[SegmentEntry]
     buffered_rows: Segment
     dead_ids: np.ndarray
     damaged_count: int
-    """Number of live buffered rows that were skipped with a warning."""
+    """The number of live buffered rows that are damaged and were skipped with a warning."""
 
 
 class _SegmentMovedError(Exception):
-    """A compaction has replaced this segment."""
+    """A compaction has replaced this segment by another one."""
 
 
 class Snapshot(Closable):
-    """The rows of one version, from `Store.open_snapshot`. No compaction drops it until `close`.
+    """The rows of one version of a store; see `Store.open_snapshot`.
+
+    No compaction drops the version until `close` is called.
 
     >>> from qkv.database.storage import Store
     >>> store = Store()
@@ -61,7 +63,9 @@ class Snapshot(Closable):
         version_entry: VersionEntry,
         skip_damaged: bool,
     ) -> None:
-        self._owner = owner  # keeps the store open: an unreferenced store closes itself
+        self._owner = (
+            owner  # this reference keeps the store open: a store without references closes itself
+        )
         self._record_store, self._catalog, self._blob_storage = (
             record_store,
             record_store.catalog,
@@ -75,15 +79,15 @@ class Snapshot(Closable):
         self._ids: np.ndarray | None = None
         self._cached_layout: Layout | None = None
         self._settings: dict[str, Any] | None = None
-        # Registered before pinning, so that every pin is released.
+        # Register the release before pinning, so that every pin is released.
         pin = version_entry.number, object()
         self._finalizer = weakref.finalize(self, pins.release_version, *pin)
-        # When the process ends, the system releases its locks.
+        # At the end of the process, the system releases its locks anyway.
         self._finalizer.atexit = False
         self.is_pinned = pins.pin_version(*pin)
 
     def slice_rows(self, start: int, stop: int) -> Snapshot:
-        """Return a snapshot of only the live rows at positions start … stop − 1."""
+        """Return a snapshot with only the live rows at the positions start … stop − 1."""
         ids, part = self.live_ids()[start:stop], copy.copy(self)
         part._owner, part._cached_listing, part._ids = self, None, ids
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
@@ -108,7 +112,7 @@ class Snapshot(Closable):
 
     @property
     def last_id(self) -> int:
-        """The largest row id that was ever used; −1 before the first row."""
+        """The largest row id that was used up to this version; −1 if there was no row."""
         return self._version_entry.last
 
     @property
@@ -122,14 +126,14 @@ class Snapshot(Closable):
         return self._read_layout().tensor_names
 
     def tensor_type(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """Return the type of a tensor and its shape per row, or None if it does not exist."""
+        """Return the type of a tensor and the shape of one row; None if there is no such tensor."""
         return next((field[1:] for field in self._read_layout().fields if field[0] == name), None)
 
     def __len__(self) -> int:
         return self._version_entry.rows
 
     def close(self) -> None:
-        """Allow compactions to drop this version; data that was read stays valid."""
+        """Allow compactions to drop this version. Data that was already read stays valid."""
         self._finalizer()
 
     def find_ids(self, digest: bytes) -> list[int]:
@@ -137,23 +141,27 @@ class Snapshot(Closable):
         return self._record_store.find_ids(digest, self._live_span)
 
     def find_newest(self, digest: bytes) -> tuple[int, str] | None:
-        """Return the id and record of the newest live row with this digest, or None."""
+        """Return (id, record) of the newest live row with this digest, or None."""
         line = self._record_store.find_newest(digest, self._live_span)
         return None if line is None else self._record_store.check_row(line)
 
     def find_latest_record(self, digest: bytes) -> tuple[int, str] | None:
-        """Like `find_newest`, but in the newest version of the store."""
+        """Return (id, record) of the newest row with this digest in the newest version, or None.
+
+        The newest version may be newer than this snapshot.
+        """
         return self._record_store.find_latest_record(digest)
 
     def read_records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """Return the records of live rows, in the order of the ids."""
+        """Return the records of live rows in the order of the ids; raise for other ids."""
         return [record for _, record in self._read_rows(ids)]
 
     def read_digests(self, ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Return the digests of live rows, in the order of the ids."""
+        """Return the digests of live rows in the order of the ids; raise for other ids."""
         return [digest for digest, _ in self._read_rows(ids)]
 
     def _read_rows(self, ids: Sequence[int] | np.ndarray) -> list[tuple[bytes, str]]:
+        """Return (digest, record) of live rows in the order of the ids."""
         lines = self._record_store.read_rows(ids, self._live_span)
         rows = {
             row: (line[1], self._record_store.check_row(line)[1]) for row, line in lines.items()
@@ -164,7 +172,7 @@ class Snapshot(Closable):
             raise self._unknown_row_error(error.args[0]) from None
 
     def iterate_rows(self, ids: np.ndarray | None = None) -> Iterator[tuple[int, str]]:
-        """Yield (id, record) of the live rows, or of these ids, by ascending id."""
+        """Yield (id, record) of all live rows, or of the rows with these ids, by ascending id."""
         ids = self.live_ids() if ids is None else ids
         for start in range(0, len(ids), limits.ROWS_PER_PAGE):
             page = self._record_store.read_rows(
@@ -193,10 +201,10 @@ class Snapshot(Closable):
         resident: int = limits.MAX_RESIDENT_BYTES,
         prefetch_fields: Collection[str] = (),
     ) -> Iterator[Segment]:
-        """Yield all rows by id, one segment at a time, or `window` rows at a time.
+        """Yield all rows by ascending id, one segment at a time, or `window` rows at a time.
 
-        If the tensors take more than `resident` bytes, the windows are small and their memory is
-        released when the next window is read. `prefetch_fields` are then read in advance.
+        If the tensors have more than `resident` bytes, the rows come in small windows. The memory
+        of a window is released when the next window is read, and `prefetch_fields` are prefetched.
         """
         exceeds = self.exceeds_memory(resident)
         if window is None and exceeds:
@@ -210,11 +218,11 @@ class Snapshot(Closable):
                     part.release_pages()
 
     def exceeds_memory(self, resident: int = limits.MAX_RESIDENT_BYTES) -> bool:
-        """Return True if the tensors take more than `resident` bytes."""
+        """Return whether the tensors have more than `resident` bytes."""
         return self._segment_bytes()[0] > resident
 
     def read_tensor(self, name: str, ids: Sequence[int] | np.ndarray) -> Any:
-        """Return the rows of one tensor in the order of these ids: (len(ids), …), or ragged."""
+        """Return one tensor of the rows with these ids, in their order: (len(ids), …) or ragged."""
         wanted = np.asarray(ids, np.int64).reshape(-1)
         fields = {field[0]: field for field in self._read_layout().fields}
         if name not in fields:
@@ -228,29 +236,29 @@ class Snapshot(Closable):
         live = live_mask(ascending, self._read_listing().dead_ids)
         if live is not None:
             raise self._unknown_row_error(int(ascending[live.argmin()]))
-        done = np.zeros(len(wanted), bool)
+        is_read = np.zeros(len(wanted), bool)
 
         def needs_entry(entry: SegmentEntry) -> bool:
             begin, end = np.searchsorted(ascending, (entry.first, entry.last + 1))
-            return bool(begin < end and not done[begin:end].all())
+            return bool(begin < end and not is_read[begin:end].all())
 
         for segment, _, _ in self._iterate_segments(needs_entry, strict=True):
             if not len(segment.ids):
                 continue
             begin, end = np.searchsorted(ascending, (segment.ids[0], segment.ids[-1] + 1))
             needed = ascending[begin:end]
-            at = np.searchsorted(segment.ids, needed)
-            is_here = segment.ids[at] == needed
-            rows = segment.tensors[name][at[is_here]]
-            if ragged:  # store positions in ragged_parts instead
+            positions = np.searchsorted(segment.ids, needed)
+            is_here = segment.ids[positions] == needed
+            rows = segment.tensors[name][positions[is_here]]
+            if ragged:  # for a ragged tensor, `result` gets positions in ragged_parts
                 ragged_parts.append(rows)
                 rows = count + np.arange(len(rows))
                 count += len(rows)
             result[order[begin:end][is_here]] = rows
-            done[begin:end] |= is_here
-        done &= ascending <= self._version_entry.last
-        if not done.all():
-            row = int(ascending[done.argmin()])
+            is_read[begin:end] |= is_here
+        is_read &= ascending <= self._version_entry.last
+        if not is_read.all():
+            row = int(ascending[is_read.argmin()])
             raise (
                 self._lost_vectors_error(row)
                 if self._record_store.read_rows([row], self._live_span)
@@ -259,19 +267,22 @@ class Snapshot(Closable):
         return concat_ragged(ragged_parts)[result] if ragged else result
 
     def read_arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of this version's generation, read-only."""
+        """Return the encoder's arrays of this version, read-only, by name."""
         files = self._catalog.list_array_files(self._version_entry.generation)
         return self._blob_storage.read_arrays(*files[0][:2]) if files else {}
 
     def check_complete(self, ids: np.ndarray) -> np.ndarray:
-        """Return `ids`, the rows with tensors; raise or warn if live rows are missing from them."""
+        """Return `ids`, the rows whose tensors were found.
+
+        If live rows are missing from them, raise, or warn if damaged rows are skipped.
+        """
         lost = len(self) - len(ids)
         if lost > 0 and not self._skip_damaged:
             live = self._record_store.live_ids(self._live_span)
             raise self._lost_vectors_error(
                 int(np.setdiff1d(live, ids, assume_unique=True)[0]), lost
             )
-        # Skipped files and skipped buffered rows were reported before.
+        # Warnings for skipped files and skipped buffered rows were given before.
         lost -= self._read_listing().damaged_count if lost > 0 else 0
         if lost > 0 and all(
             entry.file in self._open_segments for entry in self._read_listing().entries
@@ -299,7 +310,10 @@ class Snapshot(Closable):
         return self._cached_layout
 
     def _read_listing(self, fresh: bool = False) -> _Listing:
-        """Return where everything is stored, read in one transaction."""
+        """Return where the tensors of this version are stored. With `fresh`, ignore the cache.
+
+        All parts are read in one transaction.
+        """
         with self._catalog.lock:
             if self._cached_listing is None or fresh:
                 layout = self._read_layout()
@@ -325,9 +339,10 @@ class Snapshot(Closable):
     def _iterate_segments(
         self, wanted: Callable[[SegmentEntry], bool] = lambda entry: True, strict: bool = False
     ) -> Iterator[tuple[Segment, int, np.ndarray]]:
-        """Yield the wanted segments by id, then the buffered rows.
+        """Yield the `wanted` segments by ascending id, then the buffered rows.
 
-        Each comes with the last id that was yielded before it and the deleted ids.
+        Each item is (segment, last id yielded before, deleted ids). With `strict`, damaged segments
+        are never skipped.
         """
         after = self._first_id - 1
         while True:
@@ -338,7 +353,7 @@ class Snapshot(Closable):
                 try:
                     segment = self._open_segment(entry, strict)
                 except _SegmentMovedError:
-                    break  # continue with the segments that replaced it
+                    break  # read the listing again, with the segments that replaced this one
                 if segment is not None:
                     yield segment, after, listing.dead_ids
                     after = entry.last
@@ -347,7 +362,7 @@ class Snapshot(Closable):
                 return
 
     def _open_segment(self, entry: SegmentEntry, strict: bool = False) -> Segment | None:
-        """Open a segment; return None if it is damaged and skipped."""
+        """Open a segment. Return None if it is damaged and damaged files are skipped."""
         segment = self._open_segments.get(entry.file)
         if segment is None or segment.is_truncated:
             try:
@@ -365,6 +380,7 @@ class Snapshot(Closable):
     def _split_windows(
         self, segment: Segment, dead: np.ndarray, after: int, window: int | None
     ) -> Iterator[Segment]:
+        """Yield the rows of a segment with ids above `after`, in windows of `window` rows."""
         begin = int(np.searchsorted(segment.ids, after, side="right"))
         end = int(np.searchsorted(segment.ids, self._version_entry.last, side="right"))
         step = window or max(1, end - begin)
@@ -374,13 +390,16 @@ class Snapshot(Closable):
             yield part
 
     def _segment_bytes(self) -> tuple[int, int]:
-        """Return the bytes of all segments, and of one row."""
+        """Return the size of all segments, and the size of one row, in bytes."""
         width = self._read_layout().row_bytes + 8
         entries = (entry for entry in self._read_listing().entries if entry.last >= self._first_id)
         return sum(entry.size for entry in entries), width
 
     def _ids_from_segments(self) -> np.ndarray | None:
-        """Return the live ids from the segments, which is fast; None if segments are missing."""
+        """Return the live ids, read from the segments, which is fast.
+
+        Return None if a segment is damaged.
+        """
         parts: list[Segment] = []
         try:
             listing = self._read_listing()
@@ -401,7 +420,7 @@ def build_buffered_segment(
     rows: Sequence[tuple[int, bytes, int]],
     skip_damaged: bool = False,
 ) -> Segment:
-    """Return buffered rows (id, tensors, crc) as a segment in memory."""
+    """Return buffered rows, each (id, tensors, crc), as a segment in memory."""
     is_intact = [is_buffered_row_intact(*line) and layout.is_row_size(line[1]) for line in rows]
     intact = [line for line, ok in zip(rows, is_intact, strict=True) if ok]
     if len(intact) < len(rows):
@@ -416,7 +435,9 @@ def build_buffered_segment(
 
 
 def live_mask(ids: np.ndarray, dead: np.ndarray) -> np.ndarray | None:
-    """Return which ids are not deleted, or None if all are live. Both arrays are ascending.
+    """Return a mask of the ids that are not deleted; None if all are live.
+
+    `ids` and `dead`, the deleted ids, are ascending.
 
     >>> (
     ...     live_mask(np.array([1, 4, 6]), np.array([2, 4])).tolist(),
@@ -430,6 +451,6 @@ def live_mask(ids: np.ndarray, dead: np.ndarray) -> np.ndarray | None:
     if begin == end:
         return None
     nearby = dead[begin:end]
-    at = np.minimum(np.searchsorted(nearby, ids), len(nearby) - 1)
-    live: np.ndarray = nearby[at] != ids
+    positions = np.minimum(np.searchsorted(nearby, ids), len(nearby) - 1)
+    live: np.ndarray = nearby[positions] != ids
     return None if live.all() else live

@@ -1,4 +1,4 @@
-"""`Store`: commit, rewrite_tensors, compact, and snapshots of every version."""
+"""`Store`, the entry point of the storage: commits, compaction, and snapshots of every version."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NO_TENSORS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Commit:
-    """The result of a commit: its version, and the ids of its new rows."""
+    """The result of a commit: the new version, and the ids of the new rows."""
 
     version: int
     ids: range
@@ -62,7 +62,11 @@ class Commit:
 
 @dataclass(frozen=True)
 class Version:
-    """One entry of a store's history."""
+    """One version in the history of a store.
+
+    `what` is its label, `added` and `removed` count the rows that the commit changed, and `rows`
+    the live rows.
+    """
 
     number: int
     time: str
@@ -75,9 +79,9 @@ class Version:
 class Store(Closable):
     """Versioned rows with ids that only grow.
 
-    A row is a record (text), a digest to find it by, and named tensors. `path=None` keeps
-    everything in memory. Any number of processes may read. The first commit takes the write lock
-    and holds it until `close`. Threads may share one store.
+    A row is a record (text), a digest with which it is looked up, and named tensors. With
+    `path=None`, the store is in memory. Any number of processes may read a store. The first commit
+    takes the write lock and holds it until `close`. Threads may share one store.
 
     >>> store = Store()
     >>> added = store.commit(
@@ -119,7 +123,7 @@ class Store(Closable):
         else:
             prepare_folder(self.path, create)
             self._blob_storage = DiskBlobStorage(self.path, files)
-            # Read before the catalog: a catalog that is opened later must contain this commit.
+            # Read the marker first: a catalog that is opened later must contain its commit.
             marker = commit_marker.read_marker(self.path)
             self._reader_catalog = Catalog(self.path / CATALOG_FILE, write=False)
             self._write_lock = WriteLock(self.path)
@@ -132,10 +136,11 @@ class Store(Closable):
             raise
 
     def fork_lock(self) -> threading.RLock:
+        """Return the lock that must be held when the process forks."""
         return self._reader_catalog.lock
 
     def reset_after_fork(self) -> None:
-        """Replace all locks by free ones, in a forked child."""
+        """Replace all locks by new ones, in a forked child."""
         self._process_id = os.getpid()
         self._pins.reset_after_fork()
         self._writing_lock = threading.RLock()
@@ -143,7 +148,7 @@ class Store(Closable):
         self._writer_state: WriterState | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Pickle the path of a store on disk, or the content of a store in memory."""
+        """Return what a pickle contains: the path, or for a store in memory its content."""
         with self._writing_lock, self.fork_lock():
             if self._closed:
                 raise StoreClosedError("the store is closed: open it again")
@@ -160,10 +165,10 @@ class Store(Closable):
 
     def __del__(self) -> None:
         try:
-            # A forked child must not close its parent's connections.
+            # A forked child must not close the connections of its parent.
             if os.getpid() == self._process_id:
                 self.close()
-        except Exception:  # it was never opened, or the interpreter is shutting down
+        except Exception:  # opening failed, or the interpreter is shutting down
             pass
 
     def __repr__(self) -> str:
@@ -172,11 +177,14 @@ class Store(Closable):
 
     @property
     def version(self) -> int:
-        """The newest version, written by any process; 0 for an empty store."""
+        """The newest version, by any process; 0 for an empty store."""
         return self._reader_catalog.newest_version().number
 
     def open_snapshot(self, version: int | None = None) -> Snapshot:
-        """Return a snapshot of a version, the newest by default; it stays pinned until closed."""
+        """Return a snapshot of a version, by default the newest.
+
+        It stays pinned until it is closed.
+        """
         while True:
             with self._reader_catalog.lock:
                 reader = self._reader_catalog
@@ -188,7 +196,7 @@ class Store(Closable):
                         self, self._record_store, self._pins, version_entry, self._skip_damaged
                     )
                     query = "SELECT 1 FROM versions WHERE number = ?"
-                    # A compaction may have dropped it before it was pinned.
+                    # A compaction may have dropped the version before it was pinned.
                     if snapshot.is_pinned and reader.fetch_value(query, version_entry.number):
                         return snapshot
                     snapshot.close()
@@ -197,7 +205,7 @@ class Store(Closable):
             time.sleep(0.001)
 
     def versions(self) -> list[Version]:
-        """Return the versions that no compaction has dropped, oldest first."""
+        """Return all versions that no compaction has dropped, oldest first."""
         return [
             Version(*line[:6]) for line in self._reader_catalog.read_versions("WHERE number > 0")
         ]
@@ -216,10 +224,11 @@ class Store(Closable):
     ) -> Commit:
         """Write a new version: delete the rows `remove`, add rows, replace the settings.
 
-        `tensors[name]` is (len(records), …). Names, shapes and types are the same in all commits
-        until `rewrite_tensors`. `arrays` sets a generation's arrays, once. `unique` raises for a
-        digest that is repeated or that a live row has. A commit that changes nothing writes no
-        version.
+        `tensors[name]` has the shape (len(records), …). Their names, shapes and types must be the
+        same in all commits until `rewrite_tensors`. `arrays` are the arrays of the encoder, which
+        can be set once per generation. With `unique`, a digest must not be repeated, and no live
+        row may have it. `what` is the label of the version. A commit that changes nothing writes
+        no version.
         """
         deleted = sorted({_check_row_id(row) for row in remove})
         if len(records) != len(digests):
@@ -303,8 +312,8 @@ class Store(Closable):
     ) -> Commit:
         """Write a new version with new tensors for every live row: a new generation.
 
-        `blocks` yields (ids, tensors), which together cover all live rows by ascending id. Older
-        versions keep their tensors. At most one segment is held in memory.
+        `blocks` yields (ids, tensors). All blocks together contain every live row, by ascending id.
+        Older versions keep their tensors. At most one segment is in memory at a time.
         """
         with self._write_session("rewrite_tensors") as (catalog, writer_state):
             previous = writer_state.newest_version
@@ -323,7 +332,7 @@ class Store(Closable):
                 check_block_ids(ids, live[done : done + len(ids)])
                 done += len(ids)
                 count += len(ids)
-                # Copied, because the caller may reuse the memory of a block.
+                # Copy the tensors, because the caller may reuse the memory of a block.
                 pending.append(
                     Segment(ids, {name: tensor.copy() for name, tensor in fitted.items()})
                 )
@@ -362,9 +371,9 @@ class Store(Closable):
     def compact(self, progress: ProgressCallback | None = None) -> CompactReport:
         """Merge segments, drop deleted rows and old versions.
 
-        Versions with readers are kept with their rows. `progress(done, total)` counts copied rows.
-        Raises `StoreUnwritableError` if the disk fails; then nothing was changed. A cleanup that
-        fails after the rows were compacted is in the report and in the log.
+        Versions that readers use are kept, with their rows. `progress(done, total)` is called with
+        numbers of copied rows. If the disk fails, `StoreUnwritableError` is raised and nothing is
+        changed. If a cleanup fails after the rows were compacted, the report and the log say so.
         """
         with self._write_session("compact") as (catalog, writer_state):
             changes = catalog.changes
@@ -392,7 +401,10 @@ class Store(Closable):
             return replace(report, unfinished="; ".join(filter(None, unfinished)))
 
     def close(self) -> None:
-        """Release the lock and close the files. Snapshots of this store can no longer be read."""
+        """Release the write lock and close all files.
+
+        Snapshots of this store cannot be read afterwards.
+        """
         with self._writing_lock:
             self._closed = True
             if self._writer_catalog is not None:
@@ -412,11 +424,11 @@ class Store(Closable):
         )
 
     def exclusive_lock(self) -> threading.RLock:
-        """Return a lock that keeps all other threads and processes from writing.
+        """Return a lock that prevents other threads and processes from writing.
 
-        What is read while holding it is still true at the commit. This is the lock itself and no
-        context manager made of a generator: after Ctrl-C, a traceback would keep the generator, and
-        with it the lock, alive.
+        While the caller holds this lock, what it has read is still true when it commits. The lock
+        itself is returned, not a generator-based context manager. After Ctrl-C, a traceback would
+        keep such a generator alive, and so the lock would stay held.
         """
         with self._writing_lock:
             if self._closed:
@@ -430,14 +442,16 @@ class Store(Closable):
 
     @interruptible_contextmanager
     def _write_session(self, what: str) -> Iterator[tuple[Catalog, WriterState]]:
-        """Take the write lock; yield the writer's catalog and state."""
-        with (
-            self._writing_lock,
-            self.exclusive_lock(),
-        ):  # both, or another thread could close the store in between
+        """Take the write lock, and yield the writer's catalog and state.
+
+        `what` names the operation.
+        """
+        # Take both locks, so that no other thread closes the store in between.
+        with self._writing_lock, self.exclusive_lock():
             if self._running_operation:
                 raise CombinationError(
-                    f"{what} cannot run inside {self._running_operation}: let it end first"
+                    f"{what} cannot run inside {self._running_operation}: call it after "
+                    f"{self._running_operation} has returned"
                 )
             if self._writer_catalog is None:
                 assert self.path is not None
@@ -465,7 +479,7 @@ class Store(Closable):
                 self._running_operation = ""
 
     def _remove_leftovers(self, catalog: Catalog) -> None:
-        """Remove the files of an unfinished commit or compaction. Needs the write lock."""
+        """Remove the files of an unfinished commit or compaction, while holding the write lock."""
         if self.path is not None:
             garbage.remove_abandoned_folders(self.path.absolute().parent)
         leftovers = garbage.find_leftovers(
@@ -474,10 +488,11 @@ class Store(Closable):
         garbage.remove_files(catalog, self._blob_storage, list(leftovers))
 
     def _last_marker(self) -> commit_marker.CommitMarker | None:
+        """Return the marker of the last commit; None for a store in memory."""
         return None if self._write_lock is None else self._write_lock.marker
 
     def _acknowledge_commit(self, writer_state: WriterState) -> None:
-        """Cache the writer's state and write the commit marker."""
+        """Write the commit marker, and cache the writer's state for the next commit."""
         self._writer_state = writer_state
         if self._write_lock is not None:
             self._write_lock.check_folder(self._reader_catalog)
@@ -488,6 +503,10 @@ class Store(Closable):
     def _new_staged_files(
         self, catalog: Catalog, writer_state: WriterState, text: str | None
     ) -> StagedFiles:
+        """Return an empty collection of new files.
+
+        `text` are the new settings as JSON text; None if they stay the same.
+        """
         settings = (
             catalog.read_settings_text(writer_state.newest_version.settings)
             if text is None
@@ -502,15 +521,17 @@ class Store(Closable):
 
 
 def _check_row_id(row: Any) -> int:
+    """Return a row id as an int; raise `DtypeError` for anything else."""
     if isinstance(row, bool) or not isinstance(row, int | np.integer):
-        raise DtypeError(f"remove takes integer row ids, not {row!r}")
+        raise DtypeError(f"remove takes row ids, which are integers, not {row!r}")
     return int(row)
 
 
 def _settings_to_json(settings: Mapping[str, Any] | None) -> str | None:
+    """Return settings as JSON text; None if there are none."""
     if settings is None:
         return None
     try:
         return json.dumps(dict(settings), sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"settings must be JSON: {error}") from error
+        raise ArgumentError(f"settings must consist of JSON values: {error}") from error

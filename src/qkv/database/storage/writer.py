@@ -1,4 +1,4 @@
-"""What the writer does: stage files, insert rows, mark rows deleted, merge small segments."""
+"""The steps of a commit: write files, insert rows, mark rows deleted, merge small segments."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from qkv.frameworks import threads
 from qkv.util.types import interruptible_contextmanager
 
 MIN_THREAD_BYTES = 32 << 20
-"""Rows of at least this many bytes are written in a background thread."""
+"""Rows of at least this size are written in a background thread."""
 
 
 class StagedFiles:
-    """New files of a generation that are not yet in the catalog.
+    """New files of a generation that the catalog does not list yet.
 
-    They are numbered from `next_file_number` on. Each contains the `settings` it was written with,
-    so that a lost catalog can be rebuilt.
+    Their numbers start at `next_file_number`. Each file contains the `settings` with which it was
+    written, so that a lost catalog can be rebuilt.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StagedFiles:
         self._name_lock = Lock()
 
     def write_segments(self, layout: Layout, rows: Iterable[Segment]) -> None:
-        """Write rows as segments of at most MAX_SEGMENT_BYTES."""
+        """Write rows as segments of up to MAX_SEGMENT_BYTES."""
         max_rows = max(1, limits.MAX_SEGMENT_BYTES // (layout.row_bytes + 8))
         for group in split_segments(rows, max_rows):
             if self._is_cancelled:
@@ -72,7 +72,7 @@ class StagedFiles:
             self._write_file("segment", self.generation, layout, group)
 
     def write_bundle(self, rows: Segment) -> None:
-        """Write the digests and records of many rows to a bundle file."""
+        """Write digests and records to a bundle file."""
         self._write_file("rows", BUNDLE_GENERATION, BUNDLE_LAYOUT, [rows])
 
     def _write_file(self, kind: str, generation: int, layout: Layout, parts: list[Segment]) -> None:
@@ -88,9 +88,10 @@ class StagedFiles:
     def write_in_background(
         self, layout: Layout | None, rows: list[Segment]
     ) -> Iterator[Callable[[], None]]:
-        """Write rows as segments while the body of the `with` runs; yield a function that waits.
+        """Write rows as segments while the body of the `with` runs.
 
-        Few rows are written before the body runs.
+        Yields a function that waits until the rows are written. A small number of rows is written
+        before the body runs.
         """
         if (
             layout is None
@@ -105,12 +106,12 @@ class StagedFiles:
             yield wait
         except BaseException:
             self._is_cancelled = True
-            with suppress(Exception):  # the first error is raised
+            with suppress(Exception):  # raise only the first error
                 wait()
             raise
 
     def write_arrays(self, arrays: Tensors) -> None:
-        """Write the arrays of the generation to a file."""
+        """Write the encoder's arrays of the generation to a file."""
         file = self._next_file_name("arrays")
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._array_file = (
@@ -119,12 +120,12 @@ class StagedFiles:
         )
 
     def sync_files(self) -> None:
-        """Sync the files to disk; only then may the catalog list them."""
+        """Sync the files to disk. The catalog may list them only after that."""
         if self._entries or self._array_file:
             self._blob_storage.sync_storage()
 
     def register_files(self, catalog: Catalog) -> None:
-        """Add the files to the catalog, inside a transaction."""
+        """Add the files to the catalog. The caller runs this in a transaction."""
         if self._entries or self._array_file:
             catalog.execute("UPDATE counters SET files = ?", self.next_file_number)
             placeholders = "?, ?, ?, ?, ?, ?, ?"
@@ -142,6 +143,7 @@ class StagedFiles:
         return {"generation": str(generation), "settings": self._settings}
 
     def _next_file_name(self, kind: str) -> str:
+        """Return the name of the next file; `kind` is "segment", "arrays" or "rows"."""
         with self._name_lock:
             self.next_file_number += 1
             return f"{kind}-{self.next_file_number - 1:08d}{SEGMENT_SUFFIX}"
@@ -149,7 +151,7 @@ class StagedFiles:
 
 @dataclass(frozen=True)
 class WriterState:
-    """The writer's cache: the newest version, its layout, and the number of buffered rows."""
+    """What the writer caches: the newest version, its layout, and the number of buffered rows."""
 
     newest_version: VersionEntry
     layout: Layout | None
@@ -158,7 +160,10 @@ class WriterState:
 
     @classmethod
     def read_from_catalog(cls, catalog: Catalog, blob_storage: BlobStorage) -> WriterState:
-        """Read the state from the catalog. Numbers of existing unknown files are not reused."""
+        """Read the state from the catalog.
+
+        Numbers of files that exist but are not listed are not used again.
+        """
         version_entry = catalog.newest_version()
         count_buffered = "SELECT count(*) FROM resting WHERE generation = ?"
         used = [1 + (file_number(file) or 0) for file in blob_storage.list_files()]
@@ -171,7 +176,7 @@ class WriterState:
 
 
 def fits_in_buffer(layout: Layout | None, rows: int) -> bool:
-    """Return True if this many rows are too few for a segment."""
+    """Return whether this many rows stay in the catalog, because a segment needs more rows."""
     if layout is None:
         return True
     return rows < limits.MAX_BUFFERED_ROWS and rows * layout.row_bytes < limits.MAX_BUFFERED_BYTES
@@ -192,7 +197,7 @@ def collect_small_segments(
         small = []
     try:
         segments = [read_verified_segment(blob_storage, entry, layout) for entry in small]
-    except StoreDamagedError:  # left as it is, for a repair
+    except StoreDamagedError:  # keep a damaged file unchanged, for a repair
         small, segments = [], []
     rows = catalog.fetch_all(
         "SELECT id, tensors, crc FROM resting WHERE generation = ? ORDER BY id", generation
@@ -201,7 +206,7 @@ def collect_small_segments(
 
 
 def mark_deleted(record_store: RecordStore, ids: Sequence[int], version: int) -> None:
-    """Mark rows as deleted in a version."""
+    """Mark rows as deleted by a version; raise if a row is not live."""
     if not ids:
         return
     record_store.copy_to_catalog(ids)
@@ -217,12 +222,15 @@ def mark_deleted(record_store: RecordStore, ids: Sequence[int], version: int) ->
 def check_unique_digests(
     record_store: RecordStore, digests: Sequence[bytes], check_existing: bool
 ) -> None:
-    """Raise if a digest occurs twice or, with `check_existing`, if a live row has it."""
+    """Raise `DuplicateKeyError` if two digests are equal.
+
+    With `check_existing`, also raise if a live row has one of the digests.
+    """
     seen: dict[bytes, int] = {}
     for position, digest in enumerate(digests):
         if digest in seen:
             raise DuplicateKeyError(
-                f"the key at position {position} repeats the one at position {seen[digest]}, but "
+                f"the key at position {position} repeats the key at position {seen[digest]}, but "
                 "keys are unique here: pass it once",
                 position,
             )
@@ -230,8 +238,8 @@ def check_unique_digests(
         existing = record_store.find_newest(digest, NEWEST_SPAN) if check_existing else None
         if existing is not None:
             raise DuplicateKeyError(
-                f"the key at position {position} exists already, as row {existing[0]}, but "
-                "keys are unique here: remove or update it",
+                f"the key at position {position} exists already, in row {existing[0]}, but "
+                "keys are unique here: remove or update that row",
                 position,
             )
 
@@ -243,10 +251,13 @@ def insert_rows(
     digests: Sequence[bytes],
     records: Sequence[str],
 ) -> list[SegmentEntry]:
-    """Insert rows, many of them as a bundle; return the bundles that were merged into it."""
+    """Insert rows; return the bundles that were merged.
+
+    Many rows are written as a bundle, which replaces small bundles.
+    """
     bundle = None
     if len(ids) >= limits.MIN_BUNDLE_ROWS:
-        # The code below raises for invalid rows, and says which.
+        # The code below raises an error that names the invalid row.
         with contextlib.suppress(TypeError, AttributeError, ValueError, OverflowError):
             bundle = build_bundle(np.arange(ids.start, ids.stop), digests, records)
     if bundle is not None:
@@ -277,7 +288,10 @@ def insert_rows(
 def _collect_small_bundles(
     record_store: RecordStore, rows: int
 ) -> tuple[list[SegmentEntry], list[Segment]]:
-    """Return the last bundles that have no more rows than follow them, so that bundles stay few."""
+    """Return the last bundles to merge with `rows` new rows, and their content.
+
+    A bundle is merged if at least as many rows follow it, so that there are few bundles.
+    """
     entries = record_store.catalog.list_segments(BUNDLE_GENERATION)
     small: list[SegmentEntry] = []
     while entries and entries[-1].rows <= rows and entries[-1].size <= limits.MAX_BUNDLE_BYTES:
@@ -288,5 +302,5 @@ def _collect_small_bundles(
             read_verified_segment(record_store.blob_storage, entry, BUNDLE_LAYOUT)
             for entry in small
         ]
-    except StoreDamagedError:  # left as it is, for a repair
+    except StoreDamagedError:  # keep a damaged file unchanged, for a repair
         return [], []

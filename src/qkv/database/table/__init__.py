@@ -1,1 +1,1 @@
-"""The table of a database: schema, cells, columns, encoding and views."""
+"""The table of a database: its schema, cells, columns, the encoding of keys, and views."""

@@ -1,7 +1,8 @@
 """Cells: their kinds, their JSON form in the store, and the digests of keys.
 
 A cell is text, a number, bytes, a vector, a date, a tuple of cells, None, or JSON: lists and
-mappings of these. What JSON cannot represent is a mapping with one name that begins with "$".
+mappings of these. A cell that JSON lacks is stored as a mapping with one name that begins with "$",
+such as {"$tuple": [1, 2]}.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _NAN_KEY_MESSAGE = "a key must not contain NaN, which equals no key"
 MAX_DECIMAL_EXPONENT = sys.float_info.max_10_exp
 _TOO_DEEP_MESSAGE = "tuples, lists or mappings are nested too deeply to be stored: flatten them"
 
-# datetime comes first, since it is a subclass of date.
+# datetime comes first, because it is a subclass of date.
 _DATE_TYPE_BY_TAG = {"$datetime": datetime.datetime, "$date": datetime.date, "$time": datetime.time}
 
 MISSING_TYPE_NAMES = {"NAType", "NaTType", "MaskedConstant"}
-"""Types of missing cells in pandas and NumPy, by name, since pandas is not imported."""
+"""The names of the types of missing cells in pandas and NumPy. pandas itself is not imported."""
 
 
 def cell_kind(cell: Any) -> str:
@@ -81,12 +82,12 @@ def is_missing(cell: Any) -> bool:
 
 
 def to_python_datetime(cell: np.datetime64) -> Any:
-    """Convert a NumPy time to Python's, which has microseconds."""
+    """Convert a NumPy time to a Python datetime, which has microseconds."""
     return cell.astype("M8[us]").item()
 
 
 def common_kind(cells: Iterable[Any]) -> str:
-    """Return the kind that all present cells have, or "any".
+    """Return the kind that all cells have, except missing ones; "any" if they differ.
 
     >>> common_kind(["a", None, "b"]), common_kind([1, 2.5]), common_kind([1, "a"])
     ('text', 'number', 'any')
@@ -100,7 +101,7 @@ def common_kind(cells: Iterable[Any]) -> str:
 
 
 def dump_row(cells: Mapping[str, Any]) -> str:
-    """Return a row as JSON text, which `load_row` reads.
+    """Return a row as JSON text. `load_row` is the inverse.
 
     >>> text = dump_row({"key": ("Li", b"x"), "value": float("inf")})
     >>> text
@@ -115,7 +116,7 @@ def dump_row(cells: Mapping[str, Any]) -> str:
 
 
 def dump_rows(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return each row as `dump_row` does, but column by column.
+    """Return rows as the same text as `dump_row`, but faster, column by column.
 
     >>> dump_rows({"key": ["Li", "Mu"], "value": [1.5, None]})
     ['{"key": "Li", "value": 1.5}', '{"key": "Mu", "value": null}']
@@ -126,7 +127,7 @@ def dump_rows(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _dump_column(column: Sequence[Any]) -> Iterable[str]:
-    """Return each cell as JSON text; columns of one plain type take a fast path."""
+    """Return the cells of a column as JSON text. A column of one plain type is faster."""
     kinds = set(map(type, column))
     if kinds == {str}:
         if not "".join(column).isascii():
@@ -147,8 +148,9 @@ _scan_json = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def load_row(text: str) -> dict[str, Any]:
+    """Return the cells of a row from the text of `dump_row`."""
     try:
-        cells, _ = _scan_json(text, 0)  # `json.loads` without its checks
+        cells, _ = _scan_json(text, 0)  # this is faster than `json.loads`, which checks more
         if "$" in text:
             cells = {name: from_json_value(cell) for name, cell in cells.items()}
     except (StopIteration, *CELL_ERRORS):
@@ -161,7 +163,7 @@ def load_row(text: str) -> dict[str, Any]:
 
 
 def to_json_value(cell: Any) -> Any:
-    """Return a cell as a JSON value."""
+    """Return a cell as a JSON value. `from_json_value` is the inverse."""
     if cell is None or isinstance(cell, str | bool | int):
         if isinstance(cell, str):
             encode_utf8(cell)
@@ -172,8 +174,10 @@ def to_json_value(cell: Any) -> Any:
         return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
     if isinstance(cell, np.bool_ | np.number):
         number = cell.item()
-        if isinstance(number, np.number):  # a long double
-            raise DtypeError(f"{cell!r} is wider than a stored number: cast it to float")
+        if isinstance(number, np.number):  # the cell is a long double
+            raise DtypeError(
+                f"{cell!r} has more digits than a number that can be stored: cast it to float"
+            )
         return to_json_value(number)
     if isinstance(cell, Decimal):
         if cell.is_finite() and cell.adjusted() > MAX_DECIMAL_EXPONENT:
@@ -207,16 +211,16 @@ def to_json_value(cell: Any) -> Any:
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         text = base64.b64encode(array.tobytes()).decode()
         return {"$array": [array.dtype.str, list(array.shape), text]}
-    cell_kind(cell)  # raises
+    cell_kind(cell)  # this raises an error that names the type
     raise AssertionError(cell)
 
 
 CELL_ERRORS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""The errors of `from_json_value` for values that `to_json_value` did not write."""
+"""The errors that `from_json_value` raises for values that do not come from `to_json_value`."""
 
 
 def from_json_value(plain: Any) -> Any:
-    """Return the cell that `to_json_value` converted."""
+    """Return the cell that `to_json_value` has converted to this value."""
     if isinstance(plain, list):
         return [from_json_value(x) for x in plain]
     if not isinstance(plain, dict):
@@ -249,7 +253,7 @@ _DECODER_BY_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def key_digest(key: Any) -> bytes:
-    """Return the digest of a key, which is equal for keys that are equal in Python.
+    """Return the digest of a key. Keys that are equal in Python have equal digests.
 
     >>> key_digest(1) == key_digest(1.0) == key_digest(True), key_digest("1") == key_digest(1)
     (True, False)
@@ -278,13 +282,14 @@ def key_digest(key: Any) -> bytes:
 
 
 def _check_numeric(array: np.ndarray) -> np.ndarray:
+    """Return an array of numbers; raise `DtypeError` for another array."""
     if array.dtype.kind not in "biuf":
         raise DtypeError(f"a key must be a vector of numbers, not {quote_cell(array)}")
     return array
 
 
 def is_number_list(cell: Any) -> bool:
-    """Return whether a cell is a list of numbers, which may be one vector.
+    """Return whether a cell is a list of numbers. Such a list may be a vector.
 
     >>> is_number_list([1, 0.5]), is_number_list([]), is_number_list([True]), is_number_list((1, 2))
     (True, False, False, False)
@@ -293,7 +298,7 @@ def is_number_list(cell: Any) -> bool:
 
 
 def key_digests(keys: Any) -> list[bytes]:
-    """Return the digest of each key of a sequence, or of each row of an array (m, d)."""
+    """Return the digests of several keys, or of the rows of an array (m, d)."""
     if is_array(keys) and len(keys.shape) == 2:
         return [key_digest(row) for row in to_numpy(keys)]
     if set(map(type, keys)) == {str}:
@@ -302,7 +307,7 @@ def key_digests(keys: Any) -> list[bytes]:
 
 
 def vector_digest(key: Any) -> bytes:
-    """Return the digest of a key (d,) in a database of vectors, from its numbers as float32.
+    """Return the digest of a key (d,) in a database of vectors. It depends on the float32 numbers.
 
     Stored keys contain no NaN.
 
@@ -316,7 +321,7 @@ def vector_digest(key: Any) -> bytes:
 
 
 def vector_digests(keys: Any) -> list[bytes]:
-    """Return the digest of each row of an array (m, d)."""
+    """Return the digests of the rows of an array (m, d)."""
     rows, digests = _check_numeric(to_numpy(keys)), list[bytes]()
     size = 4 * rows.shape[1]
     for start in range(0, len(rows), VECTORS_PER_BLOCK):
@@ -333,14 +338,14 @@ def vector_digests(keys: Any) -> list[bytes]:
 
 
 VECTORS_PER_BLOCK = 512
-"""Vectors whose bytes fit into the processor's cache."""
+"""The number of vectors whose bytes fit the processor's cache."""
 _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 _POSITIVE_ZERO = np.float32(0)
-"""Added to make −0 equal to 0."""
+"""Added to vectors, so that −0 becomes 0."""
 
 
 def _canonical_key(key: Any) -> Any:
-    """Return the canonical form of a key, the same for all equal keys."""
+    """Return a key in a form that is the same for all equal keys."""
     if isinstance(key, str) or key is None:
         return key
     if isinstance(key, bool | np.bool_ | int | np.integer):
@@ -368,7 +373,7 @@ def _canonical_key(key: Any) -> Any:
     if isinstance(key, Mapping):
         return {"$dict": {str(name): _canonical_key(x) for name, x in key.items()}}
     if isinstance(key, datetime.datetime) and key.utcoffset():
-        with contextlib.suppress(OverflowError):  # years 1 and 9999: keep it as written
+        with contextlib.suppress(OverflowError):  # in the years 1 and 9999, keep the time as it is
             key = key.astimezone(datetime.UTC)
     if is_array(key):
         array = to_numpy(key)
@@ -380,23 +385,23 @@ def _canonical_key(key: Any) -> Any:
 
 def _too_large_error(number: Any) -> ArgumentError:
     return ArgumentError(
-        f"{quote_cell(number)} is larger than any float and cannot be compared: store it as text"
+        f"{quote_cell(number)} is too large for a float and cannot be compared: store it as text"
     )
 
 
 def encode_utf8(text: str) -> bytes:
-    """Return the text in UTF-8; raise `ArgumentError` for a lone surrogate."""
+    """Return text as UTF-8; raise `ArgumentError` if it contains a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"the text {text[:40]!r} contains a lone surrogate at {error.start}, which no file can "
-            "store: decode it with the right encoding first"
+            f"the text {text[:40]!r} contains a lone surrogate at position {error.start}, which no "
+            "file can store: decode the text with the right encoding first"
         ) from None
 
 
 def encode_all_utf8(texts: Iterable[str]) -> list[bytes]:
-    """Return each text in UTF-8."""
+    """Return several texts as UTF-8."""
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """Columns as arrays: for each cell its kind (one byte) and its code (8 bytes).
 
 The code of a number is the nearest float. The code of any other cell is the first bytes of its
-digest. Equal cells have equal codes, so most conditions are a few array operations.
+digest. Equal cells have equal codes, so most conditions need only a few array operations.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from qkv.database.table import cells
 from qkv.errors import ArgumentError
 
 MISSING, NUMBER, INEXACT_NUMBER, BOOLEAN, TEXT, OTHER = range(6)
-"""The kind of a cell: missing; a number; a number that no float equals; a boolean; text or a date;
-bytes, a tuple, a vector, a list or a mapping."""
+"""The kinds of cells:
+
+- `MISSING`: a missing cell
+- `NUMBER`: a number; `INEXACT_NUMBER`: a number that no float equals; `BOOLEAN`: a boolean
+- `TEXT`: text or a date
+- `OTHER`: bytes, a tuple, a vector, a list or a mapping
+"""
 
 KIND_NAMES = ("missing", "number", "number", "bool", "text", "other")
 NUMERIC_KINDS = (NUMBER, INEXACT_NUMBER, BOOLEAN)
@@ -32,28 +37,33 @@ _MAX_EXACT_FLOAT = 2.0**53
 
 
 class Column(NamedTuple):
-    """Cells of a column: `kinds` (m,) as above, and `codes` (m,) of 8 bytes each."""
+    """The cells of a column: their `kinds` (m,) uint8, and their `codes` (m,) of 8 bytes each."""
 
     kinds: np.ndarray
     codes: np.ndarray
 
     @property
     def numbers(self) -> np.ndarray:
+        """The codes as floats, which are the numbers in rows with a number."""
         return self.codes.view(np.float64)
 
-    def take_rows(self, at: np.ndarray) -> Column:
-        return Column(self.kinds[at], self.codes[at])
+    def take_rows(self, rows: np.ndarray) -> Column:
+        """Return the cells of some rows, given by positions or a mask."""
+        return Column(self.kinds[rows], self.codes[rows])
 
 
 def normalize_cell(cell: Any) -> Any:
-    """Return a cell as conditions compare it: dates as ISO text, NumPy scalars as Python's."""
+    """Return a cell as conditions compare it.
+
+    A date becomes ISO text, a NumPy scalar a Python one.
+    """
     if isinstance(cell, datetime.date | datetime.time):
         return cell.isoformat()
     return cell.item() if isinstance(cell, np.generic) else cell
 
 
 def cell_kind_code(cell: Any) -> int:
-    """Return the kind of a cell.
+    """Return the kind of a cell as one of the numbers above.
 
     >>> [KIND_NAMES[cell_kind_code(x)] for x in (None, 3, True, "Li", b"raw")]
     ['missing', 'number', 'bool', 'text', 'other']
@@ -70,7 +80,7 @@ def cell_kind_code(cell: Any) -> int:
 
 
 def encode_column(column: Sequence[Any]) -> Column:
-    """Encode the cells of a column.
+    """Return the kinds and codes of the cells in a column.
 
     >>> column = encode_column([1988, None, "Li"])
     >>> [KIND_NAMES[kind] for kind in column.kinds], column.numbers[:1].tolist()
@@ -89,12 +99,12 @@ def encode_column(column: Sequence[Any]) -> Column:
     if types <= _TEXT_TYPES:
         distinct: Sequence[str] = list(set(column) - {None})
         if 2 * len(distinct) > len(column) and type(None) not in types:
-            distinct = column  # faster than looking up duplicates
+            distinct = column  # hashing duplicates again is faster than looking them up
         hashes = [blake2b(x, digest_size=8).digest() for x in cells.encode_all_utf8(distinct)]
         codes = np.frombuffer(b"".join(hashes), "<u8")
         if distinct is not column:
-            known = dict(zip(distinct, codes.tolist(), strict=True))
-            codes = np.fromiter(map(known.get, column, repeat(0)), np.uint64, len(column))
+            code_by_text = dict(zip(distinct, codes.tolist(), strict=True))
+            codes = np.fromiter(map(code_by_text.get, column, repeat(0)), np.uint64, len(column))
         kinds = np.full(len(column), TEXT, np.uint8)
         if type(None) in types:
             kinds[[x is None for x in column]] = MISSING
@@ -103,13 +113,14 @@ def encode_column(column: Sequence[Any]) -> Column:
 
 
 def _encode_each_cell(column: Sequence[Any]) -> Column:
+    """Return the kinds and codes of cells of any types."""
     kinds = np.fromiter(map(cell_kind_code, column), np.uint8, len(column))
     codes = np.fromiter(map(encode_cell, column, kinds.tolist()), np.uint64, len(column))
     return Column(kinds, codes)
 
 
 def encode_cell(cell: Any, kind: int) -> int:
-    """Return the code of a cell of this kind."""
+    """Return the code of a cell, given its kind."""
     if kind == MISSING:
         return 0
     if kind in NUMERIC_KINDS:
@@ -119,11 +130,12 @@ def encode_cell(cell: Any, kind: int) -> int:
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     try:
         return int.from_bytes(cells.key_digest(cell)[:8], "little")
-    except ArgumentError:  # a list or mapping with NaN equals nothing
+    except ArgumentError:  # the cell contains NaN, and so equals no cell
         return 0
 
 
 def _to_float(number: Any) -> float:
+    """Return a number as a float; ±infinity if it is too large."""
     try:
         return float(number)
     except OverflowError:
@@ -131,7 +143,7 @@ def _to_float(number: Any) -> float:
 
 
 def build_column_tensors(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return columns as tensors of a segment; for vectors (m, d) only the kinds."""
+    """Return columns as tensors of a segment. For a column of vectors (m, d), only the kinds."""
     tensors: dict[str, np.ndarray] = {}
     for name, column in columns.items():
         if isinstance(column, np.ndarray):
@@ -149,12 +161,12 @@ def read_column(tensors: Mapping[str, np.ndarray], name: str) -> Column:
 
 
 def is_column_tensor(tensor: str) -> bool:
-    """Return whether a tensor of this name belongs to a column."""
+    """Return whether the tensor with this name belongs to a column."""
     return tensor.startswith(("kinds/", "cells/"))
 
 
 def describe_kinds(counts: np.ndarray) -> str:
-    """Return the kinds of a column as text, given the number of cells of each kind.
+    """Return the kinds of cells in a column as text, given their counts (6,).
 
     >>> describe_kinds(np.bincount([MISSING, NUMBER, TEXT], minlength=6))
     'number, text'

@@ -1,4 +1,4 @@
-"""Encoding of keys as tensors, for new rows and again for all rows."""
+"""Encode keys as tensors: for new rows, and for all rows again."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ if TYPE_CHECKING:
     from qkv.database.encoders import Encoder
 
 KEYS_PER_BLOCK = 8192
-"""Keys that are encoded at a time, between two progress reports."""
+"""The number of keys that are encoded between two calls of `progress`."""
 
 TensorBlocks = Iterator[tuple[np.ndarray, dict[str, Any]]]
-"""Blocks of row ids and tensors."""
+"""Yields (row ids, tensors of these rows)."""
 
 
 def fit_encoder(encoder: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
-    """Return the encoder fitted to the keys, and its settings.
+    """Return the encoder, fitted to the keys, and its settings.
 
-    The settings contain the number of keys; with twice as many, the encoder is fitted again.
+    The settings contain the number of keys. When the database has twice as many, the encoder is
+    fitted again.
     """
     fitted = encoder.fit(keys)
     has_learned = bool(fitted.arrays()) or fitted.settings() != encoder.settings()
-    has_learned = has_learned and not fitted.is_identity  # it learns only the width
+    # An encoder that is the identity learns only the width.
+    has_learned = has_learned and not fitted.is_identity
     return fitted, describe_encoder(fitted, len(keys) if has_learned else encoder.min_fit_keys // 2)
 
 
 def describe_encoder(encoder: Encoder, keys: int) -> dict[str, Any]:
-    """Return the settings of an encoder that was fitted to this many keys."""
+    """Return the settings for an encoder that was fitted to this number of keys."""
     return {"encoder": encoder.settings(), "fitted": keys}
 
 
@@ -50,11 +52,11 @@ def encode_keys(
     first_id: int,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Return the vectors of keys as tensors, for rows with ids from `first_id` on.
+    """Return the vectors of keys as tensors, for rows whose ids start at `first_id`.
 
-    `code` (m, width) are the vectors, `scale` (m,) the factors of int8 vectors, and `sparse` (m,)
-    the sparse vectors of encoders that have them. `has_codes` adds those of
-    `quantization.quantize_with_bounds`.
+    `code` (m, width) are the vectors, and `scale` (m,) the factors of int8 vectors. `sparse` (m,)
+    are sparse vectors, if the encoder has them. With `precision.has_codes`, the tensors of
+    `quantization.quantize_with_bounds` are included.
     """
     if len(keys) <= KEYS_PER_BLOCK:
         return encode_tensors(encoder, keys, precision, first_id)
@@ -72,8 +74,8 @@ def encode_keys(
     starts = range(0, len(keys), KEYS_PER_BLOCK)
     blocks: list[dict[str, Any]] = []
     blocks_at_once = 2 * threads.CORE_COUNT if encoder.encodes_in_parallel else 1
-    for at in range(0, len(starts), blocks_at_once):
-        group = starts[at : at + blocks_at_once]
+    for start_index in range(0, len(starts), blocks_at_once):
+        group = starts[start_index : start_index + blocks_at_once]
         blocks += (
             threads.map_parallel(encode_block, group)
             if encoder.encodes_in_parallel
@@ -86,7 +88,7 @@ def encode_keys(
 
 
 def choose_precision(encoder: Encoder, precision: str | None) -> quantization.VectorPrecision:
-    """Return how the vectors of a new database are stored."""
+    """Return how a new database with this encoder stores its vectors."""
     if precision is None and encoder.int8_safe:
         return quantization.VectorPrecision(is_int8=True)
     rounded = precision == "int8"
@@ -98,7 +100,7 @@ def choose_precision(encoder: Encoder, precision: str | None) -> quantization.Ve
 def encode_tensors(
     encoder: Encoder, keys: Any, precision: quantization.VectorPrecision, first_id: int
 ) -> dict[str, Any]:
-    """Return the tensors of one block of keys; see `encode_keys`."""
+    """Return the tensors of one block of keys, as `encode_keys` does."""
     vectors, sparse = np.asarray(encoder.encode(keys)), encoder.encode_sparse(keys)
     tensors: dict[str, Any] = {} if sparse is None else {"sparse": sparse}
     if precision.dtype in ("float32", "float16"):
@@ -115,20 +117,20 @@ def encode_tensors(
 
 
 def _cast_vectors(vectors: np.ndarray, dtype: str) -> np.ndarray:
-    """Cast vectors to a dtype; raise `ArgumentError` if a number overflows."""
+    """Return vectors in another dtype; raise `ArgumentError` if a number is too large."""
     with np.errstate(over="ignore"):
         cast = vectors.astype(dtype, copy=False)
     bad = np.flatnonzero(~np.isfinite(cast).all(axis=1))
     if len(bad):
         raise ArgumentError(
-            f"key {bad[0]} has numbers beyond {np.finfo(dtype).max:.3g}, the largest of {dtype}: "
+            f"key {bad[0]} has numbers beyond {np.finfo(dtype).max:.3g}, the largest {dtype}: "
             "create the database with another precision, or scale its keys"
         )
     return cast
 
 
 def encode_as_stored(encoder: Encoder, keys: Any) -> np.ndarray:
-    """Return the vectors of keys as a database would store them, (m, width)."""
+    """Return the vectors of keys (m, width), rounded as a database would store them."""
     tensors = encode_tensors(encoder, keys, quantization.VectorPrecision(encoder.int8_safe), 0)
     return RowChunk(tensors["code"], scale=tensors.get("scale")).live_vectors()
 
@@ -136,9 +138,9 @@ def encode_as_stored(encoder: Encoder, keys: Any) -> np.ndarray:
 def add_word_columns(
     encoder: Encoder, queries: Any, key: np.ndarray, sparse: Ragged | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the vectors of queries and keys (m, d) with one more column per word of the keys.
+    """Return vectors of queries and keys with additional columns: one for each word of the keys.
 
-    `sparse` are the sparse vectors of the keys.
+    `key` (m, d) are the dense vectors of the keys, and `sparse` their sparse vectors.
     """
     query, words = encoder.encode_query(queries), encoder.encode_sparse(queries, query=True)
     if sparse is None or words is None:
@@ -149,18 +151,18 @@ def add_word_columns(
 
 
 def stores_raw_keys(encoder: Encoder, schema: Schema) -> bool:
-    """Return whether vector keys are stored in addition to their encoded vectors."""
+    """Return whether keys that are vectors are stored in addition to their encoded vectors."""
     return schema.key_kind == "vector" and not encoder.is_identity
 
 
 def reencode_rows(
     view: TableView, encoder: Encoder, keys: Any, progress: ProgressCallback | None
 ) -> TensorBlocks:
-    """Yield ids and tensors of all rows in blocks, with the keys encoded by another encoder."""
-    # This includes rows whose segment is lost.
+    """Yield (ids, tensors) of all rows in blocks, with the keys encoded by another encoder."""
+    # These ids include rows whose segment is lost.
     ids, raw = view.snapshot.live_ids(), stores_raw_keys(encoder, view.schema)
     precision = choose_precision(encoder, view.settings.get("precision"))
-    # If int8 vectors are the keys, only the old bounds know what rounding has lost.
+    # If the keys were stored as int8, only the old bounds contain the rounding errors.
     reuses_codes = (
         encoder.is_identity
         and view.encoder.is_identity
@@ -190,13 +192,16 @@ def reencode_rows(
 
 
 def _read_other_tensors(view: TableView, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the tensors of values and columns, from the records if the segment is lost."""
+    """Return the tensors of values and columns.
+
+    If the segment is lost, compute them from records.
+    """
     snapshot, schema = view.snapshot, view.schema
     names = [x for x in snapshot.tensor_names if x == "value" or columns.is_column_tensor(x)]
     try:
         return {name: snapshot.read_tensor(name, ids) for name in names}
     except (StoreDamagedError, RowNotFoundError):
-        if schema.vector_columns:  # records do not contain vectors
+        if schema.vector_columns:  # vectors cannot be computed: records do not contain them
             raise
     rows = list(map(cells.load_row, snapshot.read_records(ids)))
     read: ColumnData = {name: [row.get(name) for row in rows] for name in schema.columns}
@@ -207,12 +212,12 @@ def _read_other_tensors(view: TableView, ids: np.ndarray) -> dict[str, np.ndarra
 def add_value_tensor(
     view: TableView, width: int, progress: ProgressCallback | None
 ) -> TensorBlocks:
-    """Yield ids and tensors of all rows in blocks, with a value tensor of NaN (m, width)."""
+    """Yield (ids, tensors) of all rows in blocks, with a value tensor (m, width) of NaN."""
     snapshot = view.snapshot
     ids = snapshot.live_ids()
     for start in range(0, len(ids), KEYS_PER_BLOCK):
-        some = ids[start : start + KEYS_PER_BLOCK]
-        found = {name: snapshot.read_tensor(name, some) for name in snapshot.tensor_names}
+        block_ids = ids[start : start + KEYS_PER_BLOCK]
+        tensors = {name: snapshot.read_tensor(name, block_ids) for name in snapshot.tensor_names}
         if progress is not None:
-            progress(start + len(some), len(ids))
-        yield some, found | {"value": np.full((len(some), width), np.nan)}
+            progress(start + len(block_ids), len(ids))
+        yield block_ids, tensors | {"value": np.full((len(block_ids), width), np.nan)}

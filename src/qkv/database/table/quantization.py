@@ -1,4 +1,4 @@
-"""8-bit codes of vectors, with bounds on the rounding errors."""
+"""Codes of vectors in 8 bits, with bounds on their rounding errors."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from qkv.frameworks.norms import residual_spread, row_norms
 from qkv.frameworks.stored_rows import QuantizedKeys
 
 VECTORS_PER_BLOCK = 4096
-"""Vectors whose residuals share one bound on their joint spread."""
+"""The number of vectors that share a bound on how much their residuals point the same way."""
 
 VECTORS_PER_STRIP = 256
-"""Vectors that are rounded at a time; they fit into a core's cache."""
+"""The number of vectors that are rounded at a time, so that they fit a core's cache."""
 
 MIN_CODED_WIDTH = 32
-"""The smallest width for which codes are stored; shorter vectors are as fast to read."""
+"""Codes are stored for vectors of at least this width. Shorter vectors are read as fast."""
 
 PRECISIONS = ("float32", "float16", "int8")
-"""The types that keys' vectors can be stored as."""
+"""The types with which the vectors of keys can be stored."""
 
 MIN_SCALE = 1e-37
-"""The smallest scale whose inverse is a finite float32; smaller vectors are rounded to 0."""
+"""The smallest scale whose inverse is a finite float32. Smaller vectors are rounded to 0."""
 
 BOUND_NAMES = ("scale", "residual", "norm", "spread")
 
 BOUND_TENSORS = ("near.bounds", "near.block")
-"""The tensors with the bounds of codes."""
+"""The names of the tensors with the error bounds of codes."""
 
 
 class VectorPrecision(NamedTuple):
     """How the vectors of keys are stored.
 
-    `is_int8`: only as 8-bit codes. `dtype`: the requested type, None to keep the encoder's.
-    `has_codes`: with 8-bit codes and their error bounds next to the vectors.
+    `is_int8`: the vectors are stored only as 8-bit codes. `dtype`: the requested type; None keeps
+    the type of the encoder. `has_codes`: 8-bit codes and their error bounds are stored too.
     """
 
     is_int8: bool
@@ -46,22 +46,22 @@ class VectorPrecision(NamedTuple):
 
 
 def check_precision(precision: str | None) -> str | None:
-    """Return the precision, after a check of its name."""
+    """Return the precision; raise an error if there is no such precision."""
     if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise unknown_name_error("precision", precision, PRECISIONS)
     return precision
 
 
 def quantize_int8(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes, int8 (m, d), and scales, float32 (m,), of vectors (m, d).
+    """Return codes (m, d) int8 and scales (m,) float32 of vectors (m, d).
 
-    code · scale equals the vector up to 1/254 of its largest number.
+    code · scale differs from the vector by at most 1/254 of its largest number.
 
     >>> code, scale = quantize_int8(np.array([[0.5, -1.27]]))
     >>> code.tolist(), f"{scale[0]:.2f}"
     ([[50, -127]], '0.01')
     """
-    # The same rounding as in `quantize_with_bounds`, whose bounds are for these codes.
+    # `quantize_with_bounds` must round in the same way, because its bounds are for these codes.
     code, scale = _round_to_int8(vectors.astype(np.result_type(vectors, np.float32), copy=False))
     return code.astype(np.int8), scale
 
@@ -69,7 +69,10 @@ def quantize_int8(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _round_to_int8(
     vectors: np.ndarray, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes, in the dtype of the vectors, and the scales."""
+    """Return the codes, in the dtype of the vectors, and the scales.
+
+    The codes are written to `out` if it is set.
+    """
     top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
     scale = (top / 127).astype(np.float32)
     sound = np.isfinite(scale) & (scale > MIN_SCALE)
@@ -82,10 +85,11 @@ def _round_to_int8(
 def quantize_with_bounds(
     vectors: np.ndarray, first: int, with_codes: bool = True
 ) -> dict[str, np.ndarray]:
-    """Return the codes of vectors (m, d) and their bounds as tensors, which `read_codes` reads.
+    """Return the codes of vectors (m, d) and their error bounds as tensors for `read_codes`.
 
-    The tensors are `near` (m, d), `near.bounds` (m, 4) and `near.block` (m,). Row ids start at
-    `first`. With `with_codes=False`, `near` is left out, since the vectors are stored as codes.
+    The tensors are `near` (m, d), `near.bounds` (m, 4) and `near.block` (m,). The row ids start at
+    `first`. With `keep=False`, `near` is left out, because the vectors themselves are stored as
+    codes.
 
     >>> made = quantize_with_bounds(np.array([[0.5, -1.27]], np.float32), 7)
     >>> made["near"].tolist(), made["near.block"].tolist()
@@ -97,29 +101,29 @@ def quantize_with_bounds(
     bounds = np.empty((count, len(BOUND_NAMES)), np.float32)
 
     def quantize_block(start: int) -> None:
-        at = slice(start, start + VECTORS_PER_BLOCK)
-        left = np.empty(vectors[at].shape, kind)
-        norm, residual = np.empty(len(left)), np.empty(len(left))
+        block_rows = slice(start, start + VECTORS_PER_BLOCK)
+        residuals = np.empty(vectors[block_rows].shape, kind)
+        norm, residual = np.empty(len(residuals)), np.empty(len(residuals))
         with np.errstate(all="ignore"):
-            for begin in range(0, len(left), VECTORS_PER_STRIP):
+            for begin in range(0, len(residuals), VECTORS_PER_STRIP):
                 strip = slice(begin, begin + VECTORS_PER_STRIP)
-                here = slice(
-                    start + begin, min(start + begin + VECTORS_PER_STRIP, start + len(left))
+                rows = slice(
+                    start + begin, min(start + begin + VECTORS_PER_STRIP, start + len(residuals))
                 )
-                key, rounded = vectors[here].astype(kind, copy=False), left[strip]
-                code[here], bounds[here, 0] = _round_to_int8(key, rounded)
-                rounded *= bounds[here, :1]
+                key, rounded = vectors[rows].astype(kind, copy=False), residuals[strip]
+                code[rows], bounds[rows, 0] = _round_to_int8(key, rounded)
+                rounded *= bounds[rows, :1]
                 np.subtract(key, rounded, out=rounded)
-                # A bound on the residual may be loose, but scores need ‖k‖ in full precision.
+                # The bound on the residual may be loose, but scores need ‖k‖ in full precision.
                 wide = key.astype(float, copy=False)
                 norm[strip] = np.sqrt(np.einsum("ij,ij->i", wide, wide))
                 residual[strip] = row_norms(rounded)
-            # Rounding of the product with the scale and of the difference.
+            # Add the rounding errors of the product with the scale, and of the difference.
             lost = 2 * np.finfo(kind).eps * norm
-            together = residual_spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
-            bounds[at, 1], bounds[at, 2] = _round_up(residual + lost), norm
-            bounds[at, 3] = _round_up(np.asarray(together, np.float32))
-        block[at] = (first + start) % 2**32
+            together = residual_spread(residuals, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
+            bounds[block_rows, 1], bounds[block_rows, 2] = _round_up(residual + lost), norm
+            bounds[block_rows, 3] = _round_up(np.asarray(together, np.float32))
+        block[block_rows] = (first + start) % 2**32
 
     if count <= VECTORS_PER_BLOCK:
         quantize_block(0)
@@ -131,14 +135,14 @@ def quantize_with_bounds(
 
 
 def quantize_lazily(vectors: np.ndarray, first: int) -> dict[str, LazyArray]:
-    """Return the tensors of `quantize_with_bounds`, computed by the threads that write them."""
+    """Return the tensors of `quantize_with_bounds`. The threads that write them compute them."""
     return lazy_arrays(
         lambda start, stop: quantize_with_bounds(vectors[start:stop], first + start), len(vectors)
     )
 
 
 def read_codes(tensors: Any) -> QuantizedKeys | None:
-    """Return the quantized keys among the tensors of rows, or None if keys are not quantized."""
+    """Return the codes and bounds among the tensors of rows; None if the rows have no codes."""
     bounds = tensors.get("near.bounds")
     if bounds is not None:
         code = tensors["near"] if "near" in tensors else tensors["code"]
@@ -150,5 +154,5 @@ def read_codes(tensors: Any) -> QuantizedKeys | None:
 
 
 def _round_up(x: np.ndarray) -> np.ndarray:
-    """Return an upper bound of the numbers that were rounded to x."""
+    """Return upper bounds of numbers that were rounded to x."""
     return np.nextafter(x * np.float32(1 + 1e-6), np.float32(np.inf))

@@ -7,14 +7,17 @@ from functools import cached_property
 import numpy as np
 
 MAX_READ_ALONE_SHARE = 0.25
-"""The largest share of selected rows for which only these are read, instead of a mask."""
+"""If at most this share of the rows is selected, only the selected rows are read.
+
+Otherwise all rows are read, and a mask marks the selected rows.
+"""
 
 
 class RowSelection:
-    """The rows that pass a condition and have a value.
+    """The rows of a table that pass a condition and have a value.
 
-    `mask` (m,) marks them, or is None for all m rows. `missing_count` is the number of rows that
-    pass the condition and have no value.
+    `mask` (m,) is True for these rows, or None if all m rows are selected. `missing_count` is the
+    number of rows that pass the condition but have no value.
 
     >>> RowSelection(5, np.array([True, False, False, False, False])).positions
     array([0])
@@ -29,7 +32,10 @@ class RowSelection:
 
     @cached_property
     def positions(self) -> np.ndarray | None:
-        """The positions (r,) of the rows if only these are read; None if all rows are read."""
+        """The positions (r,) of the selected rows if only they are read.
+
+        None if all rows are read.
+        """
         if self.mask is None or not 0 < self.row_count <= MAX_READ_ALONE_SHARE * self.total:
             return None
         return np.flatnonzero(self.mask)
@@ -41,5 +47,8 @@ class RowSelection:
 
     @property
     def read_mask(self) -> np.ndarray | None:
-        """Which of the rows that are read take part; None if all do."""
+        """A mask of the selected rows among the rows that are read.
+
+        None if all of them are selected.
+        """
         return self.mask if self.positions is None else None

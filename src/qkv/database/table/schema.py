@@ -26,22 +26,22 @@ from qkv.util.formatting import quote_cell
 from qkv.util.types import UNSET
 
 ColumnData = dict[str, Any]
-"""The cells of each column: a list, or an array (m, d) with one vector per row."""
+"""The cells of each column by name: a list, or an array (m, d) with one vector per row."""
 
 
 SETTINGS_LOST_MESSAGE = (
-    "the settings of the store, which describe its columns, are lost or invalid: restore its "
+    "the settings of the store, which describe its columns, are lost or invalid: restore the file "
     "catalogue.sqlite from a backup"
 )
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns and types that the first rows fixed.
+    """The columns of a database and their types, which the first rows fix.
 
     A key of several columns is a tuple, and a value of several columns is a mapping. `key_kind` and
-    `value_kind` are kinds of `cells.cell_kind`. A value may also be "numbers" (several columns of
-    numbers) or "any".
+    `value_kind` are results of `cells.cell_kind`. `value_kind` may also be "numbers" (several
+    columns of numbers) or "any".
     """
 
     columns: tuple[str, ...]
@@ -56,6 +56,7 @@ class Schema:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Schema:
+        """Return the schema from stored settings, which may be damaged."""
         try:
             fields: dict[str, Any] = {
                 name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()
@@ -77,7 +78,7 @@ class Schema:
     def from_columns(
         cls, columns: ColumnData, key: Sequence[str], value: Sequence[str], unique: bool
     ) -> Schema:
-        """Return the schema for the first rows."""
+        """Return the schema that the first rows fix."""
         for name in (*key, *value):
             if name not in columns:
                 raise unknown_name_error("column", name, columns)
@@ -85,8 +86,8 @@ class Schema:
         if key_kind == "any":
             kinds = sorted({cells.cell_kind(x) for x in columns[key[0]]})
             raise DtypeError(
-                f"the keys (column {key[0]!r}) are of several types: {', '.join(kinds)}; the keys "
-                "of a database have one type"
+                f"the keys (column {key[0]!r}) are of several types, {', '.join(kinds)}, but the "
+                "keys of a database must have one type"
             )
         kinds = [column_kind(columns[name]) for name in value]
         if len(value) == 1:
@@ -102,52 +103,59 @@ class Schema:
 
     @cached_property
     def vector_columns(self) -> dict[str, str]:
-        """The columns of vectors, stored as tensors and not in records: name → "key" or "value"."""
+        """The role, "key" or "value", of each column of vectors.
+
+        These are not stored in records.
+        """
         roles = {"key": (self.key_kind, self.key), "value": (self.value_kind, self.value)}
         return {names[0]: role for role, (kind, names) in roles.items() if kind == "vector"}
 
     def keys_from_columns(self, columns: ColumnData) -> Any:
-        """Return the keys of columns as a list, or as an array of vectors."""
+        """Return the keys as a list, or as an array of vectors."""
         if len(self.key) == 1:
             return columns[self.key[0]]
         return list(zip(*(columns[name] for name in self.key), strict=True))
 
     def row_key(self, row: Mapping[str, Any]) -> Any:
+        """Return the key of a row."""
         if len(self.key) == 1:
             return row.get(self.key[0])
         return tuple(row.get(name) for name in self.key)
 
     def keys_from_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Return the keys of rows."""
         if len(self.key) == 1:
             (name,) = self.key
             return [row.get(name) for row in rows]
         return list(map(self.row_key, rows))
 
     def key_digest(self, key: Any) -> bytes:
-        """Return the digest of a key."""
+        """Return the digest with which a key is looked up."""
         if self.key_kind == "vector" and is_array(key) and key.ndim == 1:
             return cells.vector_digest(key)
         return cells.key_digest(key)
 
     def key_digests(self, keys: Any) -> list[bytes]:
-        """Return the digest of each key of a sequence, or of each row of an array (m, d)."""
+        """Return the digests of several keys, or of the rows of an array (m, d)."""
         if self.key_kind == "vector":
             return cells.vector_digests(stack_vectors(keys, "key"))
         return cells.key_digests(keys)
 
     def row_value(self, row: Mapping[str, Any]) -> Any:
+        """Return the value of a row."""
         if len(self.value) == 1:
             return row.get(self.value[0])
         return {name: row.get(name) for name in self.value}
 
     def values_from_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Return the values of rows."""
         if len(self.value) == 1:
             (name,) = self.value
             return [row.get(name) for row in rows]
         return list(map(self.row_value, rows))
 
     def check_types(self, columns: ColumnData) -> None:
-        """Raise `DtypeError` for rows of other types than the first ones."""
+        """Raise `DtypeError` if keys or values have other types than those of the first rows."""
         keys = self.keys_from_columns(columns)
         if len(self.key) == 1:
             came = _key_column_kind(keys, self.key[0])
@@ -169,26 +177,32 @@ class Schema:
                 )
 
     def with_number_values(self, columns: ColumnData) -> Schema:
-        """Return the schema with number values, if these first present values are numbers."""
+        """Return the schema with values that are numbers, if `columns` has numbers as values.
+
+        Otherwise, or if the type of the values is fixed already, return the schema unchanged.
+        """
         kinds = {column_kind(columns[name]) for name in self.value}
         if self.value_kind != "any" or kinds != {"number"}:
             return self
         return replace(self, value_kind="numbers" if len(self.value) > 1 else "number")
 
     def fill_columns(self, columns: ColumnData) -> ColumnData:
-        """Return the rows with all columns of the table; cells of absent columns are None."""
-        known = set(self.columns)
+        """Return rows with all columns of the table.
+
+        The cells of columns that were not passed are None.
+        """
+        schema_columns = set(self.columns)
         for name in columns:
-            if name not in known:
+            if name not in schema_columns:
                 raise unknown_name_error("column", name, self.columns)
         size = count_rows(columns)
         for name in (*self.key, *self.value):
             if name not in columns:
                 raise ArgumentError(
-                    f"the rows have no column {name!r}, which the key or the value needs"
+                    f"the rows have no column {name!r}, which is a part of the key or value: add it"
                 )
         filled = {name: columns.get(name, [None] * size) for name in self.columns}
-        for name in self.vector_columns:  # vectors may be given as lists
+        for name in self.vector_columns:  # the caller may pass vectors as lists
             if not is_array(filled[name]):
                 filled[name] = [
                     np.array(x, float) if cells.is_number_list(x) else x for x in filled[name]
@@ -196,7 +210,7 @@ class Schema:
         return filled
 
     def build_value_array(self, columns: ColumnData) -> np.ndarray | None:
-        """Return the values as an array (m, d_v), or None if they are not numbers."""
+        """Return the values as an array (m, d_v); None if they are neither numbers nor vectors."""
         if self.value_kind == "vector":
             return stack_vectors(columns[self.value[0]], "value")
         if not self.can_pool_values:
@@ -205,19 +219,22 @@ class Schema:
 
 
 def _to_floats(column: Any) -> np.ndarray:
+    """Return a column of numbers as floats; missing cells become NaN."""
     try:
         return np.array(column, dtype=float)
-    except ValueError:  # a decimal NaN cannot be converted
+    except ValueError:  # NumPy cannot convert a decimal NaN
         return np.array([None if cells.is_missing(x) else x for x in column], dtype=float)
 
 
 def column_kind(column: Any) -> str:
+    """Return the kind of all cells in a column; "any" if they differ."""
     if is_array(column):
         return "vector" if len(column.shape) == 2 else "number"
     return cells.common_kind(column) if len(column) else "any"
 
 
 def _key_column_kind(column: Any, name: str) -> str:
+    """Return the kind of a key column; raise `ArgumentError` if a key is missing."""
     if not is_array(column) and set(map(type, column)) != {str}:
         absent = next((i for i, key in enumerate(column) if cells.is_missing(key)), None)
         if absent is not None:
@@ -229,14 +246,14 @@ def _key_column_kind(column: Any, name: str) -> str:
 
 
 def normalize_columns(columns: ColumnData) -> ColumnData:
-    """Return the columns as NumPy arrays of numbers or as lists of cells.
+    """Return the columns as arrays of numbers, or as lists of cells.
 
     NaT, NA and masked cells become None.
     """
     normalized = {}
     for name, column in columns.items():
         if isinstance(column, np.ndarray) and hasattr(column, "filled") and column.ndim == 1:
-            column = column.tolist()  # masked cells become None
+            column = column.tolist()  # tolist() turns masked cells into None
         if is_array(column):
             column = array = to_numpy(column)
             if array.ndim not in (1, 2):
@@ -245,7 +262,7 @@ def normalize_columns(columns: ColumnData) -> ColumnData:
                     "(m,), or one vector, (m, d)"
                 )
             if array.ndim == 1 and array.dtype.kind not in "biuf":
-                # Python has microseconds; NumPy converts finer times to ints.
+                # Python's times have microseconds. NumPy would convert finer times to ints.
                 array = array.astype("M8[us]") if array.dtype.kind == "M" else array
                 column = array.tolist()
         elif not hasattr(column, "__len__"):
@@ -261,32 +278,32 @@ def normalize_columns(columns: ColumnData) -> ColumnData:
 
 
 def extract_cells(column: Any) -> Any:
-    """Return a column of pandas, polars or pyarrow as a list of cells; others unchanged.
+    """Return a column of pandas, polars or pyarrow as a list of cells.
 
-    Lists of floats of equal length become vectors.
+    Lists of floats of equal length become vectors. Other objects are returned unchanged.
     """
     if hasattr(column, "to_pylist"):
         import pyarrow
 
-        one = isinstance(column, pyarrow.Array)
-        return arrow_to_cells(pyarrow.chunked_array([column]) if one else column)
+        is_array = isinstance(column, pyarrow.Array)
+        return arrow_to_cells(pyarrow.chunked_array([column]) if is_array else column)
     if not hasattr(column, "to_list"):
         return column
-    found, kind = column.to_list(), getattr(column, "dtype", column)
+    column_cells, kind = column.to_list(), getattr(column, "dtype", column)
     if not hasattr(kind, "inner") or not kind.inner.is_float():
-        return found  # not an Array or List of floats of polars or narwhals
-    lists = [] if hasattr(kind, "shape") else [x for x in found if x is not None]
+        return column_cells  # the column is no Array or List of floats of polars or narwhals
+    lists = [] if hasattr(kind, "shape") else [x for x in column_cells if x is not None]
     if {0} == {*map(len, lists)} or len({*map(len, lists)}) > 1 or any(None in x for x in lists):
-        return found
+        return column_cells
     of = "f4" if str(kind.inner) == "Float32" else "f8"
-    return [None if x is None else np.asarray(x, of) for x in found]
+    return [None if x is None else np.asarray(x, of) for x in column_cells]
 
 
 def drop_missing_keys(columns: ColumnData, key: Sequence[str]) -> ColumnData:
-    """Return the rows that have a key, and warn about the others."""
+    """Return the rows that have a key. A warning says how many were skipped."""
     size = count_rows(columns)
-    found = [~_missing_mask(columns[name]) for name in key if name in columns]
-    present = np.logical_and.reduce(found) if found else np.ones(size, bool)
+    masks = [~_missing_mask(columns[name]) for name in key if name in columns]
+    present = np.logical_and.reduce(masks) if masks else np.ones(size, bool)
     if present.all():
         return columns
     skipped = size - int(np.count_nonzero(present))
@@ -304,7 +321,10 @@ def drop_missing_keys(columns: ColumnData, key: Sequence[str]) -> ColumnData:
 
 
 def warn_partial_values(values: np.ndarray, names: Sequence[str]) -> None:
-    """Warn about rows that have some but not all of the value's numbers (m, d_v)."""
+    """Warn about rows that have some but not all of the value's numbers.
+
+    `values` (m, d_v) are the numbers, and `names` the columns.
+    """
     missing = np.isnan(values)
     is_partial = missing.any(axis=1) & ~missing.all(axis=1)
     if not is_partial.any():
@@ -323,7 +343,7 @@ def warn_partial_values(values: np.ndarray, names: Sequence[str]) -> None:
 
 
 def _missing_mask(column: Any) -> np.ndarray:
-    """Return which cells are missing, (m,): None, NaN, and vectors with NaN."""
+    """Return a mask (m,) of the cells that are missing: None, NaN, or vectors with NaN."""
     if is_array(column):
         array = to_numpy(column)
         if array.dtype.kind != "f":
@@ -335,7 +355,10 @@ def _missing_mask(column: Any) -> np.ndarray:
 
 
 def stack_vectors(column: Any, what: str) -> np.ndarray:
-    """Return a column of vectors as an array (m, d) of float16, float32 or float64."""
+    """Return a column of vectors as an array (m, d) of float16, float32 or float64.
+
+    `what` is "key" or "value", for messages.
+    """
     try:
         rows = column if is_array(column) else np.stack(_fill_missing_vectors(column))
     except ValueError:
@@ -352,13 +375,14 @@ def stack_vectors(column: Any, what: str) -> np.ndarray:
 
 
 def _fill_missing_vectors(column: Sequence[Any]) -> list[np.ndarray]:
-    """Replace missing vectors by vectors of NaN."""
+    """Return the vectors of a column; missing ones are replaced by vectors of NaN."""
     like = to_numpy(next(x for x in column if not cells.is_missing(x)))
     blank = np.full(like.shape, np.nan, like.dtype if like.dtype.kind == "f" else float)
     return [blank if cells.is_missing(x) else to_numpy(x) for x in column]
 
 
 def count_rows(columns: ColumnData) -> int:
+    """Return the number of rows; raise `ShapeError` if the columns have different lengths."""
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
         raise ShapeError(f"columns must have equal lengths, not {sizes}")
@@ -366,11 +390,11 @@ def count_rows(columns: ColumnData) -> int:
 
 
 def rows_to_columns(rows: Iterable[Mapping[str, Any]]) -> ColumnData:
-    """Convert rows to columns; a cell that a row does not have is None."""
+    """Return rows as columns. If a row lacks a column, its cell is None."""
     if not isinstance(rows, Iterable):
         raise DtypeError(f"rows must be a list of mappings, not {type(rows).__name__}")
     if isinstance(rows, Mapping):
-        raise DtypeError("rows must be a list of mappings, not one: pass [rows]")
+        raise DtypeError("rows must be a list of mappings, not one mapping: pass [rows]")
     rows = list(rows)
     for row in rows:
         if not isinstance(row, Mapping):
@@ -380,7 +404,7 @@ def rows_to_columns(rows: Iterable[Mapping[str, Any]]) -> ColumnData:
 
 
 def has_several_keys(keys: Any, kind: str | None) -> bool:
-    """Return whether the argument is several keys, given the kind of the keys."""
+    """Return whether an argument means several keys; `kind` is the kind of the keys."""
     if is_array(keys):
         return len(keys.shape) > (1 if kind in ("vector", "tuple") else 0)
     if kind == "vector" and cells.is_number_list(keys):
@@ -391,7 +415,10 @@ def has_several_keys(keys: Any, kind: str | None) -> bool:
 
 
 def as_pairs(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
-    """Return the arguments of `add` as pairs (key, value)."""
+    """Return the arguments of `add` as pairs (key, value).
+
+    `many` says that `keys` are several keys.
+    """
     if values is not UNSET:
         return (
             list(zip(*match_keys_and_values(keys, values), strict=True))
@@ -401,7 +428,7 @@ def as_pairs(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
     not_pair = None
     try:
         pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
-        # A text of two letters, or a mapping of two cells, would unpack like a pair.
+        # A text of two letters, or a mapping of two cells, could be unpacked like a pair.
         not_pair = next((x for x in pairs if isinstance(x, str | bytes | Mapping | Set)), None)
         if not_pair is None:
             return [(key, value) for key, value in pairs]
@@ -421,19 +448,21 @@ def as_pairs(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
 
 
 def match_keys_and_values(keys: Any, values: Any) -> tuple[Any, Any]:
-    """Return keys and values as lists or arrays of equal length."""
+    """Return keys and values as lists or arrays; raise if their numbers differ."""
     if isinstance(values, str | bytes) or not getattr(values, "shape", hasattr(values, "__len__")):
         raise DtypeError(
-            f"values must be a list with one value per key, not one {type(values).__name__}"
+            f"values must be a list with one value per key, not a single {type(values).__name__}"
         )
     keys, values = (x if is_array(x) else list(extract_cells(x)) for x in (keys, values))
     if len(keys) != len(values):
-        raise ShapeError(f"there are {len(keys)} keys but {len(values)} values")
+        raise ShapeError(
+            f"there are {len(keys)} keys but {len(values)} values: pass one value per key"
+        )
     return keys, values
 
 
 def _describe_example(column: Any, expected: str) -> str:
-    """Return the first cell of another kind than expected, as a message quotes it."""
+    """Return the first cell of another kind than `expected`, with its kind, for messages."""
     if is_array(column):
         return column_kind(column)
     present = (x for x in column if not cells.is_missing(x))
@@ -442,12 +471,12 @@ def _describe_example(column: Any, expected: str) -> str:
 
 
 def as_column_names(names: str | Sequence[str], what: str = "key") -> tuple[str, ...]:
-    """Return one column name, or several, as a tuple."""
+    """Return one or several column names as a tuple. `what` is the argument's name for messages."""
     if isinstance(names, str):
         return (names,)
     result = tuple(names) if isinstance(names, Iterable) else None
     if result is None or not all(isinstance(name, str) for name in result):
-        raise DtypeError(f"{what} must be the name of a column, or several, not {names!r}")
+        raise DtypeError(f"{what} must be the name of a column or a list of names, not {names!r}")
     if not result:
         raise ArgumentError(f"{what}: name at least one column")
     return result

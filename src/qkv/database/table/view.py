@@ -1,4 +1,4 @@
-"""The view of one version: rows and their vectors, found by key, by id or by position."""
+"""The view of one version of the table: rows and vectors, found by key, id or position."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from qkv.util.caches import insert_bounded
 from qkv.util.deadline import check_deadline
 from qkv.util.formatting import quote_cell
 
-if TYPE_CHECKING:  # loaded when keys are encoded
+if TYPE_CHECKING:  # these modules are loaded when keys are encoded
     from qkv.database.encoders import Encoder
     from qkv.scores import Score, ScoreLike
 
 ROWS_PER_CHUNK = 8192
-"""Rows that are read at a time."""
+"""The number of rows that are read at a time."""
 
 HINT_SAMPLE_ROWS, MAX_HINT_ITEMS = 256, 5
-"""Rows that a hint samples for values, and the number of columns and values that it names."""
+"""The number of rows in which a hint looks for values, and how many columns and values it names."""
 
 MAX_CACHED_SELECTIONS, MAX_SELECTION_BYTES = 64, 2**26
-"""The number of conditions whose rows a view caches, and the bytes of all of them."""
+"""A view caches the selected rows of at most this number of conditions, in this number of bytes."""
 
 MAX_CACHED_QUERIES = 64
 """The number of query texts whose vectors are cached."""
@@ -53,16 +53,17 @@ TENSORS_BY_FIELD = {
     "value": ("value",),
     "near": ("near", "near.bounds", "near.block"),
 }
-"""The tensors that each field of a `RowChunk` needs."""
+"""The tensors from which each field of a `RowChunk` is built."""
 
 IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})
-"""Types of cells that can be cached, since a caller cannot change them."""
+"""Types of cells that may be cached, because callers cannot change such cells."""
 
 
 class TableView:
-    """The rows of one snapshot; a row's position counts the rows that are not deleted.
+    """The rows of one snapshot. The position of a row counts only live rows.
 
-    `encoder` is used instead of the stored one if both have the same settings, to avoid a rebuild.
+    If `encoder` has the same settings as the stored encoder, it is used instead, which saves a
+    rebuild.
     """
 
     def __init__(self, snapshot: Snapshot, encoder: Encoder | None = None):
@@ -84,17 +85,21 @@ class TableView:
         return self.snapshot.settings
 
     def setting_number(self, name: str) -> int:
-        """Return a number of the settings, or 0."""
+        """Return a setting that is an int; 0 if there is none."""
         value = self.settings.get(name)
         return value if isinstance(value, int) else 0
 
     @property
     def is_initialized(self) -> bool:
-        """Whether rows have fixed the schema, even if the settings with it were lost."""
+        """Whether there are rows that have fixed the schema.
+
+        The settings with the schema may be lost.
+        """
         return "schema" in self.settings or len(self.snapshot) > 0
 
     @cached_property
     def schema(self) -> Schema:
+        """The schema; raises `StoreDamagedError` if the settings are lost."""
         schema = Schema.from_dict(self.settings.get("schema", {}))
         columns_with_kinds = (x for x in schema.columns if schema.vector_columns.get(x) != "key")
         needed = {"code", *(f"kinds/{name}" for name in columns_with_kinds)}
@@ -114,13 +119,17 @@ class TableView:
         return encoders.load(settings, arrays, candidate)
 
     def encode_queries(self, queries: Any) -> EncodedQuery:
-        """Return the vectors of queries; cache that of a single text, which may be needed again."""
+        """Return the vectors of queries. The vectors of a single text are cached."""
         single = len(queries) == 1 and type(queries[0]) is str
-        if single and (known := self._query_cache.get(queries[0])) is not None:
-            return known
+        if single and (cached := self._query_cache.get(queries[0])) is not None:
+            return cached
         try:
             encoded = self.encoder.encode_full_query(queries)
-        except (ArgumentError, DtypeError, ShapeError) as error:  # its message is about keys
+        except (
+            ArgumentError,
+            DtypeError,
+            ShapeError,
+        ) as error:  # the message speaks of keys: change it to queries
             message = re.sub(r"(^|where )key(?= \d)", r"\1query", str(error))
             raise type(error)(message.removesuffix(": leave that row out")) from None
         self.check_query(encoded)
@@ -133,7 +142,7 @@ class TableView:
         return encoded
 
     def resolve_score(self, score: ScoreLike | None) -> Score:
-        """Return the score, by default the encoder's."""
+        """Return the score object; None means the default score of the encoder."""
         if score is None:
             return self._default_score
         from qkv import scores
@@ -146,12 +155,12 @@ class TableView:
 
     @cached_property
     def has_sparse_vectors(self) -> bool:
-        """Whether the keys have sparse vectors in addition to the dense ones."""
+        """Whether the keys have sparse vectors in addition to dense vectors."""
         return "sparse" in self.snapshot.tensor_names
 
     @property
     def ids(self) -> np.ndarray:
-        """The row id at each position, (m,), for rows whose vectors can be read."""
+        """The row ids by position, (m,). Rows whose vectors cannot be read are left out."""
         return self._ids_and_chunk_count[0]
 
     @property
@@ -162,12 +171,12 @@ class TableView:
     @cached_property
     def _ids_and_chunk_count(self) -> tuple[np.ndarray, int]:
         segments = self.snapshot.iterate_segments()
-        live = [each.ids if each.live is None else each.ids[each.live] for each in segments]
-        ids = np.concatenate([np.zeros(0, np.int64), *live])
-        return self.snapshot.check_complete(ids), len(live)
+        live_ids = [each.ids if each.live is None else each.ids[each.live] for each in segments]
+        ids = np.concatenate([np.zeros(0, np.int64), *live_ids])
+        return self.snapshot.check_complete(ids), len(live_ids)
 
     def inherit_encoder(self, old: TableView) -> None:
-        """Reuse the encoder of an older view if the settings are the same."""
+        """Use the encoder object of an older view if the settings are the same."""
         # "promise" is the calibration, which does not change the vectors.
         same = {**old.settings, "promise": 0} == {**self.settings, "promise": 0}
         if same and "encoder" in vars(old):
@@ -181,53 +190,57 @@ class TableView:
     def find_value(self, key: Any, default: Any) -> Any:
         """Return the value of the newest row with exactly this key, or the default."""
         digest = self._key_digest(key)
-        found = None if digest is None else self.snapshot.find_newest(digest)
-        if found is None:
+        row_record = None if digest is None else self.snapshot.find_newest(digest)
+        if row_record is None:
             return default
-        row = cells.load_row(found[1])
+        row = cells.load_row(row_record[1])
         if self.has_vector_values:
-            self._fill_vectors(found[:1], [row])
+            self._fill_vectors(row_record[:1], [row])
         return self.schema.row_value(row)
 
     def find_newest_value(self, key: Any, default: Any) -> Any:
-        """Return the value in the store's newest version, if values are not vectors.
+        """Return the value of a key in the newest version of the store, or the default.
 
-        This view may be older, since the schema is the same in all versions.
+        The newest version may be newer than this view. That is allowed because all versions have
+        the same schema. Values must not be vectors.
         """
         digest = self._key_digest(key)
-        found = None if digest is None else self.snapshot.find_latest_record(digest)
-        return default if found is None else self.schema.row_value(cells.load_row(found[1]))
+        row_record = None if digest is None else self.snapshot.find_latest_record(digest)
+        return (
+            default if row_record is None else self.schema.row_value(cells.load_row(row_record[1]))
+        )
 
     @cached_property
     def has_vector_values(self) -> bool:
-        """Whether values are vectors, which are stored as tensors and not in the records."""
+        """Whether values are vectors. These are stored as tensors, not in the records."""
         return not self.schema.vector_columns.keys().isdisjoint(self.schema.value)
 
     def _key_digest(self, key: Any) -> bytes | None:
+        """Return the digest of a key; None if no row can have such a key."""
         if not self.is_initialized:
             return None
         try:
             if type(key) is not str:
                 key = as_key(key, self.schema.key_kind)
-            found = self.schema.key_digest(key)
+            digest = self.schema.key_digest(key)
         except (TypeError, ValueError):
-            return None  # no row has a key that cannot be stored
-        if self.schema.key_kind == "date" and not self.snapshot.find_ids(found):
+            return None  # such a key cannot be stored, so no row has it
+        if self.schema.key_kind == "date" and not self.snapshot.find_ids(digest):
             others = map(
                 self.schema.key_digest, parsing.equivalent_dates(parsing.parse_moment(key))
             )
-            return next(filter(self.snapshot.find_ids, others), found)
-        return found
+            return next(filter(self.snapshot.find_ids, others), digest)
+        return digest
 
     @cached_property
     def key_kinds(self) -> dict[str, str]:
-        """The kind of the first row's cell in each key column."""
+        """The kind of each column of the key, in the first row."""
         row = next((row for _, row in self.iterate_rows()), {})
         return {name: cells.cell_kind(row[name]) for name in self.schema.key if name in row}
 
     @cached_property
     def has_number_keys(self) -> bool:
-        """Whether keys are tuples of numbers or dates, so that an array of numbers is a key."""
+        """Whether keys are tuples of numbers or dates. An array of numbers is then one key."""
         if self.schema.key_kind != "tuple":
             return False
         encoder: Any = getattr(self.encoder, "base", self.encoder)
@@ -237,6 +250,7 @@ class TableView:
         return row is not None and is_number_key(self.schema.row_key(row))
 
     def read_rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the cells of the rows with these ids, by column."""
         short, fresh = self._row_cache, {}
         new = [id_ for id_ in ids if id_ not in short]
         if new:
@@ -251,14 +265,15 @@ class TableView:
         return self._fill_vectors(ids, [(fresh if i in fresh else short)[i].copy() for i in ids])
 
     def read_values(self, ids: Sequence[int]) -> list[Any]:
+        """Return the values of the rows with these ids."""
         return self.schema.values_from_rows(self.read_rows(ids)) if len(ids) else []
 
     def iterate_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield every row with its id, oldest first."""
+        """Yield (id, cells) of every row, oldest first."""
         ids: list[int] = []
         rows: list[dict[str, Any]] = []
-        some = self.ids if self.is_initialized and self.schema.vector_columns else None
-        for id_, text in self.snapshot.iterate_rows(some):
+        readable_ids = self.ids if self.is_initialized and self.schema.vector_columns else None
+        for id_, text in self.snapshot.iterate_rows(readable_ids):
             ids.append(id_)
             rows.append(cells.load_row(text))
             if len(ids) == ROWS_PER_CHUNK:
@@ -276,18 +291,18 @@ class TableView:
         ]
 
     def _read_vector_keys(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the keys of a database whose keys are vectors."""
-        given = "key" in self.snapshot.tensor_names
+        """Return the keys of these rows, in a database whose keys are vectors."""
+        stores_raw_keys = "key" in self.snapshot.tensor_names
         return (
             np.asarray(self.snapshot.read_tensor("key", ids))
-            if given
+            if stores_raw_keys
             else self.read_key_vectors(ids)
         )
 
     def _fill_vectors(
         self, ids: Sequence[int] | np.ndarray, rows: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Add the cells that are vectors, which are stored as tensors, to the rows."""
+        """Add the cells that are vectors to rows. They are stored as tensors."""
         if not rows:
             return rows
         for column, role in self.schema.vector_columns.items():
@@ -300,7 +315,7 @@ class TableView:
         return rows
 
     def filter_rows(self, where: Any) -> np.ndarray | None:
-        """Return which rows pass a condition, (m,), or None if there is no condition."""
+        """Return a mask (m,) of the rows that pass a condition; None if there is no condition."""
         counts = self.cell_kind_counts
         if isinstance(where, PartialTableCondition):
             where, counts = where.where, where.cell_kind_counts.__getitem__
@@ -327,20 +342,21 @@ class TableView:
         return np.concatenate(parts) if parts else np.zeros(0, bool)
 
     def select_rows(self, where: Any = None) -> RowSelection:
-        """Return the rows that pass a condition and have a value."""
+        """Return the rows that pass the condition `where` and have a value."""
         is_cacheable = where is None or type(where) is str
         selection = self._selection_cache.get(where) if is_cacheable else None
         if selection is None:
             selection = self.select_mask(self.filter_rows(where))
             if is_cacheable:
-                # A mask takes one byte per row, and the positions of a quarter of the rows two.
-                most = MAX_SELECTION_BYTES // (3 * len(self.ids) + 1)
-                most = max(min(most, MAX_CACHED_SELECTIONS), 1)
-                insert_bounded(self._selection_cache, where, selection, most)
+                # A mask takes one byte per row. Positions of a quarter of the rows take two bytes
+                # per row.
+                max_count = MAX_SELECTION_BYTES // (3 * len(self.ids) + 1)
+                max_count = max(min(max_count, MAX_CACHED_SELECTIONS), 1)
+                insert_bounded(self._selection_cache, where, selection, max_count)
         return selection
 
     def why_none_pass(self, where: Any) -> str:
-        """Say that no row passes, with example values of the columns; "" if some row passes."""
+        """Return a sentence with values of the columns in `where` if no row passes it, else ""."""
         passed = self.filter_rows(where)
         if passed is None or passed.any():
             return ""
@@ -364,31 +380,32 @@ class TableView:
 
     @cached_property
     def value_mask(self) -> np.ndarray | None:
-        """Which rows have a value, (m,), or None if all do.
+        """A mask (m,) of the rows that have a value; None if all rows have one.
 
-        With several value columns, a pooled value needs all of them, other values at least one.
+        With several value columns, a pooled value needs all of them. Other values need at least
+        one.
         """
         parts = [chunk.compute_value_mask() for chunk in self._column_chunks()]
         mask = np.concatenate(parts) if parts else np.zeros(0, bool)
         return None if mask.all() else mask
 
     def select_mask(self, passed: np.ndarray | None) -> RowSelection:
-        """Return the rows that are marked and have a value; None marks all."""
+        """Return the rows in the mask `passed` (m,) that have a value; None means all rows."""
         present = self.value_mask
         if present is None:
             return RowSelection(len(self.ids), passed)
         mask = present if passed is None else present & passed
-        marked = len(present) if passed is None else int(np.count_nonzero(passed))
-        return RowSelection(len(self.ids), mask, marked - int(np.count_nonzero(mask)))
+        passed_count = len(present) if passed is None else int(np.count_nonzero(passed))
+        return RowSelection(len(self.ids), mask, passed_count - int(np.count_nonzero(mask)))
 
     @property
     def is_int8(self) -> bool:
-        """Whether the keys' vectors are stored as int8."""
+        """Whether the vectors of the keys are stored as int8."""
         return "scale" in self.snapshot.tensor_names
 
     @property
     def vector_precision(self) -> quantization.VectorPrecision:
-        """How the keys' vectors are stored."""
+        """How the vectors of the keys are stored."""
 
         dtype = self.settings.get("precision")
         return quantization.VectorPrecision(
@@ -397,12 +414,16 @@ class TableView:
 
     @property
     def precision_text(self) -> str | None:
-        """Width and dtype of a key's vector, such as "64 int8"; None before the first row."""
-        found = self.snapshot.tensor_type("code")
-        return None if found is None else f"{' × '.join(map(str, found[1]))} {found[0].name}"
+        """The width and dtype of a key's vector, such as "64 int8"; None before the first row."""
+        tensor_type = self.snapshot.tensor_type("code")
+        return (
+            None
+            if tensor_type is None
+            else f"{' × '.join(map(str, tensor_type[1]))} {tensor_type[0].name}"
+        )
 
     def cell_kind_counts(self, name: str) -> np.ndarray:
-        """Return the number of cells of each kind in a column, (6,)."""
+        """Return the numbers of cells of each kind in a column, (6,)."""
         if name not in self._kind_counts_cache:
             total = np.zeros(len(columns.KIND_NAMES), np.int64)
             for chunk in self._column_chunks():
@@ -411,15 +432,15 @@ class TableView:
         return self._kind_counts_cache[name]
 
     def is_date_column(self, name: str) -> bool:
-        """Return whether the first cell of kind TEXT in a column is a date."""
+        """Return whether the first cell of the kind TEXT in a column is a date."""
         for chunk in self._column_chunks():
-            at = np.flatnonzero(chunk.cell_kinds(name) == columns.TEXT)[:1]
-            if len(at):
-                return not isinstance(chunk.read_cells(name, at)[0], str)
+            position = np.flatnonzero(chunk.cell_kinds(name) == columns.TEXT)[:1]
+            if len(position):
+                return not isinstance(chunk.read_cells(name, position)[0], str)
         return False
 
     def is_integer_column(self, name: str, bits: int = 64) -> bool:
-        """Return whether every number of a column is an integer of at most this many bits."""
+        """Return whether every number in a column is an integer of at most `bits` bits."""
         codes = (chunk.read_column(name).numbers for chunk in self._column_chunks())
         most = 2.0 ** (bits - 1)
         return all(bool(np.all((np.abs(x) < most) & (x == np.trunc(x)))) for x in codes)
@@ -427,18 +448,23 @@ class TableView:
     def _column_chunks(
         self, cell_kind_counts: Callable[[str], np.ndarray] | None = None
     ) -> Iterator[ColumnChunk]:
+        """Yield the rows segment by segment, for conditions."""
         counts = cell_kind_counts or self.cell_kind_counts
         for segment in self._read_segments():
             yield ColumnChunk(self.snapshot, self.schema, segment, counts, self._text_cache)
 
     def open_vectors(
-        self, selection: RowSelection | None = None, *, value: bool = False, asked: Any = None
+        self,
+        selection: RowSelection | None = None,
+        *,
+        value: bool = False,
+        sparse_positions: Any = None,
     ) -> StoredRows:
-        """Return the keys' vectors, and with `value` the values, as rows to attend over.
+        """Return the vectors of the keys as rows to attend over; with `value`, also the values.
 
-        `selection` None selects all rows. `asked` are the positions of an `EncodedQuery` in the
-        sparse vectors, which become columns of the keys. If memory is scarce, pages are released
-        after use.
+        If `selection` is None, all rows are selected. `sparse_positions` are those of an
+        `EncodedQuery`; they become columns of the keys. If memory is scarce, memory is released
+        after a segment was read.
         """
         selection = selection or RowSelection(len(self.ids))
         positions = selection.positions
@@ -453,8 +479,8 @@ class TableView:
         def to_stored(part: Any) -> RowChunk:
             tensors, scale = part.tensors, part.tensors.get("scale")
             key, near = tensors["code"], None
-            if asked is not None:
-                key, scale = DenseAndSparse(key, tensors["sparse"], asked, scale), None
+            if sparse_positions is not None:
+                key, scale = DenseAndSparse(key, tensors["sparse"], sparse_positions, scale), None
             else:
                 near = quantization.read_codes(tensors)
             return RowChunk(
@@ -462,25 +488,28 @@ class TableView:
             )
 
         named, (width, wide) = "value" if value else "", self._vector_widths
-        shape, wide = (selection.read_count, width + sparse_width(asked)), wide if value else 0
+        shape = (selection.read_count, width + sparse_width(sparse_positions))
+        wide = wide if value else 0
+        terms_by_identity = self._key_terms_cache[sparse_positions is not None]
         return StoredRows(
             read_segments,
             shape,
             wide,
             selection.read_mask,
             self._is_memory_scarce,
-            KeyTermsCache(self._key_terms_cache[asked is not None], len(self.ids), positions),
+            KeyTermsCache(terms_by_identity, len(self.ids), positions),
             self._bounds_cache if positions is None else None,
             prefetch_chunks=read_segments,
         )
 
     def read_key_vectors(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the vectors of these rows' keys, (len(ids), width)."""
+        """Return the vectors of the keys of these rows, (len(ids), width)."""
         read = self.snapshot.read_tensor
         scale = read("scale", ids) if self.is_int8 else None
         return RowChunk(read("code", ids), scale=scale).live_vectors()
 
     def _read_segments(self, ahead: Collection[str] = ()) -> Iterable[Any]:
+        """Return the segments; `ahead` lists the tensors to prefetch."""
         if self._cached_segments is None:
             return self.snapshot.iterate_segments(prefetch_fields=ahead)
         for part in self._cached_segments:
@@ -489,7 +518,10 @@ class TableView:
 
     @cached_property
     def _cached_segments(self) -> list[Any] | None:
-        """The segments of a small table, which are faster to keep than to list again."""
+        """The list of segments if the table is small, else None.
+
+        Reading the list again for each query would be slow.
+        """
         return list(self.snapshot.iterate_segments()) if len(self) <= ROWS_PER_CHUNK else None
 
     @cached_property
@@ -498,13 +530,13 @@ class TableView:
 
     @cached_property
     def _vector_widths(self) -> tuple[int, int]:
-        """The widths of a key's and of a value's vector."""
+        """The width of a key's vector, and that of a value (0 if values are not numbers)."""
         tensors = next(self.snapshot.iterate_segments()).tensors
         return tensors["code"].shape[1], tensors["value"].shape[1] if "value" in tensors else 0
 
-    def check_query(self, asked: EncodedQuery) -> None:
-        """Check that the query vectors have the width of the keys' and a float dtype."""
-        query, width = asked.code, self._vector_widths[0] + sparse_width(asked.sparse_positions)
+    def check_query(self, encoded: EncodedQuery) -> None:
+        """Raise unless the query's vectors are floats with the width of the keys' vectors."""
+        query, width = encoded.code, self._vector_widths[0] + sparse_width(encoded.sparse_positions)
         if len(query.shape) != 2 or query.shape[-1] != width:
             raise ShapeError(
                 f"query has shape {tuple(query.shape)}, but the keys are vectors of {width} "
