@@ -332,8 +332,11 @@ class BlockOperands(NamedTuple):
         )
 
 
-def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
-    """Return the arrays of a block. Masked keys and queries are 0: their NaN must not spread."""
+def load_operands(call: Call, rows: Span, cols: Any, keeps_masked: bool = False) -> BlockOperands:
+    """Return the arrays of a block. Masked keys and queries are 0: their NaN must not spread.
+
+    With `keeps_masked` the keys are left as they are, which saves a pass over them.
+    """
     fw = call.fw
     block = calls.make_block(call, rows, cols)
     key_terms = None
@@ -346,7 +349,7 @@ def load_operands(call: Call, rows: Span, cols: Any) -> BlockOperands:
             key_terms = to_framework_array(fw, key_terms, call.query)
     else:
         live, key = calls.compute_live_pairs(call, block), fw.slice_span(call.key, cols, -2)
-    key = calls.zero_masked_rows(call, key, live)
+    key = key if keeps_masked else calls.zero_masked_rows(call, key, live)
     bias = call.bias
     if bias is not None:
         bias = fw.slice_span(fw.slice_span(bias, rows, -2), cols, -1)
@@ -386,8 +389,11 @@ class BlockPasses:
         call, at = self.call, cols.start if self._is_out_of_core else 0
         if at in self._score_cache:
             return self._score_cache[at]
-        part = load_operands(call, self.rows, cols)
+        # One row of stored keys serves few queries, whose scores are cheaper to fill.
+        fills_scores = self._is_out_of_core and not scores.has_user_code(call.score)
+        part = load_operands(call, self.rows, cols, keeps_masked=fills_scores)
         s = part.compute_scores(calls.slice_weighting_rows(call, self.rows))
+        s = call.fw.fill_unless(s, part.live) if fills_scores else s
         scored = s, part.live, part.block.k, part.block
         if self._caches_scores:
             self._score_cache[at] = scored

@@ -39,6 +39,9 @@ MAX_SUMMED_COLUMNS = 256
 MIN_SUMMED_PAIRS, MAX_SUMMED_NUMBERS = 2**12, 2**15
 """Pairs from which that is faster than the array of differences; pairs that fit the cache."""
 
+MIN_SUMMED_QUERIES, MAX_DIFFERENCES_PER_BLOCK = 8, 2**17
+"""Queries from which it pays to transpose the keys; differences of fewer that fit the cache."""
+
 MAX_MEASURED_QUERIES, MAX_MEASURED_NUMBERS = 16, 2**20
 """Queries of the call that measures a function, and the numbers of its (n, m, d) array."""
 
@@ -300,6 +303,8 @@ class NumPy(Framework):
         pairs = math.prod((*lead, n, m))
         if pairs < MIN_SUMMED_PAIRS or query.dtype.kind != "f":
             return None
+        if n < MIN_SUMMED_QUERIES:
+            return _sum_differences_of_few(query, key, power, (*lead, n, m))
         columns = numpy.ascontiguousarray(numpy.moveaxis(key, -1, 0))[..., None, :]
         total = numpy.empty((*lead, n, m), query.dtype)
         rows = max(MAX_SUMMED_NUMBERS * n // pairs, 1)
@@ -322,6 +327,8 @@ class NumPy(Framework):
         is_float = query.dtype == key.dtype and query.dtype in (numpy.float32, numpy.float64)
         if not is_float or key.shape[-1] != query.shape[-1] or 0 in (*query.shape, *key.shape):
             return None
+        if query.shape[-2] < MIN_SUMMED_QUERIES:  # the norms of the keys take longer
+            return None
         if not all(isinstance(x, numpy.ndarray) for x in (query, key)):
             return None
         with numpy.errstate(all="ignore"):
@@ -343,6 +350,26 @@ class NumPy(Framework):
             return _PAIR_NUMBERS[signature]
         except (KeyError, TypeError):  # emptied by another thread; an object without a hash
             return None
+
+
+def _sum_differences_of_few(query: Array, key: Array, power: int, shape: tuple[int, ...]) -> Array:
+    """Return Σ |q − k|ᵖ (…, n, m) for few queries, in blocks of keys that fit the cache.
+
+    Each key is read once. The dot product of a difference with itself is a fast sum of squares.
+    """
+    *_, m = shape
+    total = numpy.empty(shape, query.dtype)
+    step = max(MAX_DIFFERENCES_PER_BLOCK * m // max(total.size * query.shape[-1], 1), 1)
+    ones = numpy.ones((query.shape[-1], 1), query.dtype)
+    for start in range(0, m, step):
+        keys = key[..., start : start + step, :]
+        difference = query[..., :, None, :] - keys[..., None, :, :]
+        if power == 1:
+            sums = numpy.abs(difference, out=difference) @ ones
+        else:
+            sums = (difference[..., None, :] @ difference[..., :, None])[..., 0]
+        total[..., start : start + step] = sums[..., 0]
+    return total
 
 
 def _count_pair_numbers(function: Any, query: Array, key: Array) -> int | None:

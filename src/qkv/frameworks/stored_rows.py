@@ -16,7 +16,10 @@ from qkv.util.progress import progress_bar
 from qkv.util.types import Array, Arrays, MergeFunction, PartialStateFunction, Shape, Span
 
 MAX_FLOATS_PER_SPAN = 2**18
-"""Key elements that are converted or gathered at a time, so that they stay in the CPU cache."""
+"""Key elements that are converted to floats at a time, so that they stay in the CPU cache."""
+
+MAX_GATHERED_FLOATS_PER_SPAN = 2**20
+"""Key elements that are gathered at a time. For fewer, threads take longer than the arithmetic."""
 
 
 class QuantizedKeys(NamedTuple):
@@ -343,10 +346,13 @@ class RowSpans:
         at, allowed = 0, self.rows.allowed
         for chunk in chunks:
             rows, step, group = len(chunk.key), self.span_size, []
-            if not self.codes_only and (
-                chunk.scale is not None or isinstance(chunk.key, DenseAndSparse | SelectedRows)
-            ):
-                step = min(step, max(MAX_FLOATS_PER_SPAN // max(chunk.key.shape[1], 1), 512))
+            most = None
+            if isinstance(chunk.key, SelectedRows):
+                most = MAX_GATHERED_FLOATS_PER_SPAN
+            elif chunk.scale is not None or isinstance(chunk.key, DenseAndSparse):
+                most = MAX_FLOATS_PER_SPAN
+            if most is not None and not self.codes_only:
+                step = min(step, max(most // max(chunk.key.shape[1], 1), 512))
             for start in range(0, rows, step):
                 check_deadline()
                 part = chunk if rows <= step else chunk.slice_rows(slice(start, start + step))
