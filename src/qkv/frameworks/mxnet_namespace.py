@@ -407,4 +407,7 @@ def isdtype(dtype: Any, kind: Any) -> Any:
 
 
 def result_type(*arrays_and_dtypes: Any) -> Any:
-    return numpy.result_type(*(getattr(x, "dtype", x) for x in arrays_and_dtypes))
+    # A data type is a class here, whose own `dtype` is an unbound property.
+    return numpy.result_type(
+        *(x if isinstance(x, type) else getattr(x, "dtype", x) for x in arrays_and_dtypes)
+    )
