@@ -141,11 +141,12 @@ def _engine_checks(
     if fw not in FRAMEWORKS:
         raise unknown_name_error("framework", fw, FRAMEWORKS)
     framework = FRAMEWORKS[fw]
-    yield Check(f"values-{name}", partial(checks.check_values, case, framework, engine))
-    if framework.has_gradients:
+    if checks.is_supported(case, framework, engine, return_weights=True):
+        yield Check(f"values-{name}", partial(checks.check_values, case, framework, engine))
+    if framework.has_gradients and checks.is_supported(case, framework, engine):
         yield Check(f"gradients-{name}", partial(checks.check_gradients, case, framework, engine))
     for dtype in checks.TOLERANCE if all_dtypes else ():
-        if dtype in framework.dtypes:
+        if dtype in framework.dtypes and checks.is_supported(case, framework, engine, dtype):
             run = partial(checks.check_dtype, case, framework, engine, dtype)
             yield Check(f"{dtype}-{name}", run)
 

@@ -12,8 +12,9 @@ from unittest import SkipTest, mock
 
 import numpy as np
 
-from qkv.attention import attend
+from qkv.attention import attend, explain
 from qkv.engines import streaming
+from qkv.engines.choice import Explanation
 from qkv.errors import EngineError
 from qkv.frameworks import get_framework, to_numpy
 from qkv.scores import resolve, user_functions
@@ -89,8 +90,26 @@ class Case:
 
         return fw.compute_gradients(loss, list(arrays.values()))
 
+    def explain(self, arrays: Arrays, **more: Any) -> Explanation:
+        return explain(
+            arrays["query"], arrays["key"], arrays["value"], **self.build_options(arrays) | more
+        )
+
     def make_arrays(self, fw: Framework, dtype: str = "float64") -> dict[str, Any]:
         return {name: fw.make_array(x, dtype) for name, x in self.arrays.items()}
+
+
+def is_supported(
+    case: Case, fw: Framework, engine: str, dtype: str = "float64", **more: Any
+) -> bool:
+    """Return whether the engine supports this call; `dense` and `streaming` must."""
+    if engine in ("dense", "streaming"):
+        return True
+    try:
+        case.explain(case.make_arrays(fw, dtype), engine=engine, **more)
+    except EngineError:
+        return False
+    return True
 
 
 @contextmanager
