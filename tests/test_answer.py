@@ -155,6 +155,14 @@ def test_sureness_counts_rows_beyond_those_that_are_named():
     assert pickle.loads(pickle.dumps(few)).confidence_text == few.confidence_text
 
 
+def test_a_key_that_is_a_vector_is_shown_as_the_number_of_its_row():
+    answer = Database(np.eye(3), [10.0, 20.0, 30.0]).ask(np.eye(3)[1])
+    assert [row.displayed_key for row in answer.rows] == ["row 1", "row 0", "row 2"]
+    assert "row 1" in str(answer) and "row 1" in answer._repr_html_()
+    assert answer.explain().startswith("Of 3 rows, row 1 counts")
+    assert answer.to_dict()["rows"][0]["key"] == [0, 1, 0]
+
+
 def test_the_hint_is_in_the_dictionary():
     D = Database(np.array([[3.0, 4.0], [30.0, 41.0]]), ["short", "long"])
     found = D.ask([3.0, 4.0], score=None)

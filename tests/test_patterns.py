@@ -269,7 +269,8 @@ def list_parsers() -> dict[str, Callable[[str], object]]:
     """What reads text of a stranger: functions that may refuse it, by an error of ours."""
     from qkv import Database
     from qkv.database import parsing
-    from qkv.database.encoders import Characters, Lexical, Words, words
+    from qkv.database.encoders import Characters, Lexical, Words
+    from qkv.database.encoders.base import has_text_extra
     from qkv.database.filter import expressions
     from qkv.database.sources import delimited, json, type_inference
     from qkv.errors import unknown_name_error
@@ -326,7 +327,7 @@ def list_parsers() -> dict[str, Callable[[str], object]]:
         "the nearest keys": lambda x: str(_refusal(lambda: names[x])),
         "limits": lambda x: _check_bounds(bounds, x),
     }
-    if words.is_installed():
+    if has_text_extra():
         parsers["words"] = lambda x: Words().encode([x])
     return parsers
 

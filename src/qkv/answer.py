@@ -264,10 +264,11 @@ class Answer(Displayable):
             ("counts", _format_percent) if self.is_normalized else ("weighs", format_weight)
         )
         shown = (row for row in others if abs(row.weight) >= MIN_SHOWN_WEIGHT)
-        second = "".join(f", {_format_in_sentence(row.key)} {to_text(row.weight)}" for row in shown)
-        parts = [
-            f"Of {total}, {_format_in_sentence(first.key)} {verb} {to_text(first.weight)}{second}."
-        ]
+        second = "".join(
+            f", {_format_in_sentence(row.displayed_key)} {to_text(row.weight)}" for row in shown
+        )
+        key = _format_in_sentence(first.displayed_key)
+        parts = [f"Of {total}, {key} {verb} {to_text(first.weight)}{second}."]
         if self.exact:
             parts.append(f"{self._exact_match_text}.")
         effective = f"{self.effective_rows:,.1f}"
@@ -465,7 +466,7 @@ class Answer(Displayable):
         if not self.rows:
             raise CombinationError(f"there is nothing to draw: {self.why_nothing}")
         figure = bars(
-            [format_one_line(row.key, 44) for row in self.rows],
+            [format_one_line(row.displayed_key, 44) for row in self.rows],
             [row.weight for row in self.rows],
             title=f"{format_one_line(self.query, 60)} → {format_one_line(self.value, 60)}",
             others=self.total - len(self.rows) if self.is_normalized else 0,
@@ -478,7 +479,7 @@ class Answer(Displayable):
             return f"{format_one_line(self.query)} → nothing: {self.why_nothing}"
         seen = [row for row in self.rows if abs(row.weight) >= MIN_SHOWN_WEIGHT] or self.rows[:1]
         remaining, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
-        names = [format_one_line(row.key, 32) for row in seen]
+        names = [format_one_line(row.displayed_key, 32) for row in seen]
         weights = [format_weight(row.weight) for row in seen]
         lengths = bar_lengths(row.weight for row in seen)
         weight_width, key_width = max(map(len, weights)), max(map(display_width, names))
@@ -525,7 +526,7 @@ class Answer(Displayable):
         cells = "".join(
             f"<tr><td class=w>{format_weight(row.weight)}</td><td class=b><i style='width:"
             f"{100 * long:.1f}%'></i></td>"
-            f"<td>{html.escape(format_one_line(row.key, 200))}</td>"
+            f"<td>{html.escape(format_one_line(row.displayed_key, 200))}</td>"
             f"<td>{html.escape(format_one_line(row.value, 400))}</td></tr>"
             for row, long in zip(self.rows, longs, strict=True)
         )

@@ -40,6 +40,11 @@ class Row(tree.Record):
         fields["key"], fields["value"], fields["weight"] = key, value, weight
         fields["index"], fields["record"] = index, {} if record is None else record
 
+    @property
+    def displayed_key(self) -> Any:
+        """The key; "row 7" instead of a vector, whose numbers say nothing to a reader."""
+        return f"row {self.index:,}" if isinstance(self.key, np.ndarray) else self.key
+
 
 class ValueWeight(NamedTuple):
     """A value, and the total weight of the rows that have it."""

@@ -172,7 +172,7 @@ def print_answer(answer: Answer) -> None:
             terminal.format_percent(row.weight)
             if answer.is_normalized
             else format_weight(row.weight),
-            terminal.format_cell(row.key),
+            terminal.format_cell(row.displayed_key),
             terminal.format_cell(row.value),
         )
         for row, length in zip(

@@ -88,10 +88,10 @@ class ClassRegistry(dict[str, type[T]], Generic[T]):
             failures = load_plugins()
             if name not in self:
                 more = advice + "".join(failures)
-                raise unknown_name_error(self.role, name, self, more, self._find_alias(str(name)))
+                raise unknown_name_error(self.role, name, self, more, self.find_alias(str(name)))
         return self[name]
 
-    def _find_alias(self, word: str) -> str | None:
+    def find_alias(self, word: str) -> str | None:
         """Return our name for a name that other libraries use."""
         word = re.sub(r"\W+", "_", word[:80].lower())
         return next((x for x, kind in self.items() if word in vars(kind).get("aliases", ())), None)

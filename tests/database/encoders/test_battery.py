@@ -121,6 +121,8 @@ def test_names_resolve() -> None:
     ("bad", "error", "says"),
     [
         ("charcters", ArgumentError, "did you mean 'characters'"),
+        ("bert", ArgumentError, "did you mean 'sentences'"),
+        ("bm25", ArgumentError, "did you mean 'lexical'"),
         ("vectors", DtypeError, "required parameters: pass"),
         (Characters, DtypeError, "pass an instance"),
         ("qkv_no_module:f", ArgumentError, "cannot be imported"),

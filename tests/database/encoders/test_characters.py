@@ -5,7 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from qkv.database.encoders import Characters
+from qkv.database import Database
+from qkv.database.encoders import Characters, characters
 from qkv.errors import ArgumentError
 
 
@@ -155,6 +156,18 @@ def test_idf_needs_keys_first() -> None:
 def test_bad_parameters_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(bad))):
         Characters(**bad)  # type: ignore[arg-type]
+
+
+def test_without_word_vectors_an_answer_says_that_only_spelling_matched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    books = Database({"The Alchemist": 1988, "Dracula": 1897}, encoder="characters")
+    monkeypatch.setattr(characters, "has_text_extra", lambda: False)
+    assert 'pip install "qkv[text]"' in books.ask("the alchmist").hint
+    assert "spelling only" in str(books.ask("the alchmist"))
+    assert books.ask("Dracula").hint == ""
+    monkeypatch.setattr(characters, "has_text_extra", lambda: True)
+    assert books.ask("the alchmist").hint == ""
 
 
 def test_none_is_refused_with_its_row() -> None:

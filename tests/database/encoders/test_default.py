@@ -14,10 +14,10 @@ from qkv.database.encoders import (
     Text,
     default,
 )
-from qkv.database.encoders.words import is_installed
+from qkv.database.encoders.base import has_text_extra
 from qkv.errors import ArgumentError
 
-TEXT = Text() if is_installed() else Characters()
+TEXT = Text() if has_text_extra() else Characters()
 
 
 @pytest.mark.parametrize(

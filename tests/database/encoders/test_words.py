@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv.database.encoders import Characters, Words, default, load, words
+from qkv.database.encoders import Characters, Words, base, default, load, words
 from qkv.errors import MissingExtraError
 
 pytest.importorskip("tokenizers")
@@ -65,7 +65,8 @@ def test_without_wordllama_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         return None if name == "wordllama" else real(name, *rest)
 
     settings = Words().settings()
-    monkeypatch.setattr(words, "find_spec", without)
+    for module in (words, base):
+        monkeypatch.setattr(module, "find_spec", without)
     words._load_table.cache_clear()
     words._map_table.cache_clear()
     with pytest.raises(MissingExtraError, match=r'pip install "qkv\[text\]"'):

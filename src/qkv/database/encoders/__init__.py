@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from qkv.database.encoders.arrays import Arrays
-from qkv.database.encoders.base import Encoder
+from qkv.database.encoders.base import Encoder, has_text_extra
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.custom import Custom
 from qkv.database.encoders.exact import Exact
@@ -21,7 +21,7 @@ from qkv.database.encoders.registry import ENCODERS, load, register
 from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
 from qkv.database.encoders.vectors import Vectors
-from qkv.database.encoders.words import Words, is_installed
+from qkv.database.encoders.words import Words
 from qkv.database.table import cells
 from qkv.errors import ArgumentError, unknown_name_error
 from qkv.frameworks import is_array
@@ -83,7 +83,8 @@ def resolve_name(name: Any) -> Encoder:
     Exact(width=256)
     """
     if not isinstance(name, str) or name not in ENCODERS:
-        raise unknown_name_error("encoder", name, ENCODERS)
+        meant = ENCODERS.find_alias(name) if isinstance(name, str) else None
+        raise unknown_name_error("encoder", name, ENCODERS, meant=meant)
     return resolve(name)
 
 
@@ -109,7 +110,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
         raise ArgumentError("there are no keys whose type could choose an encoder: pass encoder=")
     kind = cells.common_kind(keys)
     if kind == "text":
-        return Text() if is_installed() else Characters()
+        return Text() if has_text_extra() else Characters()
     if kind in ("number", "date"):
         return Numbers()
     if kind == "vector" or (kind == "json" and all(map(_is_vector, keys))):

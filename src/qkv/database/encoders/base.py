@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import numpy as np
@@ -227,6 +228,11 @@ class Encoder(ABC):
         `encoder=` of the caller, if it has the same kind.
         """
         return cls.build(settings, arrays)
+
+
+def has_text_extra() -> bool:
+    """Return whether the packages of the extra `text` are installed, with vectors of words."""
+    return find_spec("wordllama") is not None and find_spec("tokenizers") is not None
 
 
 def _has_shift(form: DotProductForm) -> bool:

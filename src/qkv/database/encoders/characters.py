@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, normalize_rows, to_texts
+from qkv.database.encoders.base import Encoder, has_text_extra, normalize_rows, to_texts
 from qkv.errors import ArgumentError
 from qkv.util.caches import memoize
 from qkv.util.deadline import check_deadline
@@ -19,6 +19,11 @@ from qkv.util.keyword_hints import suggest_keywords
 
 TEXT_SEPARATOR = "\x1e"
 SPACE_CODE = 32
+
+SPELLING_ONLY_HINT = (
+    'matched by spelling only: to match by meaning, run pip install "qkv[text]" and import the '
+    "table again"
+)
 
 TEXTS_PER_BLOCK = 1024
 """The number of texts in a block. Their counts fit the processor's cache."""
@@ -66,6 +71,7 @@ class Characters(Encoder):
     idf: bool = False
     table: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "characters"
+    aliases: ClassVar[tuple[str, ...]] = ("letters", "ngrams", "trigrams", "fuzzy")
     reads_only_text: ClassVar[bool] = True
     int8_safe = True
     encodes_in_parallel = True
@@ -108,6 +114,9 @@ class Characters(Encoder):
             count = np.bincount(cell, weight, len(block) * self.width)
             out[start : start + len(block)] = count.reshape(len(block), self.width)
         return normalize_rows(out)
+
+    def score_hint(self, query: Any, key: Any, flat: bool) -> str:
+        return "" if query == key or has_text_extra() else SPELLING_ONLY_HINT
 
     def _weigh_ngrams(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the row, hash and weight, each (g,), of every n-gram of the texts."""

@@ -50,6 +50,7 @@ class Lexical(Encoder):
     codes: np.ndarray | None = field(default=None, compare=False, repr=False)
     counts: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "lexical"
+    aliases: ClassVar[tuple[str, ...]] = ("bm25", "tfidf", "tf_idf", "keywords")
     reads_only_text: ClassVar[bool] = True
     int8_safe = True
     encodes_in_parallel = True

@@ -46,6 +46,10 @@ class Sentences(Encoder):
     device: str | None = None
     size: int | None = None
     kind: ClassVar[str] = "sentences"
+    aliases: ClassVar[tuple[str, ...]] = (
+        *("bert", "sbert", "minilm", "all_minilm_l6_v2", "sentence_transformers"),
+        *("transformer", "embedding", "embeddings", "semantic"),
+    )
     reads_only_text: ClassVar[bool] = True
     int8_safe = True
     uses_cosine: ClassVar[bool] = True

@@ -60,6 +60,7 @@ class Words(Encoder):
 
     lower: bool = True
     kind: ClassVar[str] = "words"
+    aliases: ClassVar[tuple[str, ...]] = ("word2vec", "glove", "fasttext", "wordllama")
     reads_only_text: ClassVar[bool] = True
     int8_safe = True
     encodes_in_parallel = True
@@ -169,11 +170,6 @@ def sum_by_text(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.n
             total[:count] += table[ids[begin[:count] + j]]
         out[texts] = total
     return out
-
-
-def is_installed() -> bool:
-    """Return whether wordllama and tokenizers are installed."""
-    return find_spec("wordllama") is not None and find_spec("tokenizers") is not None
 
 
 def package_folder() -> Path:
