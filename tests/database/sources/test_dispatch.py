@@ -983,6 +983,32 @@ def test_a_few_words_among_numbers_are_reported(tmp_path: Path) -> None:
             assert read_with(odd)[-1] == odd
 
 
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (["€3.50", "$4", "7"], r"2 of its first 3 cells have a currency .* such as '€3.50'"),
+        (["3 %", "4%", "5.5%"], r"3 of its first 3 cells have a currency or percent sign"),
+        (["USD 1,200.00", "EUR 7", "8"], r"2 of its first 3 cells have a currency"),
+        (["2020-01-02", "03/04/2021", "3 May 2021"], r"2 of its first 3 cells are dates in other"),
+        (["31.1.2024", "1.2.2024", "Feb. 3rd, 2024"], r"3 of its first 3 cells are dates .*'31.1"),
+    ],
+)
+def test_amounts_and_dates_that_stay_text_are_reported(
+    tmp_path: Path, cells: list[str], message: str
+) -> None:
+    path = tmp_path / "forms.tsv"
+    path.write_text("\n".join(["sum", *cells, ""]), encoding="utf-8")
+    with pytest.warns(MixedColumnWarning, match=message):
+        assert read(path).columns["sum"] == cells
+
+
+@pytest.mark.parametrize("cells", [["€3", "$4"], ["1-2-3", "may", "x"], ["€1", "a", "b", "c"]])
+def test_other_text_is_not_reported(tmp_path: Path, cells: list[str]) -> None:
+    path = tmp_path / "forms.tsv"
+    path.write_text("\n".join(["sum", *cells, ""]), encoding="utf-8")
+    assert read(path).columns["sum"] == cells
+
+
 def test_a_number_may_begin_with_its_point(tmp_path: Path) -> None:
     path = write(tmp_path, "p.csv", b"p,q,r\n.05,-.5e1,.\n1,2,.x\n")
     assert read(path).columns == {"p": [0.05, 1.0], "q": [-5.0, 2.0], "r": [".", ".x"]}

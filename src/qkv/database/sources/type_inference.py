@@ -41,12 +41,22 @@ _ISO_DATE = re.compile(
     r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d(?::\d\d)?)?)?",
     re.ASCII,
 ).fullmatch
+# Match an amount with a currency or percent sign, and a date that is not in ISO's form.
+_AMOUNT = re.compile(rf"{_CURRENCY_SIGN}\s*-?[\d.,]*\d|-?[\d.,]*\d\s*{_CURRENCY_SIGN}").fullmatch
+_OTHER_DATE = re.compile(
+    r"\d{1,2}([./-])\d{1,2}\1(?:\d{4}|\d\d)|\d{4}([./])\d{1,2}\2\d{1,2}"
+    r"|(?:\d{1,2}\.? )?(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+    r"(?: \d{1,2}(?:st|nd|rd|th)?,?)? \d{4}",
+    re.ASCII | re.IGNORECASE,
+).fullmatch
 MIN_COLUMN_CELLS, MAX_ODD_SHARE, SAMPLE_CELLS = 20, 0.1, 1000
 """When to warn about a few words among numbers.
 
 The column has at least `MIN_COLUMN_CELLS` cells, and at most the share `MAX_ODD_SHARE` of them are
 words. The first `SAMPLE_CELLS` cells are checked before the others.
 """
+MIN_FORM_CELLS = 3
+"""The number of cells from which a column of amounts or dates in other forms is warned of."""
 _MAX_DIGITS = 19
 """The largest number of digits with which programs print floats.
 
@@ -145,7 +155,9 @@ def infer_types(
             reason = "have more digits than a float"
         elif not odd:
             odd, reason = _count_odd_words(cells, date_form), "are not dates like the others"
-        if odd:
+        if not odd:
+            _warn_unread_forms(name, cells)
+        else:
             examples = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*odd][:3]]
             warn_at_caller(
                 f"column {name!r} is read as text: {sum(odd.values()):,} of its {len(cells):,} "
@@ -291,6 +303,26 @@ def _count_odd_words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str,
     padded = any(text.isdigit() and not _PLAIN_NUMBER.fullmatch(text) for text in words)
     few = sum(words.values()) <= MAX_ODD_SHARE * len(texts) and not padded
     return dict(words.most_common()) if few else {}
+
+
+def _warn_unread_forms(name: str, cells: list[Any]) -> None:
+    """Warn of a column of text whose cells are amounts with a sign, or dates in other forms."""
+    texts = [cell.strip() for cell in cells[:SAMPLE_CELLS] if type(cell) is str and cell]
+    if len(texts) < MIN_FORM_CELLS:
+        return
+    for is_form, is_plain, reason, advice in (
+        (_AMOUNT, _float_keeps, "have a currency or percent sign", "Remove it to get numbers"),
+        (_OTHER_DATE, date_form, "are dates in other forms", "Write 2024-01-31 to get dates"),
+    ):
+        unread = [text for text in texts if is_form(text)]
+        plain_count = sum(bool(is_plain(text)) for text in texts)
+        if unread and len(unread) + plain_count >= (1 - MAX_ODD_SHARE) * len(texts):
+            warn_at_caller(
+                f"column {name!r} is read as text: {len(unread):,} of its first {len(texts):,} "
+                f"cells {reason}, such as {unread[0]!r}. {advice}",
+                MixedColumnWarning,
+            )
+            return
 
 
 def _parse_ints(cells: list[str]) -> list[Any] | None:
