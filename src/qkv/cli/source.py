@@ -135,7 +135,7 @@ def open_store(path: str | Path, *, create: bool = False, skip: bool = False) ->
     from qkv.database import open as open_database
 
     # In a new database, all columns except the key are the value.
-    opening = open_database(path, create=create, value=None, skip_damaged=skip)
+    opening = open_database(path, create=None if create else False, value=None, skip_damaged=skip)
     with close_after(opening) as database:
         yield database
 

@@ -46,7 +46,7 @@ def split(source: str | os.PathLike[str], targets: Sequence[str | os.PathLike[st
             )
         dropped_ids = snapshot.last_id + 1 - len(snapshot)
         for path, (start, stop) in zip(paths, pairwise(edges), strict=True):
-            with folder.build_store_folder(path) as part, Store(part) as new:
+            with folder.build_store_folder(path) as part, Store(part, create=True) as new:
                 _copy_rows(TableView(snapshot.slice_rows(start, stop)), new, dropped_ids)
 
 

@@ -201,6 +201,8 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         """Return the view; raise `CombinationError` if the database has no rows."""
         view = self._view
         if not len(view):
+            if self.path is not None and not self.path.exists():
+                raise folder.not_found_error(self.path, "add rows to create a database there")
             name = "the database" if self.path is None else f"the database {self.path}"
             raise CombinationError(f"{name} is empty, so it has no answer: add rows first")
         return view
@@ -1278,7 +1280,7 @@ class Database(ReadableDatabase[K, V]):
 def open(
     path: str | Path,
     *,
-    create: bool = True,
+    create: bool | None = None,
     key: str | Sequence[str] = "key",
     value: str | Sequence[str] | None = "value",
     encoder: EncoderLike | None = None,
@@ -1287,11 +1289,15 @@ def open(
     skip_damaged: bool = False,
     **other: Never,
 ) -> Database:
-    """Open the database in the folder `path`; create an empty one if the folder does not exist.
+    """Open the database in the folder `path`.
 
-    With `create=False`, a missing folder is an error. `key`, `value`, `encoder`, `unique` and
-    `precision` are for a new database. Its first rows fix them, and other values are an error from
-    then on. `skip_damaged` answers from the intact rows of a damaged store.
+    A folder that does not exist is created by the first rows that you add. Until then nothing is
+    written, and a query raises an error. With `create=True`, an empty database is created at once.
+    With `create=False`, a missing folder is an error.
+
+    `key`, `value`, `encoder`, `unique` and `precision` are for a new database. Its first rows fix
+    them, and other values are an error from then on. `skip_damaged` answers from the intact rows of
+    a damaged store.
 
     Close the database when it is no longer needed, or use it in a `with` statement.
 

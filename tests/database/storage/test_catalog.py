@@ -211,7 +211,7 @@ def test_who_may_write_gets_no_copy(tmp_path):
 
 def test_a_writer_waits_until_a_commit_is_on_the_disk(tmp_path: Path) -> None:
     """2 is FULL: with less, a power cut takes the last commits, which SQLite did not sync."""
-    Store(tmp_path / "a").close()
+    Store(tmp_path / "a", create=True).close()
     connection, _ = open_connection(tmp_path / "a" / "catalogue.sqlite", write=True, create=False)
     with closing(connection):
         assert connection.execute("PRAGMA synchronous").fetchone() == (2,)

@@ -60,7 +60,7 @@ def test_what_a_killed_import_left_is_swept(tmp_path):
     assert len({path.parent for path in left}) == 3
     theirs = places[0] / ".new.qkv.abcdefgh"
     theirs.mkdir()
-    with folder.build_store_folder(places[0] / "live.qkv") as part, Store(part):
+    with folder.build_store_folder(places[0] / "live.qkv") as part, Store(part, create=True):
         with folder.build_store_folder(places[0] / "new.qkv") as made, Store(made) as store:
             store.commit(records=["one"], digests=[b"1"])
         assert part.parent.is_dir()

@@ -169,7 +169,7 @@ def test_a_lock_that_cannot_be_opened_says_what_to_do(tmp_path, monkeypatch, num
     def opened(*_):
         raise OSError(number, os.strerror(number))
 
-    with Store(tmp_path / "s") as store:
+    with Store(tmp_path / "s", create=True) as store:
         monkeypatch.setattr(lock.safe_open, "open_regular_file", opened)
         with pytest.raises(StoreUnwritableError, match=step):
             store.commit(settings={"a": 1})

@@ -44,7 +44,7 @@ class Model(RuleBasedStateMachine):
             patch.start()
         self.folder = Path(tempfile.mkdtemp())
         self.path = None if memory else self.folder / "s"
-        self.store = Store(self.path)
+        self.store = Store(self.path, create=True)
         self.rows, self.settings, self.last = {}, {}, -1
         self.past = {0: ({}, {})}
         self.snapshots = []

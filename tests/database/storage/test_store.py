@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import sqlite3
 import struct
@@ -401,7 +402,7 @@ def test_recode_wants_every_row_in_order(make):
 
     bad([0, 1, 3], match="2 live rows have no new tensors; the first is row 4")
     bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
-    bad([0, 1, 2], match="expected row 3, got row 2")
+    bad([0, 1, 2], match="expected row 3, not row 2")
     bad([0, 1, 3, 4, 5], [6], match="expected the end, got row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
         s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
@@ -1374,3 +1375,29 @@ def test_a_store_that_outlives_python_s_modules_says_nothing(monkeypatch):
         patched.setattr(store_module, "os", None)
         made.__del__()
     made.close()
+
+
+def test_a_missing_folder_is_created_by_the_first_commit(tmp_path):
+    path = tmp_path / "deep" / "s"
+    with Store(path) as store:
+        snapshot = store.open_snapshot()
+        assert (store.version, len(snapshot), store.versions()) == (0, 0, [])
+        assert not path.exists() and not path.parent.exists()
+        with pickle.loads(pickle.dumps(store)) as copy:
+            copy.commit(records=["one"], digests=[b"1"])
+        assert store.version == 1  # the copy has created the folder
+        store_snapshot = store.open_snapshot()
+        assert store_snapshot.read_records(store_snapshot.find_ids(b"1")) == ["one"]
+    with Store(path) as store:
+        assert store.commit(records=["two"], digests=[b"2"]).version == 2
+
+
+def test_a_store_is_created_at_once_if_asked_for(tmp_path):
+    Store(tmp_path / "s", create=True).close()
+    assert Store(tmp_path / "s", create=False).version == 0
+
+
+def test_a_folder_that_cannot_be_created_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnwritableError, match="cannot be created"):
+        Store(tmp_path / "file" / "s")

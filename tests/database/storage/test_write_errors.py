@@ -249,7 +249,7 @@ def test_a_new_store_whose_folder_cannot_be_synced_is_logged(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSystem, "fsync_folder", fails)
-        Store(tmp_path / "s").close()
+        Store(tmp_path / "s", create=True).close()
     assert ("cannot be synced to disk" in caplog.text) == logged
     with Store(tmp_path / "s") as store:
         add(store, 0, 1)

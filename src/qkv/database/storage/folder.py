@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import shutil
@@ -51,6 +52,43 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def is_creatable(folder: Path) -> bool:
+    """Return whether there is no such folder; raise if none can be created there."""
+    try:
+        if folder.exists():
+            return False
+        parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    except OSError as error:
+        raise _inaccessible_error(folder, error) from error
+    problem = (
+        errno.ENOTDIR
+        if not parent.is_dir()
+        else 0
+        if os.access(parent, os.W_OK | os.X_OK)
+        else errno.EACCES
+    )
+    if problem:
+        raise StoreUnwritableError(f"{folder} cannot be created ({os.strerror(problem)})")
+    return True
+
+
+def not_found_error(folder: Path, advice: str) -> StoreNotFoundError:
+    """Return the error for a missing folder, which names the store with the most similar name."""
+    try:
+        stores = [x.name for x in folder.absolute().parent.iterdir() if (x / CATALOG_FILE).exists()]
+    except OSError:
+        stores = []
+    nearest = difflib.get_close_matches(folder.name, stores, 1)
+    hint = f"did you mean {folder.with_name(nearest[0])}? Otherwise " if nearest else ""
+    return StoreNotFoundError(f"{folder} does not exist: {hint}check the path, or {advice}")
+
+
+def _inaccessible_error(folder: Path, error: OSError) -> StoreUnwritableError:
+    return StoreUnwritableError(
+        f"{str(folder)[:80]} cannot be accessed ({error.strerror}): choose another path"
+    )
+
+
 def prepare_folder(folder: Path, create: bool) -> None:
     """Check that the folder is a store, or create a store in it.
 
@@ -59,15 +97,10 @@ def prepare_folder(folder: Path, create: bool) -> None:
     try:
         exists = folder.exists()
     except OSError as error:
-        raise StoreUnwritableError(
-            f"{str(folder)[:80]} cannot be accessed ({error.strerror}): choose another path"
-        ) from error
+        raise _inaccessible_error(folder, error) from error
     if not exists:
         if not create:
-            raise StoreNotFoundError(
-                f"{folder} does not exist: check the path, or create a store with qkv import or "
-                "create=True"
-            )
+            raise not_found_error(folder, "create a store with qkv import or create=True")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

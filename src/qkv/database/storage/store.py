@@ -31,7 +31,7 @@ from qkv.database.storage.blob_storage import (
 )
 from qkv.database.storage.catalog import CATALOG_FILE, Catalog, VersionEntry
 from qkv.database.storage.compaction import CompactReport
-from qkv.database.storage.folder import check_path, prepare_folder
+from qkv.database.storage.folder import check_path, is_creatable, prepare_folder
 from qkv.database.storage.lock import VersionPins, WriteLock
 from qkv.database.storage.records import RecordStore
 from qkv.database.storage.segments import Layout, Segment, SegmentEntry, Tensors, check_block_ids
@@ -80,8 +80,10 @@ class Store(Closable):
     """Versioned rows with ids that only grow.
 
     A row is a record (text), a digest with which it is looked up, and named tensors. With
-    `path=None`, the store is in memory. Any number of processes may read a store. The first commit
-    takes the write lock and holds it until `close`. Threads may share one store.
+    `path=None`, the store is in memory. A missing folder is created by the first commit; with
+    `create=True` it is created at once, and with `create=False` it is an error. Any number of
+    processes may read a store. The first commit takes the write lock and holds it until `close`.
+    Threads may share one store.
 
     >>> store = Store()
     >>> added = store.commit(
@@ -106,34 +108,59 @@ class Store(Closable):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        create: bool = True,
+        create: bool | None = None,
         skip_damaged: bool = False,
         files: FileSystem | None = None,
     ) -> None:
         self.path = None if path is None else check_path(path)
-        self._pins = VersionPins(self.path)
+        self._skip_damaged, self._closed, self._files = skip_damaged, False, files
+        self._is_planned = self.path is not None and create is None and is_creatable(self.path)
+        self._pins = VersionPins(None if self._is_planned else self.path)
         self.reset_after_fork()
-        self._skip_damaged, self._closed = skip_damaged, False
         self._writer_catalog: Catalog | None = None
         self._write_lock: WriteLock | None = None
-        if self.path is None:
-            self._blob_storage: BlobStorage = MemoryBlobStorage()
-            self._reader_catalog = self._writer_catalog = Catalog(None)
-            lock.register_fork_handler(self)
-        else:
-            prepare_folder(self.path, create)
-            self._blob_storage = DiskBlobStorage(self.path, files)
-            # Read the marker first: a catalog that is opened later must contain its commit.
-            marker = commit_marker.read_marker(self.path)
-            self._reader_catalog = Catalog(self.path / CATALOG_FILE, write=False)
-            self._write_lock = WriteLock(self.path)
+        if self.path is not None and not self._is_planned:
+            self._open_folder(create is not False)
+            return
+        self._blob_storage: BlobStorage = MemoryBlobStorage()
+        self._reader_catalog = Catalog(None)
         self._record_store = RecordStore(self._reader_catalog, self._blob_storage, skip_damaged)
+        if self.path is None:
+            self._writer_catalog = self._reader_catalog
+            lock.register_fork_handler(self)
+
+    def _open_folder(self, create: bool) -> None:
+        """Open the files of the store; with `create`, make them in a folder without any."""
+        assert self.path is not None
+        prepare_folder(self.path, create)
+        self._blob_storage = DiskBlobStorage(self.path, self._files)
+        # Read the marker first: a catalog that is opened later must contain its commit.
+        marker = commit_marker.read_marker(self.path)
+        self._reader_catalog = Catalog(self.path / CATALOG_FILE, write=False)
+        self._write_lock = WriteLock(self.path)
+        self._record_store = RecordStore(
+            self._reader_catalog, self._blob_storage, self._skip_damaged
+        )
         try:
-            if self.path is not None:
-                garbage.check_not_older(self._reader_catalog, marker)
+            garbage.check_not_older(self._reader_catalog, marker)
         except BaseException:
             self.close()
             raise
+
+    def _replace_plan(self, create: bool) -> None:
+        """Open the folder of a store that was empty in memory, because there was no folder.
+
+        Without `create`, do so only if another process has created it meanwhile.
+        """
+        if not self._is_planned:
+            return
+        assert self.path is not None
+        with self._writing_lock:
+            if self._is_planned and (create or (self.path / CATALOG_FILE).exists()):
+                planned, pins = self._reader_catalog, VersionPins(self.path)
+                self._open_folder(create=True)
+                self._pins, self._is_planned = pins, False
+                planned.close()
 
     def fork_lock(self) -> threading.RLock:
         """Return the lock that must be held when the process forks."""
@@ -153,12 +180,14 @@ class Store(Closable):
             if self._closed:
                 raise StoreClosedError("the store is closed: open it again")
             if self.path is not None:
-                return self.path.absolute(), self._skip_damaged, None, None
-            return None, self._skip_damaged, self._reader_catalog.dump_content(), self._blob_storage
+                create = None if self._is_planned else False
+                return self.path.absolute(), self._skip_damaged, None, None, create
+            content = self._reader_catalog.dump_content()
+            return None, self._skip_damaged, content, self._blob_storage, False
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        path, skip_damaged, content, blob_storage = state
-        Store.__init__(self, path, create=False, skip_damaged=skip_damaged)
+        path, skip_damaged, content, blob_storage, create = state
+        Store.__init__(self, path, create=create, skip_damaged=skip_damaged)
         if path is None:
             self._reader_catalog.load_content(content)
             self._blob_storage = self._record_store.blob_storage = blob_storage
@@ -178,6 +207,7 @@ class Store(Closable):
     @property
     def version(self) -> int:
         """The newest version, by any process; 0 for an empty store."""
+        self._replace_plan(create=False)
         return self._reader_catalog.newest_version().number
 
     def open_snapshot(self, version: int | None = None) -> Snapshot:
@@ -185,6 +215,7 @@ class Store(Closable):
 
         It stays pinned until it is closed.
         """
+        self._replace_plan(create=False)
         while True:
             with self._reader_catalog.lock:
                 reader = self._reader_catalog
@@ -433,6 +464,7 @@ class Store(Closable):
         with self._writing_lock:
             if self._closed:
                 raise StoreClosedError("the store is closed: open it again")
+            self._replace_plan(create=True)
             if self._write_lock is not None:
                 if not self._write_lock.is_held:
                     self._write_lock.acquire()
