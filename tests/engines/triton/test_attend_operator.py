@@ -17,7 +17,7 @@ import triton.language as tl
 from qkv.engines.triton import attend_operator, nan_repair
 from qkv.engines.triton.backward import backward
 from qkv.engines.triton.call_arrays import KERNEL_WEIGHTINGS
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import LOG2E, Numbers
 from qkv.engines.triton.pair_functions import tile_lists
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -25,7 +25,7 @@ from qkv.engines.triton.tile_functions.records import Arrays
 # NumPy, which plays the device, warns of what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-SMALL = launch.Tile(16, 16, 16, 4, 2, 2)
+SMALL = tile_choice.Tile(16, 16, 16, 4, 2, 2)
 LAYOUT = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 0]], dtype=torch.bool)
 MASKS = {
     "open": {},
@@ -76,10 +76,10 @@ def battery():
 def small_tiles(monkeypatch):
     """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL)
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL)
     monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 1)
-    monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 64)
-    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 64)
+    monkeypatch.setattr(tile_choice, "MAX_FORWARD_TILE_WIDTH", 64)
+    monkeypatch.setattr(tile_choice, "MAX_BACKWARD_TILE_WIDTH", 64)
     monkeypatch.setattr(launch, "count_processors", lambda device: 1)
     if not launch.is_interpreted():
         return
@@ -153,8 +153,8 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
     """As on a device with a copy engine."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
-    wide = w > launch.MAX_FORWARD_TILE_WIDTH
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+    wide = w > tile_choice.MAX_FORWARD_TILE_WIDTH
     shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}
     seen = watch(monkeypatch, "TMA")
     agree(shape, MASKS[mask])
@@ -165,7 +165,7 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
 def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
     """Values beyond a length count for nothing, whatever they are, and the last key's ∞ does."""
     monkeypatch.setattr(launch, "has_tma", lambda device: copies)
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "pool", SMALL._replace(uses_descriptors=True))
+    monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "pool", SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=2, hk=2, n=21, m=37, w=72, d=8, bias=True)
     lengths = torch.tensor([37, 29], device=formulas.DEVICE)
     query, key, value, bias = arrays.values()
@@ -184,7 +184,9 @@ def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
 @pytest.mark.parametrize(("lead", "upper"), [((1, 1), None), ((2, 4), 3)])
 def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
     """Its tiles on the way to the keys, as they are without; some of its numbers are −∞."""
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "to_keys", SMALL._replace(uses_descriptors=True))
+    monkeypatch.setitem(
+        tile_choice.TILE_OVERRIDES, "to_keys", SMALL._replace(uses_descriptors=True)
+    )
     arrays = formulas.arrays_of(b=2, h=4, hk=2, n=21, m=40)
     pairs = torch.randn(*lead, 21, 40)
     pairs[..., 3, 5:9] = -torch.inf
@@ -208,7 +210,7 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
     the gradient of the mask, whose heads and batches share it."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=2, hk=1, n=32, m=m, dtype=torch.float16)
     pairs = torch.randn(1, 1, 32, m).half()
     pairs[..., torch.rand(32, m) < 0.2] = -math.inf
@@ -239,7 +241,7 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
     """Their rows do not follow each other."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "split"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
     formulas.attend(**formulas.arrays_of(**SHAPE | {"b": 1, "w": 72, "d": 8}), scale=0.3)
     assert seen == {False}
@@ -249,7 +251,7 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
 def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
     split(monkeypatch)
     for name in ("pool", "split"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(waves=waves))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(waves=waves))
     seen = watch(monkeypatch, "SPLIT")
     for programs in (most, most + 1):
         formulas.attend(**formulas.arrays_of(b=programs, h=1, hk=1, n=16, m=96), scale=0.3)
@@ -260,7 +262,7 @@ def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
 def test_rows_that_no_descriptor_fits(monkeypatch):
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
     agree(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
     assert seen == {False}
@@ -289,9 +291,9 @@ def test_wide_values():
 
 def test_real_widths(monkeypatch):
     monkeypatch.undo()
-    small = launch.Tile(32, 32, 64, 4, 2)
+    small = tile_choice.Tile(32, 32, 64, 4, 2)
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, small)
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, small)
     agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
 
 
@@ -336,7 +338,7 @@ def test_score_gradients_in_pieces(scratch_bytes, monkeypatch):
     """All at once, two pairs at a time, and one pair 256 keys at a time."""
     monkeypatch.setattr(backward, "MAX_SCRATCH_BYTES", scratch_bytes)
     for name in ("pool", "to_keys"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, launch.Tile(32, 64, 32, 4, 2))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, tile_choice.Tile(32, 64, 32, 4, 2))
     agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
 
 
@@ -575,7 +577,7 @@ def spoiled_by_zero(query, key, value, scale):
 def test_repair(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
     split(monkeypatch, processors)
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "repair", SMALL)
+    monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "repair", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
     given = [x.requires_grad_() for x in arrays.values()]
@@ -632,33 +634,14 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
             raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
 
     monkeypatch.setattr(launch, "launch_kernel", crowded)
-    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "pool", launch.Tile(128, 128, 64, 8, 3))
+    monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
+    monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "pool", tile_choice.Tile(128, 128, 64, 8, 3))
     arrays = formulas.arrays_of(b=1, n=200, m=200)
     formulas.attend(**arrays, scale=0.3)
     assert seen == [(128, 128, 3), (128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 2)]
     seen.clear()
     formulas.attend(**arrays, scale=0.3)
     assert seen == [(64, 32, 2)], "the tile that fitted is remembered"
-
-
-def test_a_device_too_small_for_any_tile():
-    tile = launch.Tile(128, 128, 64, 8, 3)
-    with pytest.raises(EngineError, match="no tile fits"):
-        for _ in range(20):
-            tile = launch.shrink_tile(tile)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["pool", "split", "to_keys", "to_queries"])
-def test_every_width_has_a_tile(name, size, monkeypatch):
-    monkeypatch.setattr(launch, "TILE_OVERRIDES", {})
-    for w in (16, 64, 128, 256, 512, 4096):
-        for d in (1, 64, 128, 256, 512):
-            for plain in (True, False):
-                tile = launch.choose_tile(name, w, d, size, 64, plain, False)
-                assert min(tile[:3]) >= 16
-                assert tile.cols <= 256, "pieces of keys begin at multiples of 256"
 
 
 def test_every_branch_of_the_kernels_is_reached(monkeypatch):
@@ -686,7 +669,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     monkeypatch.setattr(launch, "launch_kernel", record)
     monkeypatch.setattr(tile_lists, "MIN_LISTED_LENGTH", 32)
     for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
         kept = nan_repair.repair_output(plain[2].clone(), *plain, scale=0.3)

@@ -86,7 +86,7 @@ def compiled() -> dict[str, list]:
     from qkv.engines import triton as engine
     from qkv.engines.triton import nan_repair, weights
     from qkv.engines.triton.forward import forward, hopper
-    from qkv.engines.triton.launching import launch, precompile
+    from qkv.engines.triton.launching import precompile, tile_choice
     from qkv.engines.triton.launching.kernel_call import KernelCall
     from qkv.engines.triton.tile_functions import score_tile
     from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, intern_constexprs
@@ -139,7 +139,7 @@ def compiled() -> dict[str, list]:
     assert {key.name for key in jobs} == {
         "repair_kernel", "weights_kernel", "backward_queries_kernel", "backward_keys_kernel",
     }  # fmt: skip
-    launch.TILE_OVERRIDES["to_pairs"] = launch.Tile(16, 16, 16, 4, 1)
+    tile_choice.TILE_OVERRIDES["to_pairs"] = tile_choice.Tile(16, 16, 16, 4, 1)
     wide = torch.zeros(1, 1, 32, 160, dtype=half)
     mask = torch.zeros(32, 32, requires_grad=True)  # of another dtype than the values
     found = engine.find_missing_kernels(

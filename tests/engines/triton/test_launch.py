@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton.launching import launch, launch_replay, precompile, workspace
+from qkv.engines.triton.launching import launch, launch_replay, precompile, tile_choice, workspace
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.records import intern_constexprs
 from tests.engines.triton import formulas
 
-PLAIN = launch.Tile(1, 1, 1, 4, 3)
+PLAIN = tile_choice.Tile(1, 1, 1, 4, 3)
 
 
 class Compiled:
@@ -147,11 +147,3 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
 def test_a_loop_is_split_where_processors_are_idle(monkeypatch, programs, rows, waves, found):
     monkeypatch.setattr(launch, "count_processors", lambda device: 132)
     assert launch.split_loop(torch.device("cpu"), programs, rows, 64, waves) == found
-
-
-def test_a_gate_has_a_smaller_tile_of_keys():
-    about = (64, 64, 2, 4096, False, False)
-    assert (
-        launch.choose_tile("to_keys", *about, gated=True).rows
-        < launch.choose_tile("to_keys", *about).rows
-    )

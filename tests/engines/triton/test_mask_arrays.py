@@ -14,7 +14,7 @@ import qkv
 from bench import fuzz
 from qkv import masks, scores, weightings
 from qkv.engines import triton
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import tile_choice
 from qkv.engines.triton.sparse import thresholds
 from qkv.frameworks import get_framework, tree
 from tests.engines.triton.formulas import DEVICE
@@ -188,7 +188,7 @@ def test_values_and_gradients(name):
 @pytest.mark.parametrize("width", [8, 20])
 def test_a_softcap_learns_in_16_bits_as_exactly_as_eager_code_does(width, weighting, monkeypatch):
     """Also where φ is too wide for one pass, and its own gradient is a product of matrices."""
-    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 16)
+    monkeypatch.setattr(tile_choice, "MAX_BACKWARD_TILE_WIDTH", 16)
     make = torch.Generator(DEVICE).manual_seed(4)
     shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
     arrays = [torch.randn(x, generator=make).half() for x in shapes]
@@ -227,7 +227,7 @@ def test_shared_keys_under_bandwidths_of_each_head(weighting):
 @pytest.mark.parametrize("width", [8, 20])
 def test_a_temperature_learns_in_16_bits_as_exactly_as_eager_code_does(width, monkeypatch):
     """Its gradient is Σ ∂L/∂s · s, where rounding what a row's ∂L/∂s add up to would show."""
-    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 16)
+    monkeypatch.setattr(tile_choice, "MAX_BACKWARD_TILE_WIDTH", 16)
     make = torch.Generator(DEVICE).manual_seed(4)
     shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
     arrays = [torch.randn(x, generator=make).half() for x in shapes]

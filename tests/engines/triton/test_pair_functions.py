@@ -19,7 +19,7 @@ if not (engine.is_interpreted() or torch.cuda.is_available()):
     pytest.skip("no interpreter, no CUDA", allow_module_level=True)
 
 from qkv.engines.triton.backward import captured_gradients
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import tile_choice
 from qkv.engines.triton.pair_functions import tile_lists
 from qkv.scores import Modified, ScaledDot
 
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     """Several tiles in short calls, and lists of them."""
     monkeypatch.setattr(tile_lists, "MIN_LISTED_LENGTH", 16)
     for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, launch.Tile(16, 16, 16, 4, 1))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, tile_choice.Tile(16, 16, 16, 4, 1))
 
 
 def alibi(s, b, h, q, k, *, slopes, **_):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import Numbers
 from qkv.engines.triton.sparse import thresholds
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
-    monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 32)
+    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: tile_choice.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(tile_choice, "MAX_FORWARD_TILE_WIDTH", 32)
 
 
 def search_arguments(query, key, weighting, number, scale, **more):
@@ -215,7 +215,7 @@ def test_arrays_need_not_be_contiguous():
 def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     import triton
 
-    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
+    monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
     tried = []
     plain = thresholds.entmax_kernel
 
@@ -234,7 +234,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
     monkeypatch.setattr(thresholds, "entmax_kernel", Kernel())
     query, key, _ = arrays()
-    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
+    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: tile_choice.Tile(16, 16, 16, 4, 3))
     entmax_threshold(query, key, 1.5, 1.0)
     assert tried == [3, 2]
 

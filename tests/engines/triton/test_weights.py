@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 import qkv
 from qkv import attention, masks, weightings
 from qkv.engines import triton
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.weights import compute_weights, weights_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +59,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
                 raise OutOfResources(393216, 232448, "shared memory")
         return start(*given)
 
-    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
+    monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
     monkeypatch.setattr(launch, "launch_kernel", small)
     check(arrays(1, 9, 20, 40), None, False)
     assert tried == [3, 2]
