@@ -295,8 +295,8 @@ def list_parsers() -> dict[str, Callable[[str], object]]:
         "JSON": lambda x: json.read_json(x.encode(), "x", "x.json"),
         "JSON lines": lambda x: json.read_json(f'{{"a":1}}\n"{x}'.encode(), "x", "x.jsonl"),
         "JSON list": lambda x: json.read_json(f'[{{"a":1}},{{"a":"{x}'.encode(), "x", "x.json"),
-        "JSON body": lambda x: validation.parse_json(x.encode(), {}),
-        "JSON text body": lambda x: validation.parse_json(f'{{"a":"{x}'.encode(), {}),
+        "JSON body": lambda x: validation.parse_validated_json(x.encode(), {}),
+        "JSON text body": lambda x: validation.parse_validated_json(f'{{"a":"{x}'.encode(), {}),
         "numbers": lambda x: type_inference.parse_numbers([x]),
         "columns": lambda x: type_inference.infer_types({"a": [x, "1"]}, ()),
         "decimal commas": lambda x: type_inference.replace_decimal_commas(

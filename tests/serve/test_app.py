@@ -78,7 +78,7 @@ def test_a_body_that_is_no_json(client: TestClient, content: bytes, message: str
 def test_a_long_integer_is_not_rounded() -> None:
     for number in (2**63 - 1, 2**64 + 1, -(2**70) - 1):
         raw = json.dumps({"query": number}).encode()
-        assert validation.parse_json(raw, schemas.ASK_BODY) == {"query": number}
+        assert validation.parse_validated_json(raw, schemas.ASK_BODY) == {"query": number}
 
 
 def test_lists_within_lists(client: TestClient) -> None:
