@@ -147,7 +147,7 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
         segment.unlink()
     else:
         segment.write_bytes(segment.read_bytes()[:-100])
-    assert [problem.file for problem in qkv.database.check(path)] == [segment.name]
+    assert [problem.file for problem in qkv.database.check_store(path)] == [segment.name]
     with qkv.open(path) as D:
         with pytest.raises(StoreDamagedError, match=segment.name):
             D.ask("key 3")
@@ -162,7 +162,7 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
         assert list(D) == [key for key in keys if key != "key 4"]
     with qkv.open(path) as D:
         D.compact()
-    assert qkv.database.check(path) == []
+    assert qkv.database.check_store(path) == []
 
 
 def test_vectors_whose_segment_is_lost_are_not_made_up(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.database import Database, KeyNotFoundError
 from qkv.database.errors import SkippedRowsWarning, StoreDamagedError
-from qkv.database.storage import check, limits
+from qkv.database.storage import check_store, limits
 from qkv.engines import streaming
 from qkv.errors import (
     ArgumentError,
@@ -466,7 +466,7 @@ def test_rows_whose_vectors_are_lost_are_reported_and_can_be_skipped(tmp_path, v
     with contextlib.closing(sqlite3.connect(tmp_path / "d.qkv" / "catalogue.sqlite")) as catalogue:
         catalogue.execute("DELETE FROM resting WHERE id IN (2, 5)")
         catalogue.commit()
-    [problem] = check(tmp_path / "d.qkv")
+    [problem] = check_store(tmp_path / "d.qkv")
     assert "2 rows have lost their tensors; the first is row 2" in problem.what
     with qkv.open(tmp_path / "d.qkv") as D:
         looks = [lambda: D.ask(keys[0]), lambda: D.ask(keys[0], where="value > 1")]
@@ -485,7 +485,7 @@ def test_rows_whose_vectors_are_lost_are_reported_and_can_be_skipped(tmp_path, v
         with qkv.open(tmp_path / "d.qkv") as D:
             D.encode()
             assert D.ask(keys[2], weighting="hard").value == 2.0
-        assert check(tmp_path / "d.qkv") == []
+        assert check_store(tmp_path / "d.qkv") == []
 
 
 def test_a_store_that_lost_its_settings_is_damaged(tmp_path):

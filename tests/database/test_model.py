@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 import qkv
-from qkv.database import KeyNotFoundError, check
+from qkv.database import KeyNotFoundError, check_store
 from qkv.database.encoders import Characters
 from qkv.errors import ArgumentError
 from tests.sampling import FULL
@@ -42,7 +42,7 @@ class Model(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "D"):
             self.D.close()
-            assert check(self.folder / "d.qkv") == []
+            assert check_store(self.folder / "d.qkv") == []
             shutil.rmtree(self.folder)
 
     def noted(self):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import Database, check, encoders
+from qkv.database import Database, check_store, encoders
 from qkv.database.encoders import Characters, Custom, Exact, Heads, Sentences, Vectors
 from qkv.database.errors import StoreDamagedError
 from qkv.database.storage import Store, limits
@@ -207,7 +207,7 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
         ):
             D.add("c", 3)
     whole = text[0] == "{" or text == "[]"  # as a store's settings may be
-    assert bool(check(path)) is not whole
+    assert bool(check_store(path)) is not whole
 
 
 @pytest.mark.parametrize("cell", ["[]", 1.5, b"x"])
@@ -222,8 +222,8 @@ def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table
         assert catalogue.execute(f"UPDATE {table} SET bytes = ? WHERE {some}", (cell,)).rowcount
     with pytest.raises(StoreDamagedError, match=message), qkv.open(place, create=False) as D:
         D.ask("name 3")
-    assert [problem.what for problem in check(place)] == [message]
-    assert check(place, repair=True)[0].repaired
+    assert [problem.what for problem in check_store(place)] == [message]
+    assert check_store(place, repair=True)[0].repaired
 
 
 @pytest.mark.parametrize(

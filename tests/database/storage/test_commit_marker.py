@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import StoreDamagedError, StoreUnwritableError
-from qkv.database.storage import Store, blob_storage, check, commit_marker, limits
+from qkv.database.storage import Store, blob_storage, check_store, commit_marker, limits
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
             StoreDamagedError, match=r"version 2 was committed.*catalogue.sqlite-wal"
         ):
             Store(copy)
-    [problem] = check(copy)
+    [problem] = check_store(copy)
     assert "version 2 was committed" in problem.what
     assert {name: content(copy)[name] for name in before if name != "lock"} == {
         name: text for name, text in before.items() if name != "lock"
@@ -83,7 +83,7 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
         shutil.copyfile(whole / name, copy / name)
     with Store(copy) as store:
         assert len(store.open_snapshot()) == 10 and store.version == 2
-    assert check(copy) == []
+    assert check_store(copy) == []
 
 
 def test_without_a_mark_unknown_files_stay_and_keep_their_names(tmp_path, small):
@@ -93,7 +93,7 @@ def test_without_a_mark_unknown_files_stay_and_keep_their_names(tmp_path, small)
         copy = copied(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
     kept = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
     assert len(kept) == 2
-    assert ["move it elsewhere" in problem.what for problem in check(copy)] == [True, True]
+    assert ["move it elsewhere" in problem.what for problem in check_store(copy)] == [True, True]
     with Store(copy) as store:
         assert len(store.open_snapshot()) == 0
         add(store)
@@ -113,10 +113,10 @@ def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small
     # As if the log of the compaction were lost.
     (tmp_path / "s" / "catalogue.sqlite").write_bytes(old)
     (tmp_path / "s" / "lock").unlink()
-    problems = [problem.what for problem in check(tmp_path / "s")]
+    problems = [problem.what for problem in check_store(tmp_path / "s")]
     assert any("which contains missing rows" in what for what in problems)
-    assert any(problem.repaired for problem in check(tmp_path / "s", repair=True))
-    assert check(tmp_path / "s") == []
+    assert any(problem.repaired for problem in check_store(tmp_path / "s", repair=True))
+    assert check_store(tmp_path / "s") == []
     with Store(tmp_path / "s") as store:
         snapshot = store.open_snapshot()
         assert dict(snapshot.iterate_rows()) == {i: f"record {i}" for i in range(10)}
@@ -131,12 +131,12 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
         add(store)
         add(store, 2)
         copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
-    problems = check(copy, repair=True)
+    problems = check_store(copy, repair=True)
     assert any("the versions from 2 to 3 are lost" in problem.what for problem in problems)
     with Store(copy) as store:
         assert store.version == 4 and len(store.open_snapshot()) == 5
         add(store)
-    assert check(copy) == []
+    assert check_store(copy) == []
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from qkv.database.errors import DuplicateKeyError, VersionNotFoundError
-from qkv.database.storage import Store, check
+from qkv.database.storage import Store, check_store
 from qkv.database.storage import limits as sizes
 from tests.sampling import FULL
 
@@ -54,7 +54,7 @@ class Model(RuleBasedStateMachine):
             return
         self.store.close()
         if self.path is not None:
-            assert check(self.path) == []
+            assert check_store(self.path) == []
         shutil.rmtree(self.folder)
         for patch in self.patches:
             patch.stop()
@@ -146,7 +146,7 @@ class Model(RuleBasedStateMachine):
     def reopen(self):
         self.snapshots = []
         self.store.close()
-        assert check(self.path) == []
+        assert check_store(self.path) == []
         self.store = Store(self.path)
 
     @rule(data=st.data())

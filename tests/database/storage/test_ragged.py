@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from qkv.database.errors import StoreDamagedError
-from qkv.database.storage import Store, check
+from qkv.database.storage import Store, check_store
 from qkv.database.storage import limits as sizes
 from qkv.database.storage.catalog import FORMAT_VERSION
 from qkv.errors import ArgumentError, ShapeError
@@ -81,7 +81,7 @@ def test_rows_come_and_go(tmp_path: Path, place: str) -> None:
         assert words_by_id(store) == expected(left)
         assert store.open_snapshot().tensor_names == ("words",)
     if path is not None:
-        assert check(path) == []
+        assert check_store(path) == []
         with Store(path) as store:
             assert words_by_id(store) == expected(left)
 
@@ -94,7 +94,7 @@ def test_a_lost_catalogue_is_made_again(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096 : 4096 + 32] = b"\xff" * 32
     path.write_bytes(content)
-    check(tmp_path, repair=True)
+    check_store(tmp_path, repair=True)
     with Store(tmp_path) as store:
         assert words_by_id(store).items() <= expected(range(9)).items()
     connection = sqlite3.connect(path)
@@ -126,7 +126,7 @@ def test_rows_that_begin_elsewhere_are_damage(segment: Path, bad: list[int]) -> 
     segment.write_bytes(content.replace(good.astype("<i8").tobytes(), wrong.tobytes()))
     with Store(segment.parent) as store:
         if bad == [0, 0, 1, 7]:
-            assert check(segment.parent)
+            assert check_store(segment.parent)
             return
         with pytest.raises(StoreDamagedError, match="row boundaries"):
             words_by_id(store)

@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from qkv.database.errors import DuplicateKeyError, SkippedRowsWarning, StoreDamagedError
-from qkv.database.storage import Store, check, limits, records
+from qkv.database.storage import Store, check_store, limits, records
 from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.database.storage.segments import IDS_TENSOR
 from qkv.errors import ArgumentError, DtypeError
@@ -95,7 +95,7 @@ def test_bundles_stay_few(tmp_path):
             range(90)
         ) and store.open_snapshot().find_ids(b"digest 4") == [4]
         assert whole(store.open_snapshot(3)) == expected(range(30))
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 def test_keys_that_repeat_and_keys_that_must_not(store):
@@ -123,7 +123,9 @@ def test_digests_of_any_length(tmp_path, width):
             store.commit(records=["é"] * 12, digests=digests)
         found = [store.open_snapshot().find_ids(digest) for digest in digests]
     assert found == [[i, i + 12] for i in range(12)]
-    assert check(tmp_path) == [] and len(files(tmp_path)) == (width <= records.MAX_DIGEST_BYTES)
+    assert check_store(tmp_path) == [] and len(files(tmp_path)) == (
+        width <= records.MAX_DIGEST_BYTES
+    )
 
 
 def test_an_invalid_row_is_an_error(store):
@@ -141,14 +143,14 @@ def test_a_damaged_bundle(tmp_path):
     file = files(tmp_path)[0]
     sound = file.read_bytes()
     flip(file, sound.index(b"record 17") + 2)
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == file.name and "checksum differs" in problem.what
     with Store(tmp_path) as store:
         assert store.open_snapshot().find_newest(b"digest 4") == (4, "record 4")
         with pytest.raises(StoreDamagedError, match="row 17 is not what was written"):
             store.open_snapshot().find_newest(b"digest 17")
     file.write_bytes(sound[:-9])
-    assert any("bytes, but" in problem.what for problem in check(tmp_path))
+    assert any("bytes, but" in problem.what for problem in check_store(tmp_path))
     with Store(tmp_path) as store, pytest.raises(StoreDamagedError, match=r"rows-.*bytes, but"):
         store.open_snapshot().find_newest(b"digest 25")
     with (
@@ -163,7 +165,7 @@ def test_a_damaged_bundle(tmp_path):
             if part.live is not None
         ]
     file.write_bytes(sound)
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["prefix", "place", "size", IDS_TENSOR])
@@ -204,11 +206,11 @@ def test_a_repair_makes_a_damaged_index_anew_from_the_rows(tmp_path):
         for offset in range(8 + width + first, 8 + width + last, 7):
             flip(file, offset, 1 << offset % 8)
     harmed = file.read_bytes()
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert "not what was written" in problem.what and file.read_bytes() == harmed
-    [problem] = check(tmp_path, repair=True)
+    [problem] = check_store(tmp_path, repair=True)
     assert problem.file == file.name and problem.repaired
-    assert check(tmp_path) == [] and file.read_bytes() == sound
+    assert check_store(tmp_path) == [] and file.read_bytes() == sound
     assert (tmp_path / "damaged-1" / file.name).read_bytes() == harmed
     with Store(tmp_path) as store:
         assert [store.open_snapshot().find_ids(b"digest %d" % i) for i in range(20)] == [
@@ -222,7 +224,7 @@ def test_a_repair_leaves_a_bundle_whose_rows_are_damaged(tmp_path):
     [file] = files(tmp_path)
     flip(file, file.read_bytes().index(b"record 17") + 2)
     harmed = file.read_bytes()
-    assert not any(problem.repaired for problem in check(tmp_path, repair=True))
+    assert not any(problem.repaired for problem in check_store(tmp_path, repair=True))
     assert file.read_bytes() == harmed
     assert not list(tmp_path.glob("repair-*")) and not list(tmp_path.glob("damaged-*"))
 
@@ -256,8 +258,8 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
             catalogue.commit()
     else:
         path.write_bytes(b"")
-    problems = [problem.what for problem in check(tmp_path, repair=True)]
-    assert check(tmp_path) == []
+    problems = [problem.what for problem in check_store(tmp_path, repair=True)]
+    assert check_store(tmp_path) == []
     with Store(tmp_path) as store:
         # Deleted rows are recorded twice, so that one lost line does not restore them.
         left = [i for i in range(20) if i != 5 or harm == "catalogue"]
@@ -283,7 +285,7 @@ def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE)) as catalogue:
         catalogue.execute("UPDATE settings SET crc = 0")
         catalogue.commit()
-    problems = [problem.what for problem in check(tmp_path, repair=True)]
+    problems = [problem.what for problem in check_store(tmp_path, repair=True)]
     assert any(
         "the settings are lost; the settings of an older file replace them" in x for x in problems
     )

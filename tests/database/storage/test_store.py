@@ -33,7 +33,7 @@ from qkv.database.errors import (
     StoreUnwritableError,
     VersionNotFoundError,
 )
-from qkv.database.storage import Commit, Store, blob_storage, check, lock, segments
+from qkv.database.storage import Commit, Store, blob_storage, check_store, lock, segments
 from qkv.database.storage import limits as sizes
 from qkv.database.storage import store as store_module
 from qkv.database.storage.snapshot import build_buffered_segment
@@ -169,7 +169,7 @@ def test_many_single_rows_make_few_files(tmp_path):
         sizes = [len(part.ids) for part in snap.iterate_segments()]
         assert sizes == [4096, 904]
         assert len(list((tmp_path / "s").glob("*.safetensors"))) == 1
-    assert check(tmp_path / "s") == []
+    assert check_store(tmp_path / "s") == []
 
 
 def test_small_segments_become_one(make, small, monkeypatch):
@@ -401,8 +401,8 @@ def test_recode_wants_every_row_in_order(make):
 
     bad([0, 1, 3], match="2 live rows have no new tensors; the first is row 4")
     bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
-    bad([0, 1, 2], match="expected row 3, got row 2")
-    bad([0, 1, 3, 4, 5], [6], match="expected the end, got row 6")
+    bad([0, 1, 2], match="expected row 3, not row 2")
+    bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
         s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
     assert s.version == 2 and whole(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
@@ -533,7 +533,7 @@ def test_compaction_keeps_what_another_process_reads(tmp_path, small, system, mo
             report = s.compact()
             assert report.held == () and report.dropped_rows == 30
             child.stdin.write("\n")
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 def test_one_writer(tmp_path):
@@ -572,8 +572,8 @@ def test_a_dead_writer_holds_nothing(tmp_path):
             ):
                 s.commit(remove=[0])
             with pytest.raises(StoreLockedError):
-                check(tmp_path, repair=True)
-            assert check(tmp_path) == []
+                check_store(tmp_path, repair=True)
+            assert check_store(tmp_path) == []
             assert s.open_snapshot().read_records([0]) == ["held"]
             child.kill()
             child.wait()
@@ -748,7 +748,7 @@ def test_what_is_not_a_store(tmp_path):
         Store(tmp_path / "none", create=False)
     assert not (tmp_path / "none").exists()
     with pytest.raises(StoreNotFoundError):
-        check(tmp_path / "none")
+        check_store(tmp_path / "none")
     file = tmp_path / "file.csv"
     file.write_text("a,b\n")
     with pytest.raises(NotAStoreError, match=r"file.csv is a file"):
@@ -756,7 +756,7 @@ def test_what_is_not_a_store(tmp_path):
     with pytest.raises(NotAStoreError, match="folder with other files"):
         Store(tmp_path)
     with pytest.raises(NotAStoreError):
-        check(tmp_path)
+        check_store(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(StoreNotFoundError, match="empty"):
         Store(tmp_path / "empty", create=False)
@@ -851,9 +851,9 @@ def test_a_damaged_segment(tmp_path, small, harm):
         case "length":
             flip(path, 7, 0x80)
     before = sorted(os.listdir(tmp_path))
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name and "20 rows" in problem.what and not problem.repaired
-    [problem] = check(tmp_path, repair=True)
+    [problem] = check_store(tmp_path, repair=True)
     assert not problem.repaired
     with Store(tmp_path) as s:
         snap = s.open_snapshot()
@@ -888,7 +888,7 @@ def test_a_damaged_segment(tmp_path, small, harm):
 def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
     path = filled(tmp_path)[0]
     flip(path, path.stat().st_size - 3)
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name and "checksum" in problem.what
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="checksum"):
         s.compact()
@@ -896,7 +896,7 @@ def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
         assert s.version == 3 and len(s.open_snapshot()) == 61
         for _ in range(30):
             add(s, 3)  # small segments are joined, but not with this one
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name
 
 
@@ -914,7 +914,7 @@ def test_damaged_arrays(tmp_path):
     filled(tmp_path)
     [path] = tmp_path.glob("arrays*")
     flip(path, path.stat().st_size - 1)
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name
     path.unlink()
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match=r"arrays.*missing"):
@@ -927,7 +927,7 @@ def test_a_resting_row_of_another_type(tmp_path, small, tensors):
     filled(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db, db:
         db.execute("UPDATE resting SET tensors = ? WHERE id = 62", (tensors,))
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.what == "the tensors of row 62 are not what was written"
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
         list(s.open_snapshot().iterate_segments())
@@ -946,14 +946,14 @@ def test_a_damaged_resting_row(tmp_path, small):
     filled(tmp_path)
     path = tmp_path / "catalogue.sqlite"
     flip(path, path.read_bytes().index(np.array([62.0, -62.0], np.float32).tobytes()))
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.what == "the tensors of row 62 are not what was written"
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
         list(s.open_snapshot().iterate_segments())
     skipped = pytest.warns(SkippedRowsWarning, match=r"1 rows were skipped.*row 62")
     with Store(tmp_path, skip_damaged=True) as s, skipped:
         assert s.open_snapshot().read_tensor("key", [60]).tolist() == keys([60]).tolist()
-    problems = check(tmp_path, repair=True)
+    problems = check_store(tmp_path, repair=True)
     assert problems[0].repaired and "1 rows have lost their tensors" in problems[-1].what
     with Store(tmp_path) as s:
         assert s.open_snapshot().live_ids().tolist() == LEFT and s.open_snapshot().read_records(
@@ -964,7 +964,7 @@ def test_a_damaged_resting_row(tmp_path, small):
         ids = s.open_snapshot().live_ids()
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
         assert whole(s.open_snapshot()) == expected(LEFT)
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
@@ -977,10 +977,10 @@ def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
     mine.write_bytes(b"mine")
     unknown = tmp_path / "segment-00000000.safetensors"
     unknown.write_bytes(b"?")
-    problems = check(tmp_path)
+    problems = check_store(tmp_path)
     assert len(problems) == 4 and not any(problem.repaired for problem in problems)
     assert len(os.listdir(tmp_path)) == len(set(os.listdir(tmp_path)))
-    problems = check(tmp_path, repair=True)
+    problems = check_store(tmp_path, repair=True)
     assert sorted(problem.repaired for problem in problems) == [False, False, True, True]
     assert "move it elsewhere" in str(problems[-1])
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
@@ -1008,7 +1008,7 @@ def test_a_full_disk_changes_nothing(tmp_path, small):
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "lock"]) or "lock" in before
     with Store(tmp_path) as s:
         assert whole(s.open_snapshot()) == expected([*LEFT, 63])
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 def catalogue_of(path):
@@ -1047,7 +1047,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     HARMS[harm](path)
     broken = path.read_bytes() if path.exists() else None
     files = sorted(os.listdir(tmp_path))
-    problems = check(tmp_path)
+    problems = check_store(tmp_path)
     assert problems and {problem.file for problem in problems} == {"catalogue.sqlite"}
     if harm not in ("record", "settings", "short", "half"):
         with pytest.raises(StoreDamagedError, match=r"catalogue.sqlite.*qkv check --repair"):
@@ -1069,14 +1069,14 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
         ):
             _ = s.open_snapshot().settings
     assert path.exists() == (broken is not None)
-    found_problems = check(tmp_path, repair=True)
+    found_problems = check_store(tmp_path, repair=True)
     if harm in ("missing", "empty", "noise"):
         assert not any(problem.repaired for problem in found_problems)
         assert sorted(set(os.listdir(tmp_path)) - {"lock"}) == sorted(set(files) - {"lock"})
         return
     assert any(problem.repaired for problem in found_problems)
     assert (tmp_path / "damaged-1" / "catalogue.sqlite").read_bytes() == broken
-    again = check(tmp_path)
+    again = check_store(tmp_path)
     with Store(tmp_path) as s:
         snap = s.open_snapshot()
         found = dict(snap.iterate_rows())
@@ -1102,13 +1102,13 @@ def test_a_damaged_page_loses_only_its_rows(tmp_path):
     start = content.index(b"01000 xxx") // 4096 * 4096
     content[start : start + 4096] = b"\xff" * 4096
     path.write_bytes(content)
-    assert check(tmp_path)
+    assert check_store(tmp_path)
     with Store(tmp_path) as s:
         assert s.open_snapshot().read_records([0]) == texts[:1]
         with pytest.raises(StoreDamagedError, match="malformed"):
             list(s.open_snapshot().iterate_rows())
-    assert any(problem.repaired for problem in check(tmp_path, repair=True))
-    assert check(tmp_path) == []
+    assert any(problem.repaired for problem in check_store(tmp_path, repair=True))
+    assert check_store(tmp_path) == []
     with Store(tmp_path) as s:
         found = dict(s.open_snapshot().iterate_rows())
         assert 1940 < len(found) < 1999 and 3 not in found
@@ -1143,7 +1143,7 @@ def harm_somewhere(path, rng):
 def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, seed):
     filled(tmp_path)
     harm_somewhere(tmp_path, random.Random(seed))
-    problems = check(tmp_path)
+    problems = check_store(tmp_path)
     try:
         with Store(tmp_path) as s, s.open_snapshot() as snap:
             same = snap.settings == {"key": "title"} and whole(snap) == expected(LEFT)
@@ -1152,7 +1152,7 @@ def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, see
     except AssertionError:  # the ways to read do not agree
         same = False
     assert problems or same
-    check(tmp_path, repair=True)
+    check_store(tmp_path, repair=True)
     try:
         with Store(tmp_path, skip_damaged=True) as s, s.open_snapshot() as snap:
             found = dict(snap.iterate_rows())
@@ -1173,7 +1173,7 @@ def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
             assert whole(s.open_snapshot()) == expected(LEFT)
             with pytest.raises(StoreUnwritableError, match="permissions"):
                 add(s, 1)
-        assert check(tmp_path) == []
+        assert check_store(tmp_path) == []
         with pytest.raises(StoreUnwritableError):
             Store(tmp_path / "new")
     finally:
@@ -1263,7 +1263,7 @@ except OSError:
 _ON_A_FULL_DISK = """
 import json, resource, sys
 from qkv.database.errors import StoreUnwritableError
-from qkv.database.storage import Store, check
+from qkv.database.storage import Store, check_store
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 store = Store(sys.argv[1])
@@ -1273,7 +1273,7 @@ for _ in sys.stdin:
     ids = [row for row, _ in found.iterate_rows()]
     assert len(ids) == len(found) and (found.read_tensor("value", ids) == ids).all()
     print(json.dumps([store.version, len(found), len(found) - first]), flush=True)
-assert check(sys.argv[1]) == []
+assert check_store(sys.argv[1]) == []
 try:
     store.commit(remove=[ids[0]])
 except StoreUnwritableError:
@@ -1309,9 +1309,9 @@ def test_a_layout_that_cannot_be_read(tmp_path, small):
         with pytest.raises(StoreDamagedError, match="layout in it cannot be read"):
             list(s.open_snapshot().iterate_segments())
         assert s.open_snapshot().read_records([0]) == ["record 0"]
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.what == "a layout in it cannot be read"
-    check(tmp_path, repair=True)
+    check_store(tmp_path, repair=True)
     with Store(tmp_path) as s:
         assert whole(s.open_snapshot()) == expected(LEFT)
 
@@ -1350,7 +1350,7 @@ def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
         assert whole(s.open_snapshot()) == expected(LEFT) and whole(s.open_snapshot(1)) == expected(
             range(60)
         )
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 def test_opening_is_cheap(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import DuplicateKeyError
-from qkv.database.storage import Store, check, limits, writer
+from qkv.database.storage import Store, check_store, limits, writer
 from tests.database.storage.test_store import add, expected, keys, whole
 
 
@@ -42,7 +42,7 @@ def test_what_a_thread_writes_is_there(path, monkeypatch):
         assert store.open_snapshot().find_ids(b"digest 7") == [7]
     with Store(path) as store:
         assert whole(store.open_snapshot()) == expected(range(43))
-    assert not check(path)
+    assert not check_store(path)
 
 
 def test_a_file_that_cannot_be_written_takes_all_back(path, monkeypatch):
@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_written_takes_all_back(path, monkeypatch):
         assert whole(store.open_snapshot()) == expected(range(6)) and files(path) == before
         add(store, 20)
         assert whole(store.open_snapshot()) == expected(range(26))
-    assert not check(path)
+    assert not check_store(path)
 
 
 def test_a_key_that_is_there_takes_the_thread_s_files_back(path):
@@ -72,7 +72,7 @@ def test_a_key_that_is_there_takes_the_thread_s_files_back(path):
         add(store, 6, unique=True)
         assert whole(store.open_snapshot()) == expected(range(6))
         assert len(files(path)) == 1
-    assert not check(path)
+    assert not check_store(path)
 
 
 def full(*_):
