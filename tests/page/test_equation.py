@@ -207,7 +207,7 @@ ROWS: list[tuple[list[float], list[bool] | None]] = [
 def test_rows_on_the_edge(run: Any) -> None:
     body = """
     return given.map(({ spec, rows }) => {
-      const weighting = equation.weighting(spec);
+      const weighting = equation.resolveWeighting(spec);
       return rows.map(([s, live]) => [weighting.weights(s, live), weighting.lse(s, live)]);
     });
     """
@@ -242,8 +242,8 @@ def test_pairs_on_the_edge(run: Any) -> None:
     key = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.5], [1e30, 2.0, 0.5], [math.nan, 1.0, 2.0]])
     body = """
     return given.scores.map((spec) => {
-      const score = equation.score(spec);
-      return given.query.map((q) => given.key.map((k) => score.at(q, k)));
+      const score = equation.resolveScore(spec);
+      return given.query.map((q) => given.key.map((k) => score.compute(q, k)));
     });
     """
     all_found = run(body, {"scores": SCORES, "query": query, "key": key})
@@ -272,8 +272,9 @@ BAD: list[tuple[str, Any]] = [
 
 def test_bad_settings_are_refused(run: Any) -> None:
     body = """
-    return given.map(([what, spec]) => {
-      try { equation[what](spec); return null } catch (error) { return error.message }
+    const resolve = { score: equation.resolveScore, weighting: equation.resolveWeighting };
+    return given.map(([kind, spec]) => {
+      try { resolve[kind](spec); return null } catch (error) { return error.message }
     });
     """
     for (what, spec), message in zip(BAD, run(body, BAD), strict=True):
@@ -284,14 +285,14 @@ def test_bad_settings_are_refused(run: Any) -> None:
 
 
 def test_unknown_names_are_refused(run: Any) -> None:
-    body = "try { equation[given](given) } catch (error) { return error.message }"
-    assert "gaussian" in run(body, "score")
-    assert "softmax" in run(body, "weighting")
+    body = "try { equation[given]('none') } catch (error) { return error.message }"
+    assert "gaussian" in run(body, "resolveScore")
+    assert "softmax" in run(body, "resolveWeighting")
 
 
 def test_an_empty_window_may_be_an_error(run: Any) -> None:
     body = """
-    try { equation.weighting({ name: "normalized", on_empty: "raise" }).weights([0, 0]) }
+    try { equation.resolveWeighting({ name: "normalized", on_empty: "raise" }).weights([0, 0]) }
     catch (e) { return e.message }
     """
     assert "window" in run(body, None)
@@ -334,7 +335,8 @@ def test_encoders(run: Any) -> None:
     body = """
     return given.map(([name, keys, queries]) => {
       const encoder = equation.encoders.fit(name, keys);
-      return [encoder.encode(keys), encoder.query(queries), encoder.score(keys.length)];
+      const score = encoder.defaultScore(keys.length);
+      return [encoder.encode(keys), encoder.encodeQueries(queries), score];
     });
     """
     for (name, keys, queries), (vectors, asked, score) in zip(
@@ -354,7 +356,7 @@ def test_encoders(run: Any) -> None:
 
 
 def test_encoders_that_do_not_run_here_say_so(run: Any) -> None:
-    body = "return given.map((name) => equation.encoders.can(name));"
+    body = "return given.map((name) => equation.encoders.isAvailable(name));"
     assert run(body, ["characters", "text", "words", "sentences"]) == [True, False, False, False]
 
 

@@ -1,7 +1,7 @@
 /** The activations of a model for a sentence: X, and for each head Q, K, V and the weights. */
 
-import { weights } from "../equation";
-import { characters } from "../equation/letters";
+import { computeWeights } from "../equation";
+import { encodeCharacters } from "../equation/letters";
 import type { Tensor } from "../wire";
 
 /** Numbers in rows. */
@@ -19,29 +19,29 @@ export interface Head {
   weights: Rows;
 }
 
-export interface Read {
+export interface Activations {
   model: string;
   tokens: string[];
   /** The words, and for each token the number of its word. */
   words: string[];
   groups: number[];
-  /** Heads in rows of `across`: a layer each, or all in one. */
+  /** Rows of `headsPerLayer` heads: a row per layer, or one row. */
   heads: Head[];
-  across: number;
-  layered: boolean;
+  headsPerLayer: number;
+  hasLayers: boolean;
   /** The head that is shown first. */
   first: number;
 }
 
 const WORD = /[\p{L}\p{N}_]+(?:['’-][\p{L}\p{N}_]+)*|[^\p{L}\p{N}_\s]/gu;
-export const MOST = 60;
+export const MAX_WORDS = 60;
 
 /** The numbers of X for the spelling of a word, and the frequencies that encode its position. */
-const SPELLING = 16;
-const TURNS = [1.6, 0.8, 0.4, 0.2];
-const WIDTH = SPELLING + 2 * TURNS.length;
+const SPELLING_WIDTH = 16;
+const FREQUENCIES = [1.6, 0.8, 0.4, 0.2];
+const WIDTH = SPELLING_WIDTH + 2 * FREQUENCIES.length;
 
-function product(a: Rows, b: Rows): Rows {
+function multiply(a: Rows, b: Rows): Rows {
   return a.map((row) => {
     const out = new Float64Array(b[0].length);
     for (let k = 0; k < b.length; k++) for (let j = 0; j < out.length; j++) out[j] += row[k] * b[k][j];
@@ -49,37 +49,37 @@ function product(a: Rows, b: Rows): Rows {
   });
 }
 
-export function transposed(a: Rows): Rows {
+export function transpose(a: Rows): Rows {
   return Array.from(a[0] ?? [], (_, j) => a.map((row) => row[j]));
 }
 
 /** QKᵀ. */
-export function scores(q: Rows, k: Rows): Rows {
-  return product(q, transposed(k));
+export function computeScores(q: Rows, k: Rows): Rows {
+  return multiply(q, transpose(k));
 }
 
 /** αV. */
-export function pooled(alpha: Rows, v: Rows): Rows {
-  return product(alpha, v);
+export function poolValues(alpha: Rows, v: Rows): Rows {
+  return multiply(alpha, v);
 }
 
-function zeros(): Float64Array[] {
-  return Array.from({ length: WIDTH }, () => new Float64Array(SPELLING));
+function createZeros(): Float64Array[] {
+  return Array.from({ length: WIDTH }, () => new Float64Array(SPELLING_WIDTH));
 }
 
 /** A projection on the spelling, scaled by `gain`. */
-function spelling(gain: number): Rows {
-  const w = zeros();
-  for (let i = 0; i < SPELLING; i++) w[i][i] = gain;
+function createSpellingProjection(gain: number): Rows {
+  const w = createZeros();
+  for (let i = 0; i < SPELLING_WIDTH; i++) w[i][i] = gain;
   return w;
 }
 
 /** A projection on the position, shifted by `step` words: it rotates each pair of numbers. */
-function place(gain: number, step: number): Rows {
-  const w = zeros();
-  TURNS.forEach((turn, i) => {
-    const [cos, sin] = [gain * Math.cos(step * turn), gain * Math.sin(step * turn)];
-    const [row, col] = [SPELLING + 2 * i, 2 * i];
+function createPositionProjection(gain: number, step: number): Rows {
+  const w = createZeros();
+  FREQUENCIES.forEach((frequency, i) => {
+    const [cos, sin] = [gain * Math.cos(step * frequency), gain * Math.sin(step * frequency)];
+    const [row, col] = [SPELLING_WIDTH + 2 * i, 2 * i];
     [w[row][col], w[row][col + 1]] = [cos, sin];
     [w[row + 1][col], w[row + 1][col + 1]] = [-sin, cos];
   });
@@ -87,40 +87,40 @@ function place(gain: number, step: number): Rows {
 }
 
 /** A random projection, as before training. */
-function random(seed: number): Rows {
+function createRandomProjection(seed: number): Rows {
   let state = seed;
   const next = () => {
     state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
     return state / 2 ** 32 - 0.5;
   };
-  return zeros().map((row) => row.map(() => 1.5 * (next() + next() + next())));
+  return createZeros().map((row) => row.map(() => 1.5 * (next() + next() + next())));
 }
 
 const HEADS: [string, Rows, Rows][] = [
-  ["same letters", spelling(4), spelling(4)],
-  ["previous word", place(3, -1), place(3, 0)],
-  ["next word", place(3, 1), place(3, 0)],
-  ["random", random(3), random(8)],
+  ["same letters", createSpellingProjection(4), createSpellingProjection(4)],
+  ["previous word", createPositionProjection(3, -1), createPositionProjection(3, 0)],
+  ["next word", createPositionProjection(3, 1), createPositionProjection(3, 0)],
+  ["random", createRandomProjection(3), createRandomProjection(8)],
 ];
 
 /** A small model with hand-written projections; it needs neither training nor Python. */
-export function byHand(text: string): Read {
-  const tokens = (text.match(WORD) ?? []).slice(0, MOST);
-  const x = tokens.map((word, at) => [
-    ...characters(word, SPELLING),
-    ...TURNS.flatMap((turn) => [Math.cos(at * turn), Math.sin(at * turn)]),
+export function computeByHand(text: string): Activations {
+  const tokens = (text.match(WORD) ?? []).slice(0, MAX_WORDS);
+  const x = tokens.map((word, position) => [
+    ...encodeCharacters(word, SPELLING_WIDTH),
+    ...FREQUENCIES.flatMap((frequency) => [Math.cos(position * frequency), Math.sin(position * frequency)]),
   ]);
   const heads = HEADS.map(([name, wq, wk]): Head => {
-    const projections = { q: wq, k: wk, v: spelling(1) };
-    const [q, k, v] = [product(x, wq), product(x, wk), product(x, projections.v)];
-    return { name, x, q, k, v, projections, weights: weights(q, k) };
+    const projections = { q: wq, k: wk, v: createSpellingProjection(1) };
+    const [q, k, v] = [multiply(x, wq), multiply(x, wk), multiply(x, projections.v)];
+    return { name, x, q, k, v, projections, weights: computeWeights(q, k) };
   });
   const groups = tokens.map((_, i) => i);
-  return { model: "hand", tokens, words: tokens, groups, heads, across: heads.length, layered: false, first: 0 };
+  return { model: "hand", tokens, words: tokens, groups, heads, headsPerLayer: heads.length, hasLayers: false, first: 0 };
 }
 
 /** The data from Python: x (layers, n, d), q, k and v (layers, heads, n, d_Q), weights (layers, heads, n, n). */
-export interface Wired {
+export interface WireActivations {
   model: string;
   tokens: string[];
   words: string[];
@@ -133,28 +133,28 @@ export interface Wired {
   first: number;
 }
 
-function matrixAt(of: Tensor, at: number): Rows {
-  const [rows, cols] = of.shape.slice(-2);
-  const start = at * rows * cols;
-  return Array.from({ length: rows }, (_, i) => of.data.subarray(start + i * cols, start + (i + 1) * cols));
+function matrixAt(tensor: Tensor, index: number): Rows {
+  const [rows, cols] = tensor.shape.slice(-2);
+  const start = index * rows * cols;
+  return Array.from({ length: rows }, (_, i) => tensor.data.subarray(start + i * cols, start + (i + 1) * cols));
 }
 
-export function wired(of: Wired): Read {
-  const [layers, across] = of.weights.shape;
-  const heads = Array.from({ length: layers * across }, (_, i): Head => {
-    const layer = Math.floor(i / across);
-    const [q, k, v, alpha] = [of.q, of.k, of.v, of.weights].map((x) => matrixAt(x, i));
-    const name = `layer ${layer}, head ${i % across}`;
-    return { name, x: matrixAt(of.x, layer), q, k, v, projections: null, weights: alpha };
+export function decodeActivations(data: WireActivations): Activations {
+  const [layers, headsPerLayer] = data.weights.shape;
+  const heads = Array.from({ length: layers * headsPerLayer }, (_, i): Head => {
+    const layer = Math.floor(i / headsPerLayer);
+    const [q, k, v, alpha] = [data.q, data.k, data.v, data.weights].map((x) => matrixAt(x, i));
+    const name = `layer ${layer}, head ${i % headsPerLayer}`;
+    return { name, x: matrixAt(data.x, layer), q, k, v, projections: null, weights: alpha };
   });
-  return { ...of, heads, across, layered: true };
+  return { ...data, heads, headsPerLayer, hasLayers: true };
 }
 
 /** Weights between words: the mean of the rows and the sum of the columns of a word's tokens. */
-export function merged(alpha: Rows, groups: number[], count: number): Rows {
+export function mergeTokens(alpha: Rows, groups: number[], count: number): Rows {
   const out = Array.from({ length: count }, () => new Float64Array(count));
-  const pieces = new Float64Array(count);
-  for (const group of groups) pieces[group] += 1;
-  groups.forEach((to, i) => groups.forEach((from, j) => (out[to][from] += alpha[i][j] / pieces[to])));
+  const tokenCounts = new Float64Array(count);
+  for (const group of groups) tokenCounts[group] += 1;
+  groups.forEach((to, i) => groups.forEach((from, j) => (out[to][from] += alpha[i][j] / tokenCounts[to])));
   return out;
 }
