@@ -33,9 +33,9 @@ LOCAL = {"127.0.0.1", "localhost", "::1"}
 def chromium() -> str:
     """The browser that is installed; `make browser` installs one."""
     for name in NAMES:
-        found = shutil.which(name) or shutil.which(name, path=BUILT)
-        if found:
-            return found
+        result = shutil.which(name) or shutil.which(name, path=BUILT)
+        if result:
+            return result
     pytest.fail("no Chromium is found: run `make browser`")
 
 

@@ -93,9 +93,9 @@ def test_no_row_decides_where_the_value_is_a_blend():
     """96 % of the weight on 1988 and a mean of 1967 is no decision for 1988."""
     books = Database({"The Alchemist": 1988, "The Odyssey": -700, "Emma": 1815, "Dune": 1965})
     for query in ("the alchmist", "The Alchemist", "The Odyssy", "Emma", "dun"):
-        found = books.ask(query)
-        if format_one_line(found.value) != format_one_line(float(found.rows[0].value)):
-            for text in (found.confidence_text, found.explain(), str(found)):
+        result = books.ask(query)
+        if format_one_line(result.value) != format_one_line(float(result.rows[0].value)):
+            for text in (result.confidence_text, result.explain(), str(result)):
                 assert not any(claim in text for claim in CLAIMS), (query, text)
     blend = books.ask("the alchmist")
     assert 0.9 < blend.rows[0].weight < 1 and format_one_line(blend.value) != "1988"
@@ -116,13 +116,13 @@ def test_no_row_decides_where_the_value_is_a_blend():
     ],
 )
 def test_a_row_decides_where_the_value_is_its_own(value, row, decides):
-    found = replace(answer([0.97, 0.03], values=[row, row]), value=value, values=[])
-    assert (found.confidence_text == "one row decides") is decides
+    result = replace(answer([0.97, 0.03], values=[row, row]), value=value, values=[])
+    assert (result.confidence_text == "one row decides") is decides
 
 
 def test_a_sum_of_raw_weights_is_no_value_of_a_row():
-    found = Database([(1.0, 10.0), (9.0, 1.0)]).ask(1.0, score="dot", weighting="raw")
-    assert "decides" not in found.explain()
+    result = Database([(1.0, 10.0), (9.0, 1.0)]).ask(1.0, score="dot", weighting="raw")
+    assert "decides" not in result.explain()
 
 
 def test_rows_that_share_a_key_or_a_value_are_one_answer():
@@ -135,8 +135,8 @@ def test_rows_that_share_a_key_or_a_value_are_one_answer():
     assert names.ask("tea pot").confidence_text == "sure"
     prices = Database([("tea pot", 5.0)] * 8 + [("knife", 9.0)])
     assert prices.ask("tea pot", weighting="hard").confidence_text == "one row decides"
-    found = prices.ask("tea pot", weighting=weightings.TopK(8))
-    assert found.value == pytest.approx(5) and found.confidence_text == "one key decides"
+    result = prices.ask("tea pot", weighting=weightings.TopK(8))
+    assert result.value == pytest.approx(5) and result.confidence_text == "one key decides"
     alike = Database([(float(i), 7.0) for i in range(8)])
     assert alike.ask(4.0, weighting="average").confidence_text == "rows with the same value decide"
     two = Database([("tea pot", 4.0), ("tea pot", 6.0), ("knife", 9.0)])
@@ -165,8 +165,8 @@ def test_a_key_that_is_a_vector_is_shown_as_the_number_of_its_row():
 
 def test_the_hint_is_in_the_dictionary():
     D = Database(np.array([[3.0, 4.0], [30.0, 41.0]]), ["short", "long"])
-    found = D.ask([3.0, 4.0], score=None)
-    assert found.to_dict()["hint"] == found.hint != ""
+    result = D.ask([3.0, 4.0], score=None)
+    assert result.to_dict()["hint"] == result.hint != ""
     assert Database({"a": 1.0}).ask("a").to_dict()["hint"] == ""
 
 
@@ -341,8 +341,8 @@ def test_bars_and_json_of_anything():
 
 
 def test_values_of_several_types_make_a_frame():
-    found = Database([("x", 1.5), ("z", "t")]).ask("x").to_frame()
-    assert list(found["value"]) == [1.5, "t"]
+    result = Database([("x", 1.5), ("z", "t")]).ask("x").to_frame()
+    assert list(result["value"]) == [1.5, "t"]
 
 
 def test_rows_whose_keys_are_vectors_compare_by_their_numbers():
@@ -361,6 +361,6 @@ def test_the_weights_of_one_answer_do_not_wait_for_those_of_another():
             return super().compute_weights()
 
     behind = Met([], np.ones(1), 0.0, None)
-    found = [replace(answer([1.0]), _backend=behind) for _ in range(2)]
+    result = [replace(answer([1.0]), _backend=behind) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert [list(x) for x in pool.map(lambda one: one.weights, found)] == [[1.0], [1.0]]
+        assert [list(x) for x in pool.map(lambda one: one.weights, result)] == [[1.0], [1.0]]

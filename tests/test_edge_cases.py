@@ -65,8 +65,8 @@ class Kit:
         run = getattr(self, f"_{self.name}")(function)
 
         def both(*arrays: Any) -> tuple[list[Any], list[Any]]:
-            outputs, found = run(arrays)
-            pairs = zip(arrays, found, strict=bool(found))
+            outputs, result = run(arrays)
+            pairs = zip(arrays, result, strict=bool(result))
             filled = [
                 np.zeros(get_framework(x).static_shape(x)) if g is None else to_numpy(g)
                 for x, g in pairs
@@ -197,20 +197,20 @@ each_engine = cases(**SOFTMAX)
 
 def everything(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> list[Any]:
     """The output through an engine, the weights and, where there is one, the log-sum-exp."""
-    given = {"score": "dot", "weighting": "softmax", "mask": None} | options
-    if isinstance(given["weighting"], str):
-        given["weighting"] = WEIGHTINGS[given["weighting"]]
-    alpha = qkv.weights(q, k, **given)
-    lse = given["weighting"].has_lse and engine != "native"
+    inputs = {"score": "dot", "weighting": "softmax", "mask": None} | options
+    if isinstance(inputs["weighting"], str):
+        inputs["weighting"] = WEIGHTINGS[inputs["weighting"]]
+    alpha = qkv.weights(q, k, **inputs)
+    lse = inputs["weighting"].has_lse and engine != "native"
     if engine == "blocks":
-        call = replace(build_call(q, k, v, *given.values(), 0.0, None, None), wants_lse=lse)
+        call = replace(build_call(q, k, v, *inputs.values(), 0.0, None, None), wants_lse=lse)
         with call.fw.compute_context():
-            out, found, _ = streaming.run(call, (2, 3))
-        return [out, alpha, found[..., 0]] if lse else [out, alpha]
+            out, result, _ = streaming.run(call, (2, 3))
+        return [out, alpha, result[..., 0]] if lse else [out, alpha]
     if lse:
-        out, found = qkv.attend(q, k, v, engine=engine, return_lse=True, **given)
-        return [out, alpha, found]
-    return [qkv.attend(q, k, v, engine=engine, **given), alpha]
+        out, result = qkv.attend(q, k, v, engine=engine, return_lse=True, **inputs)
+        return [out, alpha, result]
+    return [qkv.attend(q, k, v, engine=engine, **inputs), alpha]
 
 
 # The kernel of torch refuses what is not finite, so there engine=None takes the next.
@@ -286,9 +286,9 @@ def test_one_row_is_the_answer(kit: Kit, engine: str, weighting: str) -> None:
         "raw": float(score(q, k)[0, 0]),
         "sigmoid": 1 / (1 + math.exp(-float(score(q, k)[0, 0]))),
     }.get(weighting, 1.0)
-    out, found, *_ = everything(engine, kit(q), kit(k), kit(v), score=score, weighting=weighting)
+    out, result, *_ = everything(engine, kit(q), kit(k), kit(v), score=score, weighting=weighting)
     close(out, alpha * v)
-    close(found, [[alpha]])
+    close(result, [[alpha]])
 
 
 @each_engine
@@ -397,9 +397,9 @@ def test_a_query_of_nan_without_keys(kit: Kit, engine: str, weighting: str) -> N
     through = None if engine == "native" else engine
     pull = kit.pull(lambda *x: everything(through, *x, **options))
     outputs, gradients = pull(*map(kit, (q, k, v)))
-    others, wanted = pull(*map(kit, (clean, k, v)))
+    others, expected = pull(*map(kit, (clean, k, v)))
     close(outputs[0], removed(clean, k, v, LIVE, score_of(weighting), weighting))
-    for got, want in zip(outputs + gradients, others + wanted, strict=True):
+    for got, want in zip(outputs + gradients, others + expected, strict=True):
         close(got, want)
 
 
@@ -438,10 +438,10 @@ def check_hidden(kit: Kit, engine: str, weighting: str, kind: str, score: Any = 
     through = None if engine == "native" else engine
     pull = kit.pull(lambda *x: everything(through, *x, **options))
     outputs, gradients = pull(*(kit(x[None]) for x in bad))
-    others, wanted = pull(*(kit(x[None]) for x in clean))
+    others, expected = pull(*(kit(x[None]) for x in clean))
     if isinstance(score, scores.Dot | scores.Epanechnikov):
         close(outputs[0][0], removed(*clean, live, score, weighting))
-    for got, want in zip(outputs + gradients, others + wanted, strict=True):
+    for got, want in zip(outputs + gradients, others + expected, strict=True):
         close(got, want)
     for gradient in gradients[1:]:
         assert not gradient[0, 4:].any()
@@ -598,8 +598,8 @@ def test_scores_of_1e30(kit: Kit, engine: str, weighting: str, width: int) -> No
         (out, weights, *lse), gradients = pull(*map(kit, (q, k, v)))
         close(weights, [alpha])
         close(out, [alpha @ v])
-        for found in lse:
-            close(found / 1e30, [1.0])
+        for result in lse:
+            close(result / 1e30, [1.0])
         finite(gradients)
         if gradients and engine != "native":  # torch's kernel keeps the log-sum-exp alone
             close(gradients[2], np.outer(alpha, slope((1, 2))))
@@ -653,8 +653,8 @@ def test_float16_does_not_overflow(kit: Kit, engine: str, weighting: str, scale:
     want = qkv.attend(*exact, score=scores.ScaledDot(scale))
     out = attend(engine, q, k, v, score=scores.ScaledDot(scale))
     close(out, want, 2e-3)
-    whole = qkv.attend(q, k, v, score=scores.ScaledDot(scale))
-    assert get_framework(whole).dtype_name(whole) == "float16"
+    full = qkv.attend(q, k, v, score=scores.ScaledDot(scale))
+    assert get_framework(full).dtype_name(full) == "float16"
     alpha = qkv.weights(q, k, score=scores.ScaledDot(scale))
     assert get_framework(alpha).dtype_name(alpha) == "float16"
     close(alpha, qkv.weights(*exact[:2], score=scores.ScaledDot(scale)), 2e-3)
@@ -677,8 +677,8 @@ def test_sixteen_bits(kit: Kit, engine: str, weighting: str, dtype: str) -> None
     outputs, gradients = kit.pull(lambda *x: everything(engine, *x, **options))(*arrays)
     close(outputs[0], want, tolerance)
     finite(outputs[:2] + gradients)
-    whole = qkv.attend(*arrays, **options | {"weighting": WEIGHTINGS[weighting]})
-    assert get_framework(whole).dtype_name(whole) == dtype
+    full = qkv.attend(*arrays, **options | {"weighting": WEIGHTINGS[weighting]})
+    assert get_framework(full).dtype_name(full) == dtype
 
 
 @each_framework
@@ -750,14 +750,14 @@ def test_the_layout_of_memory_changes_nothing(kit: Kit, weighting: str) -> None:
 def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
     """Stride 0: one query for all batches, one key for all rows, one value for all."""
     q, k, v = data(12)
-    whole = [np.broadcast_to(q[:1], (2, N, D)), np.broadcast_to(k, (2, M, D))]
-    whole.append(np.broadcast_to(v[:, :1], (2, M, DV)))
-    own = [kit(np.array(x), "float64") for x in whole]
+    full = [np.broadcast_to(q[:1], (2, N, D)), np.broadcast_to(k, (2, M, D))]
+    full.append(np.broadcast_to(v[:, :1], (2, M, DV)))
+    own = [kit(np.array(x), "float64") for x in full]
     if kit.name == "numpy":
-        shared = whole
+        shared = full
     else:
         parts = (q[:1], k, v[:, :1])
-        shared = [kit(x, "float64").expand(*y.shape) for x, y in zip(parts, whole, strict=True)]
+        shared = [kit(x, "float64").expand(*y.shape) for x, y in zip(parts, full, strict=True)]
     live = np.broadcast_to(LIVE[:1], (N, M))
     mask = live if kit.name == "numpy" else kit(live[:1]).expand(N, M)
     want = to_numpy(attend("dense", *own, weighting=weighting, mask=kit(np.array(live))))
@@ -768,7 +768,7 @@ def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
 
         def gradients(engine: str) -> list[Any]:
             def function(*bases: Any) -> list[Any]:
-                arrays = [x.expand(*y.shape) for x, y in zip(bases, whole, strict=True)]
+                arrays = [x.expand(*y.shape) for x, y in zip(bases, full, strict=True)]
                 return everything(engine, *arrays, weighting=weighting, mask=mask)
 
             return kit.pull(function)(*bases)[1]
@@ -844,8 +844,8 @@ def test_no_warning_leaks(
 @pytest.mark.applies(lambda framework, **_: framework not in ("jax", "tensorflow"))  # constant
 @cases(few=("softmax", "sparsemax"))
 def test_inputs_are_never_written_to(kit: Kit, engine: str, weighting: str) -> None:
-    given = data(15)
-    arrays = [kit(x) for x in given]
+    inputs = data(15)
+    arrays = [kit(x) for x in inputs]
     mask = kit(LIVE)
     if weighting != "normalized" and engine != "native":
         mask = kit(np.where(LIVE, 0.5, -INF))
@@ -870,11 +870,11 @@ def test_the_callers_settings_stay_his(kit: Kit) -> None:
     torch = kit.module if kit.name == "torch" else None
 
     def state() -> Any:
-        found: list[Any] = [np.geterr(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+        result: list[Any] = [np.geterr(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
         if torch:
-            found += [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()]
-            found += [torch.get_rng_state().tolist(), torch.nn.functional.softmax]
-        return found
+            result += [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()]
+            result += [torch.get_rng_state().tolist(), torch.nn.functional.softmax]
+        return result
 
     arrays = [kit(x) for x in data()]
     before = state()

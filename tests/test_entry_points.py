@@ -96,27 +96,27 @@ class Softplus(weightings.Weighting):
     def init(self, rows, width):
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def partial_state(self, scores, live, k, found, value, dropout_mask):
+    def partial_state(self, scores, live, k, result, value, dropout_mask):
         _, bent = self.bent(scores, live)
         return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, dropout_mask)
 
     def merge(self, one, two):
         return one[0] + two[0], one[1] + two[1]
 
-    def finish(self, state, found):
+    def finish(self, state, result):
         total, pooled = state
         out = pooled / get_framework(total).safe_divisor(total)
         return out, (total,), out
 
-    def block_weights(self, scores, live, k, found):
+    def block_weights(self, scores, live, k, result):
         _, bent = self.bent(scores, live)
-        return bent / get_framework(bent).safe_divisor(found[0])
+        return bent / get_framework(bent).safe_divisor(result[0])
 
-    def score_gradient(self, scores, weight, along, centre, found):
+    def score_gradient(self, scores, weight, along, centre, result):
         fw = get_framework(weight)
         plus, _ = self.bent(fw.fill_unless(scores, weight > 0), None)
         steep = self.p * plus ** (self.p - 1) * -fw.xp.expm1(-plus)
-        return fw.fill_unless(steep, weight > 0) * (along - centre) / fw.safe_divisor(found[0])
+        return fw.fill_unless(steep, weight > 0) * (along - centre) / fw.safe_divisor(result[0])
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Sunk(weightings.Softmax):
         new = get_framework(top).fill_unless(new, top > -math.inf)
         return new, total * xp.exp(get_framework(top).replace_nonfinite(top) - new) + xp.exp(-new)
 
-    def finish(self, state, found):
+    def finish(self, state, result):
         top, total, pooled = state
         new, total = self.with_zero_score(top, total)
         out = (
@@ -322,7 +322,7 @@ def leaves(score: str, weighting: str) -> dict[str, np.ndarray]:
     return {"query": QUERY, "key": KEY, "value": VALUE, **inside}
 
 
-def how(arrays: dict[str, Any], score: str, weighting: str) -> dict[str, Any]:
+def build_options(arrays: dict[str, Any], score: str, weighting: str) -> dict[str, Any]:
     return {
         "score": SCORES[score].of(arrays, "score"),
         "weighting": WEIGHTINGS[weighting].of(arrays, "weighting"),
@@ -361,16 +361,16 @@ def slopes(score: str, weighting: str) -> dict[str, tuple[np.ndarray, float]]:
         out = alpha_of(arrays, score, weighting) @ arrays["value"]
         return float(np.sum((out * ALONG)[counted(score, weighting)]))
 
-    found = {}
+    result = {}
     for name, x in base.items():
         along = rng.normal(size=x.shape)
         which = weighting if name == "value" else soft
         if score == "exact" and name in ("query", "key"):
-            found[name] = along, 0.0  # it is flat but for a jump
+            result[name] = along, 0.0  # it is flat but for a jump
             continue
         ahead, behind = (loss({**base, name: x + s * step * along}, which) for s in (1, -1))
-        found[name] = along, (ahead - behind) / (2 * step)
-    return found
+        result[name] = along, (ahead - behind) / (2 * step)
+    return result
 
 
 def counted(score: str, weighting: str) -> list[int]:
@@ -387,28 +387,28 @@ def poisoned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**arrays, "key": key, "value": value}
 
 
-def asked(score: str, weighting: str) -> list[int]:
+def query_numbers(score: str, weighting: str) -> list[int]:
     """The queries that are asked together: "raise" would refuse all for one."""
     return counted(score, weighting) if weighting == "or_raise" else list(range(N))
 
 
-def close(found: Any, want: np.ndarray, within: float = 1e-9) -> None:
-    found = found.detach().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
-    np.testing.assert_allclose(found, want, atol=within, rtol=within)
+def close(actual: Any, want: np.ndarray, within: float = 1e-9) -> None:
+    actual = actual.detach().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
+    np.testing.assert_allclose(actual, want, atol=within, rtol=within)
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
 
 
-def descends(found: Any, arrays: dict[str, Any], score: str, weighting: str) -> None:
+def descends(result: Any, arrays: dict[str, Any], score: str, weighting: str) -> None:
     """The gradients of every leaf among `arrays` are those of the formulas."""
-    rows, given = counted(score, weighting), asked(score, weighting)
-    along, found = torch.tensor(ALONG[rows]), found[[given.index(i) for i in rows]]
+    rows, numbers = counted(score, weighting), query_numbers(score, weighting)
+    along, result = torch.tensor(ALONG[rows]), result[[numbers.index(i) for i in rows]]
     inputs = list(arrays.values())
     gradients: Any = [None] * len(inputs)
-    if found.requires_grad:  # some weights move with no score
-        gradients = torch.autograd.grad((found * along).sum(), inputs, allow_unused=True)
+    if result.requires_grad:  # some weights move with no score
+        gradients = torch.autograd.grad((result * along).sum(), inputs, allow_unused=True)
     for (name, x), gradient in zip(arrays.items(), gradients, strict=True):
         gradient = np.zeros(x.shape) if gradient is None else gradient.numpy()
         assert np.isfinite(gradient).all(), name
@@ -436,15 +436,15 @@ def test_the_far_query_is_beyond_every_window_and_no_other_is(score):
 @pairs
 def test_attend(score, weighting):
     out, alpha = truth(score, weighting)
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = poisoned(leaves(score, weighting))
-    given = (arrays["query"][rows], arrays["key"], arrays["value"])
-    options = {**how(arrays, score, weighting), "mask": LIVE[rows]}
-    found, weights = qkv.attend(*given, **options, return_weights=True)
-    close(found, out[rows])
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"])
+    options = {**build_options(arrays, score, weighting), "mask": LIVE[rows]}
+    result, weights = qkv.attend(*inputs, **options, return_weights=True)
+    close(result, out[rows])
     close(weights, alpha[rows])
-    close(qkv.attend(*given, **options), out[rows])
-    close(qkv.weights(*given[:2], **options), alpha[rows])
+    close(qkv.attend(*inputs, **options), out[rows])
+    close(qkv.weights(*inputs[:2], **options), alpha[rows])
 
 
 @pytest.mark.sample(350)
@@ -452,38 +452,38 @@ def test_attend(score, weighting):
 @pytest.mark.parametrize("engine", [None, "streaming"])
 def test_attend_by_torch_and_its_gradients(score, weighting, engine, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))  # borders are crossed
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
-    given = (arrays["query"][rows], arrays["key"], arrays["value"])
-    options = {**how(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
-    found = qkv.attend(*given, **options, engine=engine)
-    close(found, truth(score, weighting)[0][rows])
-    descends(found, arrays, score, weighting)
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"])
+    options = {**build_options(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
+    result = qkv.attend(*inputs, **options, engine=engine)
+    close(result, truth(score, weighting)[0][rows])
+    descends(result, arrays, score, weighting)
 
 
 @pairs
 def test_the_gradients_of_weights(score, weighting):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
     value = arrays.pop("value").detach().nan_to_num(0.0, 0.0)
-    options = {**how(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
-    found = qkv.weights(arrays["query"][rows], arrays["key"], **options)
-    close(found, truth(score, weighting)[1][rows])
-    descends(found @ value, arrays, score, weighting)
+    options = {**build_options(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
+    result = qkv.weights(arrays["query"][rows], arrays["key"], **options)
+    close(result, truth(score, weighting)[1][rows])
+    descends(result @ value, arrays, score, weighting)
 
 
 @pairs
 def test_the_weighting_of_scores(score, weighting):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(leaves(score, weighting))
     value, live = arrays.pop("value").detach(), torch.tensor(LIVE[rows])
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     weigh = weightings.resolve(options["weighting"])
     compare = weigh.adapt_score(scores.resolve(options["score"]))
-    given = compare(arrays["query"][rows], arrays["key"])
-    found = weigh(torch.where(live, given, math.nan), live)
-    close(found, truth(score, weighting)[1][rows])
-    descends(found @ value, arrays, score, weighting)
+    computed = compare(arrays["query"][rows], arrays["key"])
+    result = weigh(torch.where(live, computed, math.nan), live)
+    close(result, truth(score, weighting)[1][rows])
+    descends(result @ value, arrays, score, weighting)
 
 
 # Layers
@@ -493,28 +493,28 @@ def test_the_weighting_of_scores(score, weighting):
 @pairs
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_layer_and_its_gradients(score, weighting, need_weights):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
-    layer = nn.Attention(**how(arrays, score, weighting))
-    given = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
+    layer = nn.Attention(**build_options(arrays, score, weighting))
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
     out, alpha = truth(score, weighting)
-    found = layer(*given, need_weights=need_weights)
+    result = layer(*inputs, need_weights=need_weights)
     if need_weights:
-        found, weights = found
+        result, weights = result
         close(weights, alpha[rows])
-    close(found, out[rows])
-    descends(found, arrays, score, weighting)
+    close(result, out[rows])
+    descends(result, arrays, score, weighting)
 
 
 @pytest.mark.parametrize("weighting", ["softmax"])
 @pytest.mark.parametrize("score", ["scaled_dot", "softcap"])
 def test_the_onnx_operator(score, weighting):
     arrays = poisoned(leaves(score, weighting))
-    given = (arrays[name][None, None] for name in ("query", "key", "value"))
+    inputs = (arrays[name][None, None] for name in ("query", "key", "value"))
     capped = {"scale": 0.7, "softcap": 1.5} if score == "softcap" else {}
-    found, _, _, alpha = onnx.attention(*given, LIVE, **capped, qk_matmul_output_mode=3)
+    actual, _, _, alpha = onnx.attention(*inputs, LIVE, **capped, qk_matmul_output_mode=3)
     out, want = truth(score, weighting)
-    close(found[0, 0], out)
+    close(actual[0, 0], out)
     close(alpha[0, 0], want)
 
 
@@ -551,24 +551,24 @@ HERE = [j for j in range(M) if j not in DEAD]
 def test_ask(database, score, weighting):
     out, alpha = truth(score, weighting)
     arrays = leaves(score, weighting)
-    options = how(arrays, score, weighting)
-    for i in asked(score, weighting):
+    options = build_options(arrays, score, weighting)
+    for i in query_numbers(score, weighting):
         where = (lambda row: False) if i == SHUT else None
-        found = database.ask(QUERY[i], where=where, **options)
-        close(found.weights, alpha[i, HERE], 1e-5)
+        result = database.ask(QUERY[i], where=where, **options)
+        close(result.weights, alpha[i, HERE], 1e-5)
         if np.any(np.abs(alpha[i]) > 1e-6) or np.isnan(alpha[i]).any():
-            close(found.value, out[i], 1e-5)
+            close(result.value, out[i], 1e-5)
         elif not alpha[i].any():  # no row has a say
-            assert found.value is None and found.rows == []
+            assert result.value is None and result.rows == []
 
 
 @pytest.mark.sample(400)
 @of_vectors
 def test_the_database_attends(database, score, weighting):
     out, _ = truth(score, weighting)
-    rows = [i for i in asked(score, weighting) if i != SHUT]
+    rows = [i for i in query_numbers(score, weighting) if i != SHUT]
     arrays = leaves(score, weighting)
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     close(database.attend(QUERY[rows], **options), out[rows])
     with pytest.warns(NoRowsMatchWarning, match="No rows match"):
         shut = database.attend(QUERY[rows], where=lambda row: False, **options)
@@ -578,15 +578,15 @@ def test_the_database_attends(database, score, weighting):
 @pytest.mark.sample(300)
 @of_vectors
 def test_the_gradients_of_the_database(database, score, weighting):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(leaves(score, weighting))
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     del arrays["key"], arrays["value"]
     # The shut query's output is 0 whatever the rows say, so it gets a gradient of 0.
-    found = database.attend(arrays["query"][rows], **options)
-    found = torch.where(torch.tensor([[i != SHUT] for i in rows]), found, 0.0)
-    close(found, truth(score, weighting)[0][rows])
-    descends(found, arrays, score, weighting)
+    result = database.attend(arrays["query"][rows], **options)
+    result = torch.where(torch.tensor([[i != SHUT] for i in rows]), result, 0.0)
+    close(result, truth(score, weighting)[0][rows])
+    descends(result, arrays, score, weighting)
 
 
 # What is refused is refused everywhere
@@ -595,7 +595,7 @@ def test_the_gradients_of_the_database(database, score, weighting):
 def entry_point_calls(score, weighting, rows, database):
     """Return each entry point with these queries as a function without arguments."""
     arrays = leaves(score, weighting)
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     three = (QUERY[rows], KEY, VALUE)
     yield lambda: qkv.attend(*three, **options)
     yield lambda: qkv.weights(*three[:2], **options)

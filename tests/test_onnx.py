@@ -149,15 +149,15 @@ def test_agrees_with_onnx_on_every_combination(mask: str, cache: str) -> None:
             "qk_matmul_output_mode": mode,
             "softcap": 2.0,
         }
-        given = dict(feeds)
+        inputs = dict(feeds)
         if flat:
             attributes |= {"q_num_heads": 4, "kv_num_heads": 2}
             for name in "QKV":
                 x = feeds[name].transpose(0, 2, 1, 3)
-                given[name] = x.reshape(*x.shape[:2], -1)
-        m = model(given, **attributes)
-        reference = ReferenceEvaluator(m).run(None, given)
-        for got, expected in zip(run(m, given), reference, strict=True):
+                inputs[name] = x.reshape(*x.shape[:2], -1)
+        m = model(inputs, **attributes)
+        reference = ReferenceEvaluator(m).run(None, inputs)
+        for got, expected in zip(run(m, inputs), reference, strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6, err_msg=str(attributes))
 
 

@@ -45,9 +45,9 @@ def requirements(lines: list[str] | None, seen: set[str]) -> Iterator[Distributi
         if name is None or name[0].lower() in seen or ";" in line:
             continue
         seen.add(name[0].lower())
-        found = distribution(name[0])
-        yield found
-        yield from requirements(found.requires, seen)
+        result = distribution(name[0])
+        yield result
+        yield from requirements(result.requires, seen)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(built("sdist", ROOT, folder / "dist")) as archive:
         archive.extractall(folder, filter="data")
-    (found,) = folder.glob("qkv-*")
-    return found
+    (result,) = folder.glob("qkv-*")
+    return result
 
 
 def test_the_sdist_holds_what_make_test_needs(unpacked):

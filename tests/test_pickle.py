@@ -34,7 +34,7 @@ THINGS: dict[str, Any] = {
     **{
         f"score {x}": scores.resolve(make(a)) for x, (a, make) in SCORES.items() if x not in UNNAMED
     },
-    **{f"weighting {x}": how for x, how in (WEIGHTINGS | LEARNED).items()},
+    **{f"weighting {x}": weighting for x, weighting in (WEIGHTINGS | LEARNED).items()},
     **{
         f"mask {x}": masks.resolve(make(a))[0] if x != "float" else masks.array(a["mask"])
         for x, (a, make) in MASKS.items()
@@ -156,9 +156,9 @@ def test_an_answer_says_the_same_elsewhere():
 
 def test_what_is_raised_comes_out_of_a_pool():
     D = qkv.Database({"Zhang": 1, "Li": 2})
-    with pytest.raises(KeyError) as found:
+    with pytest.raises(KeyError) as result:
         D["Zang"]
-    error = found.value
+    error = result.value
     for made in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert str(made) == str(error) and made.key == "Zang" and made.nearest_keys[0] == "Zhang"
     for error in (DuplicateKeyError("told", 3), LostShardError("told", 1)):

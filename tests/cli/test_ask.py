@@ -177,8 +177,8 @@ class TestAsk:
 
     def test_each_line_of_stdin(self, table: Path) -> None:
         result = qkv("ask", table, "-", "-v", "author", "--json", stdin="emma\n\ndune\n")
-        found = [json.loads(line)["value"] for line in result.stdout.splitlines()]
-        assert found == ["Jane Austen", "Frank Herbert"]
+        actual = [json.loads(line)["value"] for line in result.stdout.splitlines()]
+        assert actual == ["Jane Austen", "Frank Herbert"]
 
     def test_a_query_that_is_no_text(self, table: Path, store: Path) -> None:
         for arguments in (["ask", table], ["ask", store], ["get", store], ["add", store, "Emma"]):
@@ -285,8 +285,8 @@ class TestGet:
         }
         assert qkv("get", table, "Homer", *columns).stderr == ""
         assert qkv("get", table, "Jane Austen", "--all", *columns).stdout == "Emma\nPersuasion\n"
-        found = data("get", table, "Jane Austen", "--all", *columns)
-        assert found == {"key": "Jane Austen", "values": ["Emma", "Persuasion"]}
+        result = data("get", table, "Jane Austen", "--all", *columns)
+        assert result == {"key": "Jane Austen", "values": ["Emma", "Persuasion"]}
         assert qkv("get", table, "Jane", "--all", *columns).exit_code == 1
 
 
@@ -297,9 +297,9 @@ class TestPlot:
     def test_writes_the_picture(self, table: Path, name: str, magic: bytes) -> None:
         pytest.importorskip("matplotlib")
         path = table.with_name(name)
-        found = data("plot", table, "emma", "-o", path, "-v", "author")
-        assert found["written"] == str(path)
-        assert found["value"] == "Jane Austen"
+        result = data("plot", table, "emma", "-o", path, "-v", "author")
+        assert result["written"] == str(path)
+        assert result["value"] == "Jane Austen"
         assert path.read_bytes()[: len(magic)] == magic
         assert qkv("plot", table, "emma", "-o", path).stdout == f"{path}\n"
         assert sorted(p.name for p in table.parent.iterdir()) == sorted([name, "books.csv"])

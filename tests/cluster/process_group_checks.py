@@ -31,7 +31,7 @@ QUERIES = {1: (6,), 2: (1, 5), 3: (3, 3, 0), 4: (2, 1, 0, 3)}
 class Case:
     """Arguments of `attend` for some columns of the keys, from learned arrays."""
 
-    how: Callable[[list[Tensor], slice], dict[str, Any]]
+    build_options: Callable[[list[Tensor], slice], dict[str, Any]]
     learned: tuple[tuple[int, ...], ...] = ()
     lead: tuple[int, ...] = ()
     shared: tuple[int, ...] | None = None
@@ -137,33 +137,33 @@ def check(case: Case, queries: str, group: Any) -> None:
     ranks.query_counts = QUERIES[ranks.size]
 
     def one(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        how = case.how(list(learned), slice(None))
-        return _flat(qkv.attend(query, key, value, engine="dense", **how))
+        options = case.build_options(list(learned), slice(None))
+        return _flat(qkv.attend(query, key, value, engine="dense", **options))
 
     def many(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
         key, value = (cluster.sum_gradient(x, group)[..., mine, :] for x in (key, value))
-        how = case.how(list(learned), mine)
+        options = case.build_options(list(learned), mine)
         if queries == "same":
-            return _flat(cluster.attend(query, key, value, group, **how))
+            return _flat(cluster.attend(query, key, value, group, **options))
         query = cluster.sum_gradient(query, group)[..., own, :]
-        out = cluster.attend(query, key, value, group, queries="sharded", **how)
+        out = cluster.attend(query, key, value, group, queries="sharded", **options)
         return Joined.apply(_flat(out), ranks)
 
     arrays = case.arrays()
-    want, found = one(*arrays), many(*arrays)
-    _near(found, want, "output")
+    want, actual = one(*arrays), many(*arrays)
+    _near(actual, want, "output")
     along = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(4))
     right, ours = (
         torch.autograd.grad(x, arrays, along, allow_unused=True, materialize_grads=True)
-        for x in (want, found)
+        for x in (want, actual)
     )
     ours = list(ours)
-    parts = queries == "sharded" or case.how is _bias  # each has those of its own keys
+    parts = queries == "sharded" or case.build_options is _bias  # each has those of its own keys
     if parts and case.learned:
         ours[3:] = ranks.all_reduce_sum(ours[3:])
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         _near(a, b, f"gradient {i}")
-    if case.how in CHECKED:
+    if case.build_options in CHECKED:
         torch.manual_seed(5)  # all must look the same way
         fixed = [x.detach() for x in arrays[3:]]
         checked = arrays[:3] + (fixed if parts else arrays[3:])
@@ -176,12 +176,12 @@ def _parts(ranks: cluster.RankGroup) -> list[slice]:
     return [slice(sum(x[: ranks.rank]), sum(x[: ranks.rank + 1])) for x in sizes]
 
 
-def _flat(found: Any) -> Tensor:
-    return torch.cat([found[0], found[1][..., None]], -1) if isinstance(found, tuple) else found
+def _flat(result: Any) -> Tensor:
+    return torch.cat([result[0], result[1][..., None]], -1) if isinstance(result, tuple) else result
 
 
-def _near(found: Tensor, want: Tensor, what: str) -> None:
-    error = (found - want).abs().max().item()
+def _near(actual: Tensor, want: Tensor, what: str) -> None:
+    error = (actual - want).abs().max().item()
     assert error < 1e-9, f"{what} is off by {error}"
 
 
@@ -191,17 +191,17 @@ def check_half(group: Any) -> None:
     mine, own = _parts(ranks)
     arrays = [x.detach().bfloat16() for x in CASES["lse"].arrays()]
     for queries, rows in (("same", slice(None)), ("sharded", own)):
-        given = [arrays[0][..., rows, :], *(x[..., mine, :] for x in arrays[1:])]
-        given = [x.clone().requires_grad_() for x in given]
-        whole = [x.clone().requires_grad_() for x in arrays]
-        out = cluster.attend(*given, group, queries=queries, mask="causal")
-        want = qkv.attend(*whole, mask="causal")
+        inputs = [arrays[0][..., rows, :], *(x[..., mine, :] for x in arrays[1:])]
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        full = [x.clone().requires_grad_() for x in arrays]
+        out = cluster.attend(*inputs, group, queries=queries, mask="causal")
+        want = qkv.attend(*full, mask="causal")
         slopes, right = (
-            torch.autograd.grad(x.square().sum(), y) for x, y in ((out, given), (want, whole))
+            torch.autograd.grad(x.square().sum(), y) for x, y in ((out, inputs), (want, full))
         )
         parts = [want[..., rows, :], right[0][..., rows, :], *(x[..., mine, :] for x in right[1:])]
-        for found, due in zip((out, *slopes), parts, strict=True):
-            torch.testing.assert_close(found, due, rtol=0.05, atol=0.05)
+        for actual, expected in zip((out, *slopes), parts, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
 def check_few(group: Any) -> None:
@@ -229,10 +229,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (f(x) for f in self.maps)
-        how: dict[str, Any] = {"score": self.score.build(x.dtype), "mask": "causal"}
+        options: dict[str, Any] = {"score": self.score.build(x.dtype), "mask": "causal"}
         if self.group is None:
-            return qkv.attend(query, key, value, **how)
-        return cluster.attend(query, key, value, self.group, queries="sharded", **how)
+            return qkv.attend(query, key, value, **options)
+        return cluster.attend(query, key, value, self.group, queries="sharded", **options)
 
 
 def check_ddp(group: Any, compiled: bool) -> None:
@@ -255,12 +255,15 @@ def check_compiled(group: Any) -> None:
     """As one operator of a whole graph it gives what the eager call gives, and its gradients."""
     for name in ("lse", "additive", "float mask", "documents", "learned alpha", "dropout"):
         for queries in ("same", "sharded"):
-            given, loss = _compilable(CASES[name], queries, group)
+            inputs, loss = _compilable(CASES[name], queries, group)
             torch._dynamo.reset()
-            totals = loss(*given), torch.compile(loss, backend="aot_eager", fullgraph=True)(*given)
-            want, found = (torch.autograd.grad(x, given, allow_unused=True) for x in totals)
+            totals = (
+                loss(*inputs),
+                torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs),
+            )
+            want, actual = (torch.autograd.grad(x, inputs, allow_unused=True) for x in totals)
             _near(totals[1], totals[0], f"{name}, {queries}")
-            for i, (a, b) in enumerate(zip(found, want, strict=True)):
+            for i, (a, b) in enumerate(zip(actual, want, strict=True)):
                 _near(a, b, f"{name}, {queries}: gradient {i}")
 
 
@@ -269,16 +272,18 @@ def _compilable(case: Case, queries: Any, group: Any) -> tuple[list[Tensor], Any
     mine, own = _parts(cluster.RankGroup(group))
     query, key, value, *learned = (x.detach() for x in case.arrays())
     rows = own if queries == "sharded" else slice(None)
-    fixed = {} if learned else case.how([], mine)
+    fixed = {} if learned else case.build_options([], mine)
 
     def loss(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        how = case.how(list(learned), mine) if learned else fixed
+        options = case.build_options(list(learned), mine) if learned else fixed
         return (
-            _flat(cluster.attend(query, key, value, group, queries=queries, **how)).square().sum()
+            _flat(cluster.attend(query, key, value, group, queries=queries, **options))
+            .square()
+            .sum()
         )
 
-    given = [query[..., rows, :], *(x[..., mine, :] for x in (key, value)), *learned]
-    return [x.clone().requires_grad_() for x in given], loss
+    inputs = [query[..., rows, :], *(x[..., mine, :] for x in (key, value)), *learned]
+    return [x.clone().requires_grad_() for x in inputs], loss
 
 
 def check_refusals(group: Any) -> None:
@@ -298,8 +303,8 @@ def check_refusals(group: Any) -> None:
         refused("queries='sharded'", lambda: cluster.attend(some, x, x, group))
     refused("did you mean", lambda: cluster.attend(x, x, x, group, queries="shard"))
     by_row = weightings.Entmax(torch.tensor([[1.5], [1.6]]))
-    how: Any = {"queries": "sharded", "weighting": by_row}
-    refused("for each query", lambda: cluster.attend(x, x, x, group, **how))
+    options: Any = {"queries": "sharded", "weighting": by_row}
+    refused("for each query", lambda: cluster.attend(x, x, x, group, **options))
     out = cluster.attend(x, x, x, group)
     refused("second derivatives", lambda: torch.autograd.grad(out.sum(), x, create_graph=True))
     small = masks.array(torch.ones(2, 3, dtype=torch.bool))
@@ -310,14 +315,14 @@ COMPILED = "DDP, compiled"
 
 
 def _names() -> dict[str, Callable[[Any], None]]:
-    found: dict[str, Callable[[Any], None]] = {}
+    result: dict[str, Callable[[Any], None]] = {}
     for name, case in CASES.items():
         for queries in ("same", "sharded"):
-            found[f"{name}, {queries}"] = lambda group, c=case, q=queries: check(c, q, group)
-    found["DDP"] = lambda group: check_ddp(group, compiled=False)
-    found[COMPILED] = lambda group: check_ddp(group, compiled=True)
-    found["compiled"] = check_compiled
-    return found | {"16 bits": check_half, "few": check_few, "refusals": check_refusals}
+            result[f"{name}, {queries}"] = lambda group, c=case, q=queries: check(c, q, group)
+    result["DDP"] = lambda group: check_ddp(group, compiled=False)
+    result[COMPILED] = lambda group: check_ddp(group, compiled=True)
+    result["compiled"] = check_compiled
+    return result | {"16 bits": check_half, "few": check_few, "refusals": check_refusals}
 
 
 def _sizes(name: str) -> Iterable[int]:
@@ -327,7 +332,7 @@ def _sizes(name: str) -> Iterable[int]:
     if name == "compiled":
         return (1, 2)
     case = CASES.get(name.partition(",")[0])
-    return (2, 3) if case is not None and case.how not in CHECKED else range(1, WORLD + 1)
+    return (2, 3) if case is not None and case.build_options not in CHECKED else range(1, WORLD + 1)
 
 
 CHECKS = _names()

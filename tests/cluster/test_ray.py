@@ -73,27 +73,27 @@ def answers_and_gradients(D: qkv.Database, c: Cluster) -> None:
 
 def deaths(D: qkv.Database, c: Cluster) -> None:
     """No answer is wrong while shards are killed, and all are there."""
-    want, found = D.attend(QUERY), []
+    want, actual = D.attend(QUERY), []
     stop = threading.Event()
 
     def load() -> None:
         while not stop.is_set():
-            found.append(c.attend(QUERY))
+            actual.append(c.attend(QUERY))
 
     thread = threading.Thread(target=load)
     thread.start()
     try:
         for process in c.process_ids():
             os.kill(process, signal.SIGKILL)
-        seen = len(found)
+        seen = len(actual)
         end = time.monotonic() + 600
-        while len(found) < seen + 3 and time.monotonic() < end:
+        while len(actual) < seen + 3 and time.monotonic() < end:
             time.sleep(0.05)
     finally:
         stop.set()
         thread.join()
-    assert len(found) >= seen + 3
-    for out in found:
+    assert len(actual) >= seen + 3
+    for out in actual:
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
@@ -139,11 +139,11 @@ def lost(path: Path, folder: Path) -> None:
     qkv.cluster.split(path, places)
     free = {"num_cpus": 0}
     with Cluster(places, options=free, timeout=600, partial=True) as c:
-        whole = c.ask(QUERY[0]).weights
+        full = c.ask(QUERY[0]).weights
         places[1].rename(folder / "gone")
         os.kill(c.process_ids()[1], signal.SIGKILL)
         part = c.ask(QUERY[0])
-        wrong = 0.5 * np.abs(whole - part.weights).sum()
+        wrong = 0.5 * np.abs(full - part.weights).sum()
         assert 0 < wrong <= part.error_bound <= 1
         c._shard_set.partial = False
         with pytest.raises(LostShardError, match="does not exist"):

@@ -33,7 +33,7 @@ def test_without_a_group():
 
 def test_names_are_spelled_for_a_graph_as_they_are():
     arguments = {'a "quoted" name': "back\\slash and\nline", "plain": [1, 0.5, None, True]}
-    found = custom_op.decode_arguments(
+    result = custom_op.decode_arguments(
         json.loads(custom_op.encode_arguments(arguments, []), strict=False), []
     )
-    assert found == arguments | {"plain": (1, 0.5, None, True)}
+    assert result == arguments | {"plain": (1, 0.5, None, True)}

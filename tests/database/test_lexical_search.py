@@ -40,7 +40,7 @@ def D(
         yield D
 
 
-def whole(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def encode_queries_and_keys(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Queries and keys as they are kept, with a column for every word there is."""
     query, key = add_word_columns(
         encoder, queries, encode_as_stored(encoder, KEYS), encoder.encode_sparse(KEYS)
@@ -52,7 +52,7 @@ def whole(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]
 def expected(D: qkv.Database, score: object, weighting: object = "softmax") -> np.ndarray:
     """α in the space of all words, literally."""
     assert D.encoder is not None
-    query, key = whole(D.encoder, QUERIES)
+    query, key = encode_queries_and_keys(D.encoder, QUERIES)
     return np.asarray(qkv.weights(query, key, score=score, weighting=weighting))
 
 

@@ -206,8 +206,8 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
             qkv.open(path, encoder=encoder) as D,
         ):
             D.add("c", 3)
-    whole = text[0] == "{" or text == "[]"  # as a store's settings may be
-    assert bool(check_store(path)) is not whole
+    full = text[0] == "{" or text == "[]"  # as a store's settings may be
+    assert bool(check_store(path)) is not full
 
 
 @pytest.mark.parametrize("cell", ["[]", 1.5, b"x"])

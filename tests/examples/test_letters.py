@@ -82,14 +82,14 @@ def test_the_kinds_are_of_one_size() -> None:
 @pytest.mark.sample(1)
 @EACH
 def test_each_kind_learns(kind: str) -> None:
-    found = letters.learn(kind, TEXT, 20)
-    assert found.curve[0].bits > 5.5
-    assert found.curve[-1].bits < 4.6
+    result = letters.learn(kind, TEXT, 20)
+    assert result.curve[0].bits > 5.5
+    assert result.curve[-1].bits < 4.6
     assert letters.learn(kind, TEXT, 1).curve == letters.learn(kind, TEXT, 1).curve
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *given: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["letters.py", *given])
+def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["letters.py", *args])
     return letters.main()
 
 

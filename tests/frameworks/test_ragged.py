@@ -93,8 +93,8 @@ def test_places_that_share_their_low_bits_are_distinguished() -> None:
 def test_a_wide_array_is_cut_before_it_is_made() -> None:
     _, kept, place = both(20, 30)
     dense = RNG.normal(size=(20, 4)).astype(np.float16)
-    whole = DenseAndSparse(dense, kept, place[3:9])
-    assert whole.shape == np.asarray(whole).shape == (20, 11) and len(whole) == 20
-    np.testing.assert_array_equal(np.asarray(whole[4:9]), np.asarray(whole)[4:9])
+    full = DenseAndSparse(dense, kept, place[3:9])
+    assert full.shape == np.asarray(full).shape == (20, 11) and len(full) == 20
+    np.testing.assert_array_equal(np.asarray(full[4:9]), np.asarray(full)[4:9])
     some = RNG.random(20) < 0.5
-    np.testing.assert_array_equal(np.asarray(whole[some], np.float64), np.asarray(whole)[some])
+    np.testing.assert_array_equal(np.asarray(full[some], np.float64), np.asarray(full)[some])

@@ -42,8 +42,8 @@ def numbers(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype("float32")
 
 
-def close(found: Any, expected: Any, within: float = 1e-5) -> None:
-    np.testing.assert_allclose(to_numpy(found), to_numpy(expected), atol=within, rtol=within)
+def close(actual: Any, expected: Any, within: float = 1e-5) -> None:
+    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=within, rtol=within)
 
 
 def additive() -> scores.Score:
@@ -106,9 +106,9 @@ def test_attention_is_the_equation() -> None:
     q, k, v = numbers(2, 3, 4), numbers(2, 5, 4), numbers(2, 5, 6)
     s = np.exp(q @ k.swapaxes(1, 2) / 2)
     alpha = s / s.sum(-1, keepdims=True)
-    out, found = Attention()([q, v, k], return_attention_scores=True)
+    out, result = Attention()([q, v, k], return_attention_scores=True)
     close(out, alpha @ v)
-    close(found, alpha)
+    close(result, alpha)
 
 
 @pytest.mark.sample(5)
@@ -129,11 +129,11 @@ def test_attention_with_every_score(name: str) -> None:
 @pytest.mark.parametrize("name", WEIGHTINGS)
 def test_attention_with_every_weighting(name: str) -> None:
     q, k, v = numbers(2, 3, 4), numbers(2, 5, 4), numbers(2, 5, 6)
-    how = {"weighting": WEIGHTINGS[name]}
+    options = {"weighting": WEIGHTINGS[name]}
     wide = [x.astype("float64") for x in (q, k, v)]
-    out, alpha = Attention(**how)([q, v, k], return_attention_scores=True)
-    close(out, qkv.attend(*wide, **how))
-    close(alpha, qkv.weights(*wide[:2], **how))
+    out, alpha = Attention(**options)([q, v, k], return_attention_scores=True)
+    close(out, qkv.attend(*wide, **options))
+    close(alpha, qkv.weights(*wide[:2], **options))
 
 
 def test_without_a_key_the_value_is_the_key() -> None:
@@ -264,12 +264,12 @@ PAIRS = [("plain", call) for call in CALLS] + [(option, "mask and causal") for o
 def test_multi_head_attention_is_that_of_keras(options: str, call: str) -> None:
     ours, theirs = both(**OPTIONS[options])
     q, v, k = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
-    how = CALLS[call]
-    expected, alpha = theirs(q, v, k, return_attention_scores=True, **how)
-    close(ours(q, v, k, **how), expected)
-    out, found = ours(q, v, k, return_attention_scores=True, **how)
+    settings = CALLS[call]
+    expected, alpha = theirs(q, v, k, return_attention_scores=True, **settings)
+    close(ours(q, v, k, **settings), expected)
+    out, actual = ours(q, v, k, return_attention_scores=True, **settings)
     close(out, expected)
-    close(found, alpha)
+    close(actual, alpha)
 
 
 AXES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = {
@@ -282,23 +282,23 @@ AXES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...] | N
 """attention_axes, the shapes of query and value, and of a mask."""
 
 
-def alike(ours: Any, theirs: Any, *inputs: Any, **how: Any) -> None:
+def alike(ours: Any, theirs: Any, *inputs: Any, **options: Any) -> None:
     """Ours with the weights of Keras's own gives the same, and the same shapes beforehand."""
     for layer in (theirs, ours):
-        layer(*inputs, **how)
+        layer(*inputs, **options)
     for w in theirs.weights:
         w.assign(numbers(*w.shape) / 2)
     ours.set_weights(theirs.get_weights())
     assert [(w.name, w.shape) for w in ours.weights] == [(w.name, w.shape) for w in theirs.weights]
-    found, want = (x(*inputs, return_attention_scores=True, **how) for x in (ours, theirs))
-    for one, two in zip(found, want, strict=True):
+    actual, want = (x(*inputs, return_attention_scores=True, **options) for x in (ours, theirs))
+    for one, two in zip(actual, want, strict=True):
         close(one, two)
-    close(ours(*inputs, **how), want[0])
+    close(ours(*inputs, **options), want[0])
     again = type(ours).from_config(ours.get_config())
     assert again.get_config() == ours.get_config()
     blank = [keras.Input(x.shape[1:]) for x in keras.tree.flatten(inputs)]
     blank = keras.tree.pack_sequence_as(inputs, blank)
-    for symbolic, made in zip(again(*blank, return_attention_scores=True), found, strict=True):
+    for symbolic, made in zip(again(*blank, return_attention_scores=True), actual, strict=True):
         assert symbolic.shape[1:] == tuple(made.shape)[1:]
 
 
@@ -310,12 +310,12 @@ def test_more_axes_are_attended_over_as_in_keras(name: str) -> None:
         kind(2, 3, attention_axes=axes)
         for kind in (MultiHeadAttention, keras.layers.MultiHeadAttention)
     )
-    how = {}
+    options = {}
     if pairs is not None:
         mask = np.random.default_rng(3).random(pairs) > 0.3
         mask[..., 0] = True  # where there is nothing to attend to, Keras averages
-        how["attention_mask"] = mask
-    alike(ours, theirs, numbers(*query), numbers(*value), **how)
+        options["attention_mask"] = mask
+    alike(ours, theirs, numbers(*query), numbers(*value), **options)
 
 
 GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -330,24 +330,24 @@ GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_query_attention_is_that_of_keras(name: str) -> None:
-    options, how = GROUPED[name]
+    options, settings = GROUPED[name]
     ours, theirs = (
         kind(3, 4, 2, **options)
         for kind in (GroupedQueryAttention, keras.layers.GroupQueryAttention)
     )
-    alike(ours, theirs, numbers(2, 5, 8), numbers(2, 5, 8), **how)
+    alike(ours, theirs, numbers(2, 5, 8), numbers(2, 5, 8), **settings)
 
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_additive_attention_is_that_of_keras(scale: bool) -> None:
-    for shapes, how in (
+    for shapes, options in (
         (((2, 3, 4), (2, 5, 4)), {}),
         (((2, 3, 4), (2, 5, 6), (2, 5, 4)), {"use_causal_mask": True}),
         (((2, 3, 4), (2, 5, 4)), {"mask": [None, np.arange(5)[None] < [[3], [5]]]}),
     ):
         inputs = [numbers(*shape) for shape in shapes]
         ours, theirs = AdditiveAttention(scale), keras.layers.AdditiveAttention(scale)
-        alike(ours, theirs, inputs, **how)
+        alike(ours, theirs, inputs, **options)
 
 
 @pytest.mark.sample(2)
@@ -373,8 +373,8 @@ def test_attention_takes_the_arguments_of_keras(mode: str, scale: bool) -> None:
 
 def test_the_score_of_keras_alone_is_its_dot() -> None:
     inputs = [numbers(2, 3, 4), numbers(2, 5, 4)]
-    for how in ({"use_scale": False}, {"score_mode": "dot"}):
-        close(Attention(**how, weighting="sparsemax")(inputs),
+    for options in ({"use_scale": False}, {"score_mode": "dot"}):
+        close(Attention(**options, weighting="sparsemax")(inputs),
               Attention("dot", "sparsemax")(inputs))  # fmt: skip
 
 
@@ -504,8 +504,8 @@ def test_masks_given_by_hand() -> None:
     close(out, keras.layers.Attention()([q, v], mask=[query_mask, value_mask]))
     assert np.abs(to_numpy(out)[0, 1]).max() == 0
     layer = MultiHeadAttention(num_heads=2, key_dim=3)
-    given = {"query_mask": query_mask, "return_attention_scores": True}
-    alpha = to_numpy(layer(q, v, **given)[1])
+    masks_by_name = {"query_mask": query_mask, "return_attention_scores": True}
+    alpha = to_numpy(layer(q, v, **masks_by_name)[1])
     plain = to_numpy(layer(q, v, return_attention_scores=True)[1])
     close(alpha, plain * query_mask[:, None, :, None])
 
@@ -617,8 +617,8 @@ def test_train_save_load_resume(name: str, tmp_path: Path) -> None:
     model = small(*MODELS[name])
     model.compile("adam", "mse")
     start = model.get_weights()
-    how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-    assert np.isfinite(model.fit(x, y, **how).history["loss"]).all()
+    options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+    assert np.isfinite(model.fit(x, y, **options).history["loss"]).all()
     still = [
         w.path
         for w, before in zip(model.weights, start, strict=True)
@@ -629,7 +629,7 @@ def test_train_save_load_resume(name: str, tmp_path: Path) -> None:
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     close(again.predict(x, verbose=0), model.predict(x, verbose=0), 1e-6)
-    ahead, resumed = (m.fit(x, y, **how).history["loss"] for m in (model, again))
+    ahead, resumed = (m.fit(x, y, **options).history["loss"] for m in (model, again))
     close(np.array(resumed), np.array(ahead))
     for one, two in zip(model.get_weights(), again.get_weights(), strict=True):
         close(two, one)
@@ -662,8 +662,8 @@ def test_a_last_batch_that_is_shorter_in_a_compiled_step() -> None:
         rows = keras.Input((None, 4))
         model = keras.Model(rows, MultiHeadAttention(2, 3)(rows, rows, use_causal_mask=True))
         model.compile("sgd", "mse", jit_compile=jit)
-        how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-        lost.append(model.fit(x, x, **how).history["loss"])
+        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        lost.append(model.fit(x, x, **options).history["loss"])
     close(np.array(lost[0]), np.array(lost[1]))
 
 

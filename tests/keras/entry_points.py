@@ -13,14 +13,14 @@ from tests.test_entry_points import (
     LIVE,
     REFUSED,
     WINDOWS,
-    asked,
+    build_options,
     close,
     descends,
     each,
-    how,
     leaves,
     pairs,
     poisoned,
+    query_numbers,
     tensors,
     truth,
 )
@@ -35,9 +35,9 @@ CAUGHT = ("own_function", "own_modified")
 
 def built(score: str, weighting: str, arrays: dict[str, Any]) -> Any:
     """A layer, whose arrays begin as these; a function keeps what it has caught."""
-    given = arrays if score in CAUGHT else leaves(score, weighting)
-    compare = how(given, score, weighting)["score"]
-    weigh = how(leaves(score, weighting), score, weighting)["weighting"]
+    inputs = arrays if score in CAUGHT else leaves(score, weighting)
+    compare = build_options(inputs, score, weighting)["score"]
+    weigh = build_options(leaves(score, weighting), score, weighting)["weighting"]
     return Attention(compare, weigh, dtype="float64")
 
 
@@ -48,18 +48,18 @@ def inputs(arrays: dict[str, Any], rows: list[int]) -> list[Any]:
 
 @pairs
 def test_the_layer_and_its_gradients(score, weighting):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
     layer = built(score, weighting, arrays)
-    given = {"attention_mask": LIVE[rows][None], "return_attention_scores": True}
-    found, alpha = layer(inputs(arrays, rows), **given)
+    arguments = {"attention_mask": LIVE[rows][None], "return_attention_scores": True}
+    actual, alpha = layer(inputs(arrays, rows), **arguments)
     out, want = truth(score, weighting)
-    close(found[0], out[rows])
+    close(actual[0], out[rows])
     close(alpha[0], want[rows])
     caught = "score" if score in CAUGHT else "nothing"
     learned = [name for name in arrays if "." in name and not name.startswith(caught)]
     arrays |= dict(zip(learned, (x.value for x in layer.trainable_weights), strict=True))
-    descends(found[0], arrays, score, weighting)
+    descends(actual[0], arrays, score, weighting)
 
 
 @each(REFUSED)

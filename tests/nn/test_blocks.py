@@ -214,7 +214,7 @@ def test_what_is_wrong_is_refused(call, match):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("kind", "options", "message"),
     [
         (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True in the call"),
         (TransformerBlock, {"batch_first": True}, "'batch_first'"),
@@ -224,10 +224,10 @@ def test_what_is_wrong_is_refused(call, match):
         (Transformer, {"kdim": 3}, "'kdim'"),
     ],
 )
-def test_an_error_for_a_keyword_names_the_class_called(kind, given, message):
+def test_an_error_for_a_keyword_names_the_class_called(kind, options, message):
     name = getattr(kind, "func", kind).__name__
     with pytest.raises(TypeError, match=rf"^{name} got an unexpected keyword argument.*{message}"):
-        kind(D, H, **given)
+        kind(D, H, **options)
 
 
 def test_a_cache_of_another_model_is_refused():
@@ -240,10 +240,10 @@ def test_a_cache_of_another_model_is_refused():
 
 def test_each_layer_of_a_stack_has_a_score_of_its_own():
     model = TransformerDecoder(2, 8, 2, dim_feedforward=16, score=AdditiveScore(4, 4, 6))
-    found = [
+    result = [
         getattr(layer, name).score
         for layer in model.layers
         for name in ("self_attn", "multihead_attn")
     ]
-    assert len({id(score.w_key) for score in found}) == 4
-    assert not torch.equal(found[0].w_key, found[1].w_key)
+    assert len({id(score.w_key) for score in result}) == 4
+    assert not torch.equal(result[0].w_key, result[1].w_key)

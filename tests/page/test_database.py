@@ -36,15 +36,15 @@ def rows_of(page: Any) -> list[tuple[str, str]]:
     ]
 
 
-def shown_as(page: Any, D: Any, query: Any, **how: Any) -> None:
-    found, rows = D.ask(query, **how), len(D)
-    assert weights(page, rows) == pytest.approx(found.weights.tolist(), abs=1e-6)
-    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
+def shown_as(page: Any, D: Any, query: Any, **options: Any) -> None:
+    result, rows = D.ask(query, **options), len(D)
+    assert weights(page, rows) == pytest.approx(result.weights.tolist(), abs=1e-6)
+    assert number(page, "answer-effective") == pytest.approx(result.effective_rows, abs=1e-5)
     shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
-    if isinstance(found.value, float):
-        assert float(shown_value) == pytest.approx(found.value, rel=1e-6)
+    if isinstance(result.value, float):
+        assert float(shown_value) == pytest.approx(result.value, rel=1e-6)
     else:
-        assert shown_value == found.value
+        assert shown_value == result.value
 
 
 def letters(page: Any) -> Any:
@@ -103,8 +103,8 @@ def test_books_are_an_excerpt_of_the_table(view: Any) -> None:
 )
 def test_every_weighting(view: Any, weighting: str) -> None:
     view.get_by_test_id("weighting").select_option(weighting)
-    how: Any = weightings.TopK(2) if weighting == "topk" else weighting
-    shown_as(view, letters(view), "Lee", weighting=how)
+    resolved_weighting: Any = weightings.TopK(2) if weighting == "topk" else weighting
+    shown_as(view, letters(view), "Lee", weighting=resolved_weighting)
 
 
 def test_temperature(view: Any) -> None:
@@ -209,21 +209,21 @@ def test_a_notebooks_theme_counts_more_than_the_systems(view: Any) -> None:
     assert box.get_attribute("data-theme") == "light"
 
 
-def opened(page: Any, D: Any, query: Any, path: Path, **how: Any) -> None:
-    to_html(D.ask(query, **how), path)
+def opened(page: Any, D: Any, query: Any, path: Path, **options: Any) -> None:
+    to_html(D.ask(query, **options), path)
     page.goto(path.as_uri())
 
 
 def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
     D: Any = Database(np.eye(3), np.array([[1.0, 2.0], [3.0, 5.0], [8.0, 13.0]]))
     opened(page, D, np.array([1.0, 0.5, 0.0]), tmp_path / "p.html")
-    found = D.ask(np.array([1.0, 0.5, 0.0]))
-    assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    result = D.ask(np.array([1.0, 0.5, 0.0]))
+    assert weights(page, 3) == pytest.approx(result.weights.tolist(), abs=1e-6)
     page.get_by_test_id("query").fill("0, 0, 9")
-    found = D.ask(np.array([0.0, 0.0, 9.0]))
-    assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    result = D.ask(np.array([0.0, 0.0, 9.0]))
+    assert weights(page, 3) == pytest.approx(result.weights.tolist(), abs=1e-6)
     shown_numbers = page.get_by_test_id("answer-value").inner_text().split(", ")
-    assert [float(x) for x in shown_numbers] == pytest.approx(found.value.tolist(), rel=1e-4)
+    assert [float(x) for x in shown_numbers] == pytest.approx(result.value.tolist(), rel=1e-4)
     page.get_by_test_id("query").fill("north")
     assert "separated by commas" in page.get_by_test_id("trouble").inner_text()
 
@@ -232,9 +232,9 @@ def test_keys_of_several_columns_and_values_that_are_records(page: Any, tmp_path
     rows = {("Li", 1): {"a": [1, None]}, ("Hu", 2): None, ("Smola", 3): "<b>"}
     D: Any = Database(rows)
     opened(page, D, ("Li", 1), tmp_path / "p.html")
-    found = D.ask(("Li", 1))
-    alpha = [found.weights[0], found.weights[2]]
-    assert found.total == 2
+    result = D.ask(("Li", 1))
+    alpha = [result.weights[0], result.weights[2]]
+    assert result.total == 2
     assert weights(page, 2) == pytest.approx(alpha, abs=1e-6)
     value = page.get_by_test_id("answer-value")
     assert value.inner_text() == "a: 1, nothing"
@@ -265,9 +265,9 @@ def test_a_score_of_ones_own_is_shown_as_python_found_it(page: Any, tmp_path: Pa
         return -3 * abs(q - np.swapaxes(k, -1, -2))
 
     opened(page, D, 1.5, tmp_path / "p.html", score=near)
-    found = D.ask(1.5, score=near)
-    assert weights(page, 3) == pytest.approx(found.weights.tolist())
-    assert number(page, "answer-value") == pytest.approx(found.value)
+    result = D.ask(1.5, score=near)
+    assert weights(page, 3) == pytest.approx(result.weights.tolist())
+    assert number(page, "answer-value") == pytest.approx(result.value)
     assert "which the page cannot compute" in page.get_by_test_id("note").inner_text()
     page.get_by_test_id("query").fill("3")
     assert "chosen above" in page.get_by_test_id("note").inner_text()
@@ -334,16 +334,16 @@ def wares(count: int) -> Any:
     )
 
 
-def pooled(page: Any, D: Any, query: str, **how: Any) -> None:
+def pooled(page: Any, D: Any, query: str, **options: Any) -> None:
     """Both columns, as Python pools them, and the best row."""
-    found, best = D.ask(query, **how), D.ask(query, weighting="hard")
+    result, best = D.ask(query, **options), D.ask(query, weighting="hard")
     shown = page.get_by_test_id("answer-value")
     shown_value = json.loads(shown.get_attribute("data-value"))
-    assert shown_value == pytest.approx(found.value, rel=1e-5)
+    assert shown_value == pytest.approx(result.value, rel=1e-5)
     assert shown.inner_text() == format_one_line(shown_value, 100)
     hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
     assert hard == pytest.approx(best.value)
-    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, rel=1e-4)
+    assert number(page, "answer-effective") == pytest.approx(result.effective_rows, rel=1e-4)
     for name in ("answer", "hard"):
         assert page.get_by_test_id(f"{name}-effective").inner_text().endswith(f" of {len(D):,}")
     assert page.locator(".database svg.line").count() == 0
@@ -441,8 +441,8 @@ def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None:
-    for given in ("0", "-1", ""):
-        view.get_by_test_id("temperature-number").fill(given)
+    for text in ("0", "-1", ""):
+        view.get_by_test_id("temperature-number").fill(text)
         view.keyboard.press("Tab")
         trouble = view.get_by_test_id("temperature-trouble")
         assert trouble.inner_text().startswith("must be above 0")
@@ -467,11 +467,11 @@ def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) ->
             number, bar = (cell.locator(part).bounding_box() for part in (".number", ".bar"))
             assert bar["x"] >= number["x"] + number["width"], width
             assert cell.locator(".number").evaluate("e => e.scrollWidth <= e.clientWidth"), width
-    whole, part = (
+    full, part = (
         page.locator("tbody tr").nth(i).locator("td.weight.first .bar i").bounding_box()["width"]
         for i in (2, 0)
     )
-    assert part / whole == pytest.approx(0.5, abs=0.02)
+    assert part / full == pytest.approx(0.5, abs=0.02)
     # A spread, or a percent of all, means nothing to weights that are no shares.
     assert "±" not in page.get_by_test_id("view-database").inner_text()
     named: Any = Database({1.0: "a", 2.0: "b", 4.0: "b"})

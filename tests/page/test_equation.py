@@ -104,9 +104,9 @@ def run(page: Any) -> Any:
     page.goto("about:blank")
     page.evaluate(LOAD, read_module())
 
-    def run(body: str, given: Any) -> Any:
+    def run(body: str, inputs: Any) -> Any:
         code = f"(text) => written(((given) => {{ {body} }})(read(text)))"
-        return json.loads(page.evaluate(code, json.dumps(plain(given))), object_hook=revived)
+        return json.loads(page.evaluate(code, json.dumps(plain(inputs))), object_hook=revived)
 
     return run
 
@@ -130,43 +130,43 @@ def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
 
 def test_sigmoids_keep_the_digits_of_what_is_small(run: Any) -> None:
     key = np.array([[-700.0], [-40.0], [-17.0], [0.0], [3.0], [800.0]])
-    how = {"score": {"name": "dot"}, "weighting": {"name": "sigmoid"}}
-    found = run(ATTEND, [{"query": [1.0], "keys": key, "values": key, "how": how}])[0]
-    wanted = qkv.weights(np.ones((1, 1)), key, score="dot", weighting="sigmoid")[0]
-    np.testing.assert_allclose(found["weights"], wanted, rtol=1e-14)
-    np.testing.assert_allclose(wanted[:2], np.exp([-700.0, -40.0]), rtol=1e-14)
+    options = {"score": {"name": "dot"}, "weighting": {"name": "sigmoid"}}
+    actual = run(ATTEND, [{"query": [1.0], "keys": key, "values": key, "how": options}])[0]
+    expected = qkv.weights(np.ones((1, 1)), key, score="dot", weighting="sigmoid")[0]
+    np.testing.assert_allclose(actual["weights"], expected, rtol=1e-14)
+    np.testing.assert_allclose(expected[:2], np.exp([-700.0, -40.0]), rtol=1e-14)
 
 
 def test_every_score_and_weighting(run: Any) -> None:
     rng = np.random.default_rng(0)
-    cases, due = [], []
+    cases, correct = [], []
     for score in SCORES:
         for weighting in WEIGHTINGS:
             for rows in (7, 90):
                 query, key, value = draw(rng, rows)
                 if rows == 7:
                     key += 9.0  # nothing within a window
-                how = {"score": score, "weighting": weighting}
-                cases.append({"query": query[0], "keys": key, "values": value, "how": how})
-                due.append(expected(query, key, value, how))
-    for case, found, wanted in zip(cases, run(ATTEND, cases), due, strict=True):
+                options = {"score": score, "weighting": weighting}
+                cases.append({"query": query[0], "keys": key, "values": value, "how": options})
+                correct.append(expected(query, key, value, options))
+    for case, actual, wanted in zip(cases, run(ATTEND, cases), correct, strict=True):
         label = str(case["how"])
         if wanted is None:
-            assert "error" in found, label
+            assert "error" in actual, label
             continue
         for name, x in wanted.items():
             if name in ("entropy", "effective") and np.abs(wanted["weights"]).sum() < 1e-9:
                 continue  # shares of what has no digits
             if x is None:
-                assert found[name] is None, label
+                assert actual[name] is None, label
             else:
-                np.testing.assert_allclose(found[name], x, err_msg=f"{label}: {name}", **CLOSE)
+                np.testing.assert_allclose(actual[name], x, err_msg=f"{label}: {name}", **CLOSE)
 
 
-def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | None:
+def expected(query: Any, key: Any, value: Any, options: Any) -> dict[str, Any] | None:
     """What Python gives; None where it refuses."""
-    score = built(scores.NAMES, how["score"])
-    weighting = built(weightings.NAMES, how["weighting"])
+    score = built(scores.NAMES, options["score"])
+    weighting = built(weightings.NAMES, options["weighting"])
     if weighting.incompatible_reason(score, biased=False):
         return None
     rows = StoredRows(lambda: [RowChunk(key, value)], key.shape, 2)
@@ -216,24 +216,24 @@ def test_rows_on_the_edge(run: Any) -> None:
         positive = spec["name"] == "normalized"
         rows = [(np.abs(s).tolist() if positive else s, live) for s, live in ROWS]
         cases.append({"spec": spec, "rows": rows})
-    for case, found in zip(cases, run(body, cases), strict=True):
+    for case, actual in zip(cases, run(body, cases), strict=True):
         weighting = built(weightings.NAMES, case["spec"])
-        for (s, live), (alpha, lse) in zip(case["rows"], found, strict=True):
+        for (s, live), (alpha, lse) in zip(case["rows"], actual, strict=True):
             label = f"{weighting} {s} {live}"
             x, at = np.array([s]), np.arange(len(s))[None]
             mask = None if live is None else np.array([live])
-            wanted = weighting(x, mask)[0]
-            if isinstance(weighting, weightings.Entmax) and np.isnan(wanted).any():
+            expected = weighting(x, mask)[0]
+            if isinstance(weighting, weightings.Entmax) and np.isnan(expected).any():
                 # Which of a row's weights are NaN is the solver's own affair.
                 assert np.isnan(alpha).any() == np.isnan(s).any(), label
                 continue
-            np.testing.assert_allclose(alpha, wanted, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(alpha, expected, err_msg=label, **CLOSE)
             if not weighting.has_lse:
                 assert lse is None
                 continue
             with np.errstate(invalid="ignore"):
-                due = weighting.compute_lse(weighting.scale_scores(x), mask, at)[0, 0]
-            np.testing.assert_allclose(lse, due, err_msg=label, **CLOSE)
+                correct = weighting.compute_lse(weighting.scale_scores(x), mask, at)[0, 0]
+            np.testing.assert_allclose(lse, correct, err_msg=label, **CLOSE)
 
 
 def test_pairs_on_the_edge(run: Any) -> None:
@@ -247,10 +247,10 @@ def test_pairs_on_the_edge(run: Any) -> None:
     });
     """
     all_found = run(body, {"scores": SCORES, "query": query, "key": key})
-    for spec, found in zip(SCORES, all_found, strict=True):
+    for spec, actual in zip(SCORES, all_found, strict=True):
         with np.errstate(all="ignore"):
-            wanted = built(scores.NAMES, spec)(query, key)
-        np.testing.assert_allclose(found, wanted, err_msg=str(spec), **CLOSE)
+            expected = built(scores.NAMES, spec)(query, key)
+        np.testing.assert_allclose(actual, expected, err_msg=str(spec), **CLOSE)
 
 
 def test_every_name_is_registered_in_python(run: Any) -> None:
@@ -393,23 +393,27 @@ def test_a_database_answers_alike(run: Any) -> None:
     return given.map(([rows, query, how]) => equation.ask(rows, query, how));
     """
     cases = [
-        ([{"key": key, "value": value} for key, value in rows.items()], query, how | {"encoder": e})
-        for rows, query, e, how in ASKED
-    ]
-    for (rows, query, encoder, how), found in zip(ASKED, run(body, cases), strict=True):
-        made = {name: built(getattr(qkv, f"{name}s").NAMES, x) for name, x in how.items()}
-        answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
-        label = f"{query} {encoder} {how}"
-        if isinstance(answer.value, float):
-            np.testing.assert_allclose(found["pooled"], answer.value, err_msg=label, **CLOSE)
-            np.testing.assert_allclose(found["spread"], answer.spread, err_msg=label, **CLOSE)
-        else:
-            assert found["pooled"] == answer.value, label
-        np.testing.assert_allclose(found["weights"], answer.weights, err_msg=label, **CLOSE)
-        np.testing.assert_allclose(found["entropy"], answer.entropy, err_msg=label, **CLOSE)
-        np.testing.assert_allclose(
-            found["effective"], answer.effective_rows, err_msg=label, **CLOSE
+        (
+            [{"key": key, "value": value} for key, value in rows.items()],
+            query,
+            options | {"encoder": e},
         )
-        assert (found["total"], found["missing"]) == (answer.total, answer.missing)
-        assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows], label
-        assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]
+        for rows, query, e, options in ASKED
+    ]
+    for (rows, query, encoder, options), result in zip(ASKED, run(body, cases), strict=True):
+        made = {name: built(getattr(qkv, f"{name}s").NAMES, x) for name, x in options.items()}
+        answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
+        label = f"{query} {encoder} {options}"
+        if isinstance(answer.value, float):
+            np.testing.assert_allclose(result["pooled"], answer.value, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(result["spread"], answer.spread, err_msg=label, **CLOSE)
+        else:
+            assert result["pooled"] == answer.value, label
+        np.testing.assert_allclose(result["weights"], answer.weights, err_msg=label, **CLOSE)
+        np.testing.assert_allclose(result["entropy"], answer.entropy, err_msg=label, **CLOSE)
+        np.testing.assert_allclose(
+            result["effective"], answer.effective_rows, err_msg=label, **CLOSE
+        )
+        assert (result["total"], result["missing"]) == (answer.total, answer.missing)
+        assert [row["key"] for row in result["rows"]] == [row.key for row in answer.rows], label
+        assert [share["value"] for share in result["values"]] == [s.value for s in answer.values]

@@ -21,8 +21,8 @@ TOKENS = ["the", "dog", "<img src=x onerror=alert(1)>", "was", "happy"]
 
 def alpha(*shape: int) -> np.ndarray:
     scores = np.exp(3 * RNG.standard_normal(shape))
-    found: np.ndarray = scores / scores.sum(-1, keepdims=True)
-    return found
+    result: np.ndarray = scores / scores.sum(-1, keepdims=True)
+    return result
 
 
 def entropy(weights: np.ndarray) -> Any:
@@ -102,16 +102,16 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     view = heads_view(weights, ["layer.0", "layer.1"], labels=TOKENS)
     to_html(view, tmp_path / "heads.html")
     page.goto((tmp_path / "heads.html").as_uri())
-    found = entropy(weights)
+    result = entropy(weights)
     for i, j in np.ndindex(2, 3):
         shown = page.get_by_test_id(f"entropy-{i}-{j}").inner_text()
-        assert abs(float(shown) - found[i, j]) <= 0.0051
+        assert abs(float(shown) - result[i, j]) <= 0.0051
 
     page.get_by_test_id("head-1-2").click()
     assert page.get_by_test_id("head-title").inner_text() == "Layer 1, head 2"
     page.keyboard.press("ArrowLeft")
     assert page.get_by_test_id("head-title").inner_text() == "Layer 1, head 1"
-    assert f"Entropy {found[1, 1]:.3f}" in page.get_by_test_id("head-entropy").inner_text()
+    assert f"Entropy {result[1, 1]:.3f}" in page.get_by_test_id("head-entropy").inner_text()
 
     # The cell under the cursor: by keyboard, said and shown to half a step of its byte.
     page.get_by_test_id("head").focus()
@@ -139,10 +139,10 @@ def test_the_heads_of_a_large_model_are_opened_one_by_one(
     page.goto((tmp_path / "late.html").as_uri())
     for i, j in np.ndindex(2, 2):
         page.get_by_test_id(f"head-{i}-{j}").click()
-        due = weights[i, j, 0].max()
+        expected = weights[i, j, 0].max()
         page.wait_for_function(
             "([list, due]) => Math.abs(list.querySelector('.number').textContent - due) < 0.006",
-            arg=[page.get_by_test_id("head-bars").element_handle(), due],
+            arg=[page.get_by_test_id("head-bars").element_handle(), expected],
         )
 
 

@@ -77,9 +77,9 @@ def similarity(at: Any) -> None:
     typed(at, "scores-q", 0.9)
     keys = np.linspace(-3, 3, 41).round(2)[:, None]
     alpha = qkv.weights([[0.9]], keys, score=scores.Gaussian(0.6))[0]
-    due = -(alpha * np.log(alpha)).sum()
-    at.get_by_test_id("scores-entropy").filter(has_text=f"{due:.2f}").wait_for()
-    assert number(at, "scores-entropy") == pytest.approx(due, abs=6e-4)
+    expected = -(alpha * np.log(alpha)).sum()
+    at.get_by_test_id("scores-entropy").filter(has_text=f"{expected:.2f}").wait_for()
+    assert number(at, "scores-entropy") == pytest.approx(expected, abs=6e-4)
 
 
 def data(at: Any) -> None:
@@ -136,19 +136,19 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
             text = reported or at.get_by_test_id("model-text").input_value()
             alpha = run_call("sentence", {"text": text}, {})["weights"]
             with np.errstate(divide="ignore", invalid="ignore"):
-                due = -np.nansum(alpha * np.log(alpha), -1).mean(-1)
-            words = f"Entropy {due[0, 0]:.3f}"
+                expected = -np.nansum(alpha * np.log(alpha), -1).mean(-1)
+            words = f"Entropy {expected[0, 0]:.3f}"
             at.get_by_test_id("head-entropy").filter(has_text=words).wait_for()
-            for i, j in np.ndindex(*due.shape):
-                assert number(at, f"entropy-{i}-{j}") == pytest.approx(due[i, j], abs=0.006)
+            for i, j in np.ndindex(*expected.shape):
+                assert number(at, f"entropy-{i}-{j}") == pytest.approx(expected[i, j], abs=0.006)
 
     def read(at: Any) -> None:
         sentence(at)
-        due = run_call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
-        assert due["words"] == due["tokens"]
+        expected = run_call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
+        assert expected["words"] == expected["tokens"]
         at.get_by_test_id("sentence-model").select_option("minilm")
         at.get_by_test_id("head-5-11").wait_for()
-        row = due["weights"].reshape(-1, *due["weights"].shape[2:])[due["first"], 0]
+        row = expected["weights"].reshape(-1, *expected["weights"].shape[2:])[expected["first"], 0]
         for j, weight in enumerate(row):
             assert number(at, f"weight-{j}") == pytest.approx(weight, abs=6e-4)
 

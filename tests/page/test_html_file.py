@@ -35,12 +35,12 @@ ALL = """
 def weights(page: Any, rows: int, what: str = "weight") -> list[float]:
     """Those of all rows at once: a question each would take seconds."""
     page.get_by_test_id(f"row-0-{what}").wait_for(state="attached")
-    found: list[float] = page.evaluate(ALL, [rows, what])
-    return found
+    result: list[float] = page.evaluate(ALL, [rows, what])
+    return result
 
 
 @pytest.mark.parametrize(
-    ("rows", "query", "how"),
+    ("rows", "query", "options"),
     [
         (NAMES, "Lee", {}),
         (NAMES, "Lee", {"weighting": weightings.Softmax(temperature=3)}),
@@ -53,35 +53,35 @@ def weights(page: Any, rows: int, what: str = "weight") -> list[float]:
     ids=str,
 )
 def test_an_answer_is_computed_again_in_the_page(
-    page: Any, tmp_path: Path, rows: Any, query: Any, how: Any
+    page: Any, tmp_path: Path, rows: Any, query: Any, options: Any
 ) -> None:
     D: Any = Database(rows)
-    found = D.ask(query, **how)
-    opened(page, found, tmp_path / "a.html")
-    assert weights(page, len(rows)) == pytest.approx(found.weights.tolist(), abs=1e-6)
-    hard = D.ask(query, **{**how, "weighting": "hard"})
+    result = D.ask(query, **options)
+    opened(page, result, tmp_path / "a.html")
+    assert weights(page, len(rows)) == pytest.approx(result.weights.tolist(), abs=1e-6)
+    hard = D.ask(query, **{**options, "weighting": "hard"})
     assert weights(page, len(rows), "hard") == pytest.approx(hard.weights.tolist())
-    assert number(page, "answer-entropy") == pytest.approx(found.entropy, abs=1e-6)
-    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
+    assert number(page, "answer-entropy") == pytest.approx(result.entropy, abs=1e-6)
+    assert number(page, "answer-effective") == pytest.approx(result.effective_rows, abs=1e-5)
     shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
-    if isinstance(found.value, float):
-        assert float(shown_value) == pytest.approx(found.value, rel=1e-6)
+    if isinstance(result.value, float):
+        assert float(shown_value) == pytest.approx(result.value, rel=1e-6)
     else:
-        assert shown_value == found.value
+        assert shown_value == result.value
 
 
 def test_of_many_rows_the_heaviest_are_there_with_the_weights_they_had(
     page: Any, tmp_path: Path
 ) -> None:
     D: Any = Database([(x / 100, float(x)) for x in range(1000)])
-    found = D.ask(5.0)
-    opened(page, found, tmp_path / "a.html")
+    result = D.ask(5.0)
+    opened(page, result, tmp_path / "a.html")
     assert (
         "all 1,000 rows. The table shows the 500 with the most weight"
         in page.get_by_test_id("note").inner_text()
     )
-    assert number(page, "answer-value") == pytest.approx(found.value)
-    heaviest = sorted(found.weights)[-500:]
+    assert number(page, "answer-value") == pytest.approx(result.value)
+    heaviest = sorted(result.weights)[-500:]
     assert sorted(weights(page, 500)) == pytest.approx(heaviest)
 
 

@@ -42,15 +42,15 @@ def opened(page: Any, tmp_path: Path) -> Any:
     return page
 
 
-def settled(page: Any) -> None:
+def wait_for_frame(page: Any) -> None:
     """After the next frame is drawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
 
 def column(page: Any, name: str) -> np.ndarray:
-    settled(page)
-    found = page.locator(f"[data-testid^='key-'][data-testid$='-{name}']").all_inner_texts()
-    return np.array([float(text.replace("−", "-").replace("none", "nan")) for text in found])
+    wait_for_frame(page)
+    result = page.locator(f"[data-testid^='key-'][data-testid$='-{name}']").all_inner_texts()
+    return np.array([float(text.replace("−", "-").replace("none", "nan")) for text in result])
 
 
 def typed(page: Any, name: str, to: float) -> None:
@@ -96,8 +96,8 @@ def test_settings_are_slid_and_typed(opened: Any) -> None:
     typed(opened, "setting-bandwidth", 1.7)
     typed(opened, "setting-temperature", 0.25)
     query = np.array([[-0.75]])
-    how = {"score": scores.Gaussian(1.7), "weighting": weightings.Softmax(0.25)}
-    alpha = qkv.weights(query, KEYS[:, None], **how)[0]
+    options = {"score": scores.Gaussian(1.7), "weighting": weightings.Softmax(0.25)}
+    alpha = qkv.weights(query, KEYS[:, None], **options)[0]
     np.testing.assert_allclose(column(opened, "weight"), alpha, **SHOWN)
     slider = opened.get_by_test_id("setting-bandwidth")
     slider.focus()
@@ -124,18 +124,18 @@ def test_angles_are_unit_vectors(opened: Any) -> None:
 def test_what_means_nothing_is_said(opened: Any) -> None:
     opened.get_by_test_id("score-dot").click()
     opened.get_by_test_id("scores-weighting").select_option("normalized")
-    settled(opened)
+    wait_for_frame(opened)
     assert "can be negative" in opened.get_by_test_id("scores-refusal").inner_text()
     assert np.isnan(column(opened, "weight")).all()
     opened.get_by_test_id("score-boxcar").click()
-    settled(opened)
+    wait_for_frame(opened)
     assert not opened.get_by_test_id("scores-refusal").is_visible()
     assert abs(column(opened, "weight").sum() - 1) < 0.01
 
 
 def test_a_surface_moves_the_query(opened: Any) -> None:
     opened.get_by_test_id("score-dot").click()
-    settled(opened)
+    wait_for_frame(opened)
     opened.get_by_test_id("scores-surface").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
         opened.keyboard.press(key)
@@ -143,7 +143,7 @@ def test_a_surface_moves_the_query(opened: Any) -> None:
     np.testing.assert_allclose(column(opened, "score"), q * KEYS, **SHOWN)
     np.testing.assert_allclose(number(opened, "scores-pair"), q * k, rtol=1e-3)
     opened.get_by_test_id("scores-weights").hover()
-    settled(opened)
+    wait_for_frame(opened)
     readout = opened.get_by_test_id("scores-weights-readout").inner_text().replace("−", "-").split()
     row, col = float(readout[0]), float(readout[2])
     alpha = qkv.weights(np.array([[row]]), KEYS[:, None], score="dot")[0]

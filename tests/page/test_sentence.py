@@ -19,8 +19,8 @@ NINE = "I like Natural Language Processing, a lot!"
 
 def softmax(scores: np.ndarray) -> np.ndarray:
     e = np.exp(scores - scores.max(-1, keepdims=True))
-    found: np.ndarray = e / e.sum(-1, keepdims=True)
-    return found
+    result: np.ndarray = e / e.sum(-1, keepdims=True)
+    return result
 
 
 def numbers(page: Any, test: str) -> np.ndarray:

@@ -256,22 +256,22 @@ def test_what_is_kept_is_finished(
         return timed[-1]
 
     monkeypatch.setattr("qkv.serve.app._with_timeout", unhurried)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "params": {"name": "slow", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
-    answer = client.post("/v1/databases", content=b"name,age\nAnn,3\nBo,4\n", **how)
+    answer = client.post("/v1/databases", content=b"name,age\nAnn,3\nBo,4\n", **options)
     assert answer.status_code == 200 and answer.json()["rows"] == 2
-    assert [type(found) for found in timed] == [RequestData]  # the body alone
+    assert [type(result) for result in timed] == [RequestData]  # the body alone
     del served["slow"]
 
 
 def test_an_error_for_a_large_file_names_the_next_step(client: TestClient) -> None:
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "params": {"name": "large", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
-    answer = client.post("/v1/databases", content=bytes(limits.MAX_UPLOAD_BYTES + 1), **how)
+    answer = client.post("/v1/databases", content=bytes(limits.MAX_UPLOAD_BYTES + 1), **options)
     message = answer.json()["error"]
     assert answer.status_code == 413 and "qkv import FILE" in message and "qkv serve" in message
 

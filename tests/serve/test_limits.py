@@ -139,7 +139,7 @@ def test_work_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     served = DatabaseRegistry()
     served.add_database("names", Database({"Li": 1.0, "Bo": 2.0}, encoder="characters"))
-    monkeypatch.setattr(characters.Characters, "_weigh_ngrams", lambda *given: counted(*given))
+    monkeypatch.setattr(characters.Characters, "_weigh_ngrams", lambda *args: counted(*args))
     monkeypatch.setattr(characters, "MAX_CHARACTERS", 1)
     monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0.2)
     with TestClient(create_app(served, Access()), base_url=LOCAL) as client:
@@ -157,7 +157,7 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
     seen: list[float | None] = []
     go, begun = threading.Event(), threading.Event()
 
-    def answer(how: Any, asked: list[Any]) -> list[Any]:
+    def answer(options: Any, asked: list[Any]) -> list[Any]:
         begun.set()
         go.wait(60)
         seen.append(current_deadline())
@@ -187,7 +187,7 @@ def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.Mon
     sizes: list[int] = []
     go, begun = threading.Event(), threading.Event()
 
-    def answer(how: Any, asked: list[Any]) -> list[Any]:
+    def answer(options: Any, asked: list[Any]) -> list[Any]:
         begun.set()
         go.wait(60)
         sizes.append(len(asked))

@@ -97,8 +97,8 @@ def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) 
     # Only some rows, then an older version, then nonsense.
     page.get_by_test_id("data-where").fill("year < 1850")
     page.get_by_text("of 2", exact=False).last.wait_for()
-    found = own.databases["books"].database.ask("Ulises", where="year < 1850")
-    assert page.get_by_test_id("data-row-0-key").inner_text() == found.rows[0].key
+    actual = own.databases["books"].database.ask("Ulises", where="year < 1850")
+    assert page.get_by_test_id("data-row-0-key").inner_text() == actual.rows[0].key
     page.get_by_test_id("data-where").fill("yaer < 1850")
     page.expected.append("422")
     page.get_by_test_id("data-error").wait_for()
@@ -153,7 +153,7 @@ def test_text_that_runs_from_right_to_left_is_laid_out_so(page: Any, tmp_path: P
     assert query.evaluate("it => getComputedStyle(it).unicodeBidi") == "plaintext"
 
 
-def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, url: str) -> None:
+def test_a_late_error_does_not_replace_a_newer_answer(page: Any, url: str) -> None:
     page.add_init_script("""
         const ask = fetch;
         window.refused = 0;  // and what the page makes of it is done

@@ -67,8 +67,8 @@ def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
     ],
 )
 def test_it_names_the_place(x: Any, schema: validation.Schema, message: str) -> None:
-    found = find_violation(x, schema, "x")
-    assert found is not None and message in found
+    result = find_violation(x, schema, "x")
+    assert result is not None and message in result
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ ours = pytest.importorskip("qkv.transformers")
 @torch.no_grad()
 def test_minilm_says_what_it_says_in_eager(folder: Path, tokenizer: Any, eager: Any) -> None:
     model = minilm(folder, "qkv")
-    given = tokenizer([SENTENCE, "A dog."], padding=True, return_tensors="pt")
-    mine, theirs = model(**given), eager(**given)
-    live = given["attention_mask"].bool()
+    inputs = tokenizer([SENTENCE, "A dog."], padding=True, return_tensors="pt")
+    mine, theirs = model(**inputs), eager(**inputs)
+    live = inputs["attention_mask"].bool()
     close(mine.last_hidden_state[live], theirs.last_hidden_state[live], 1e-5)
     close(mine.pooler_output, theirs.pooler_output, 1e-5)
 
@@ -67,8 +67,8 @@ def test_generation_with_a_cache_gives_the_same_tokens(make: Any) -> None:
     ids = tokens(2, 6)
     live = torch.ones_like(ids)
     live[0, :2] = 0
-    how = {"max_new_tokens": 8, "do_sample": False, "attention_mask": live, "pad_token_id": 0}
-    assert torch.equal(mine.generate(ids, **how), theirs.generate(ids, **how))
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": live, "pad_token_id": 0}
+    assert torch.equal(mine.generate(ids, **options), theirs.generate(ids, **options))
 
 
 @torch.no_grad()
@@ -80,9 +80,9 @@ def test_generation_with_a_static_cache() -> None:
         live = torch.ones_like(ids)
         for row, column in enumerate(dead):
             live[row, : 2 - column] = 0
-        given = {"attention_mask": live, **options}
-        plain = model.generate(ids, **given)
-        assert torch.equal(model.generate(ids, cache_implementation="static", **given), plain)
+        inputs = {"attention_mask": live, **options}
+        plain = model.generate(ids, **inputs)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **inputs), plain)
 
 
 @torch.no_grad()
@@ -107,24 +107,24 @@ def test_a_token_builds_no_mask_and_no_score(cache: str, monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("error")
 def test_a_compiled_model_is_one_graph() -> None:
     model = build(llama, "qkv")
-    found = torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
-    close(found.logits, model(tokens()).logits)
+    result = torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
+    close(result.logits, model(tokens()).logits)
 
 
 @pytest.mark.parametrize("make", DECODERS)
 def test_gradients_of_a_training_step_are_the_models_own(make: Any) -> None:
     ids = tokens(2)
-    found = {}
+    result = {}
     name, atol = like(make)
     for implementation in (name, "qkv"):
         model = build(make, implementation)
         model(ids, labels=ids).loss.backward()
-        found[implementation] = {
+        result[implementation] = {
             name: x.grad for name, x in model.named_parameters() if x.grad is not None
         }
-    assert found["qkv"].keys() == found[name].keys()
-    for parameter, gradient in found[name].items():
-        close(found["qkv"][parameter], gradient, max(1.0, gradient.abs().max()) * 10 * atol)
+    assert result["qkv"].keys() == result[name].keys()
+    for parameter, gradient in result[name].items():
+        close(result["qkv"][parameter], gradient, max(1.0, gradient.abs().max()) * 10 * atol)
 
 
 @torch.no_grad()
@@ -137,11 +137,11 @@ def test_masks_of_four_axes(kind: str) -> None:
         ~allowed, torch.finfo(torch.float64).min
     )
     theirs = build(llama, "eager")(ids, attention_mask=mask[None, None]).logits
-    given = mask if kind == "float" else allowed
-    close(build(llama, "qkv")(ids, attention_mask=given[None, None]).logits, theirs, EAGER)
+    inputs = mask if kind == "float" else allowed
+    close(build(llama, "qkv")(ids, attention_mask=inputs[None, None]).logits, theirs, EAGER)
     # A rule and a weighting that no float can be added to.
     ours.register("qkv-boxes", score="boxcar", weighting="normalized")
-    boxes = build(llama, "qkv-boxes")(ids, attention_mask=given[None, None]).logits
+    boxes = build(llama, "qkv-boxes")(ids, attention_mask=inputs[None, None]).logits
     assert torch.isfinite(boxes).all()
 
 
@@ -225,8 +225,8 @@ def test_scaling_softcap_sinks_and_causality_by_the_formula() -> None:
     e = s.exp()
     alpha = e / (e.sum(-1, keepdim=True) + sink.exp().reshape(4, 1, 1))
     options = {"scaling": 0.7, "softcap": 1.5, "s_aux": sink, "output_attentions": True}
-    out, found = call("qkv", q, k, v, module=Layer(True), **options)
-    close(found, alpha)
+    out, result = call("qkv", q, k, v, module=Layer(True), **options)
+    close(result, alpha)
     close(out, (alpha @ v.repeat_interleave(2, 1)).transpose(1, 2))
 
 

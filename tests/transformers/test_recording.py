@@ -44,12 +44,12 @@ def passing(model: Any, ids: Any, **options: Any) -> Any:
 def test_the_grid_of_heads_is_the_models_own(
     folder: Path, tokenizer: Any, eager: Any, implementation: str
 ) -> None:
-    given = tokenizer(SENTENCE, return_tensors="pt")
-    expected = torch.cat(eager(**given, output_attentions=True).attentions).numpy()
+    inputs = tokenizer(SENTENCE, return_tensors="pt")
+    expected = torch.cat(eager(**inputs, output_attentions=True).attentions).numpy()
     model = minilm(folder, implementation)
-    before = model(**given).last_hidden_state
+    before = model(**inputs).last_hidden_state
     with ours.capture(model) as seen:
-        during = model(**given).last_hidden_state
+        during = model(**inputs).last_hidden_state
     assert seen.weights.shape == (6, 12, 19, 19)
     np.testing.assert_allclose(seen.weights, expected, atol=1e-5)
     close(during, before, 1e-5)
@@ -69,9 +69,9 @@ def test_a_wrapper_with_a_model_inside(folder: Path) -> None:
 def test_a_decoders_weights_are_eagers(make: Any) -> None:
     ids = tokens()
     with torch.no_grad():
-        found = build(make, "eager")(ids, output_attentions=True).attentions
+        result = build(make, "eager")(ids, output_attentions=True).attentions
     seen = passing(build(make, "sdpa" if make is llama else "eager"), ids)
-    np.testing.assert_allclose(seen.weights, torch.cat(found).numpy(), atol=1e-6)
+    np.testing.assert_allclose(seen.weights, torch.cat(result).numpy(), atol=1e-6)
 
 
 def test_a_capture_keeps_the_models_own_weighting() -> None:
@@ -82,21 +82,21 @@ def test_a_capture_keeps_the_models_own_weighting() -> None:
 
 def test_top_and_pool_and_budget() -> None:
     model, ids = build(llama, "sdpa"), tokens(1, 40)
-    whole = passing(model, ids).weights
-    assert whole.shape == (2, 4, 40, 40)
+    full = passing(model, ids).weights
+    assert full.shape == (2, 4, 40, 40)
 
     top = passing(model, ids, top=3)
     alpha, keys = top.top
     assert alpha.shape == keys.shape == (2, 4, 40, 3)
-    np.testing.assert_allclose(alpha, np.sort(whole, -1)[..., ::-1][..., :3], atol=1e-7)
-    np.testing.assert_allclose(np.take_along_axis(whole, keys, -1), alpha, atol=1e-7)
-    kept = whole * (whole >= alpha[..., -1:])
+    np.testing.assert_allclose(alpha, np.sort(full, -1)[..., ::-1][..., :3], atol=1e-7)
+    np.testing.assert_allclose(np.take_along_axis(full, keys, -1), alpha, atol=1e-7)
+    kept = full * (full >= alpha[..., -1:])
     np.testing.assert_allclose(top.weights, kept, atol=1e-7)
     assert top.plot(layer=0, head=0).axes
 
     pooled = passing(model, ids, pool=10)
     np.testing.assert_allclose(
-        pooled.weights, whole.reshape(2, 4, 10, 4, 10, 4).max((3, 5)), atol=1e-7
+        pooled.weights, full.reshape(2, 4, 10, 4, 10, 4).max((3, 5)), atol=1e-7
     )
     figure = pooled.plot(layer=0, head=0)
     assert len(figure.axes[0].get_yticklabels()) > 1
@@ -110,7 +110,7 @@ def test_top_and_pool_and_budget() -> None:
     assert small.weights.shape == (2, 4, 20, 20)
     assert small.nbytes <= 2 * 4 * 4 * 20 * 20
     np.testing.assert_allclose(
-        small.weights, whole.reshape(2, 4, 20, 2, 20, 2).max((3, 5)), atol=1e-7
+        small.weights, full.reshape(2, 4, 20, 2, 20, 2).max((3, 5)), atol=1e-7
     )
     with pytest.raises(ArgumentError, match="pooled"):
         small.words(None, ids)
@@ -120,13 +120,13 @@ def test_top_and_pool_and_budget() -> None:
 
 def test_a_small_budget_works_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(gemma, "eager"), tokens(1, 23)
-    whole = passing(model, ids)
+    full = passing(model, ids)
     monkeypatch.setattr("qkv.transformers.recording.MAX_WORKING_BYTES", 4 * 4 * 23 * 5)
-    np.testing.assert_allclose(passing(model, ids).weights, whole.weights, atol=1e-7)
+    np.testing.assert_allclose(passing(model, ids).weights, full.weights, atol=1e-7)
     pooled = passing(model, ids, pool=4)
     groups = np.arange(23) * 4 // 23
     for i, j in np.ndindex(4, 4):
-        block = whole.weights[..., groups == i, :][..., groups == j]
+        block = full.weights[..., groups == i, :][..., groups == j]
         np.testing.assert_allclose(pooled.weights[..., i, j], block.max((-2, -1)), atol=1e-7)
 
 
@@ -160,17 +160,17 @@ def test_one_module_that_serves_as_many_layers() -> None:
 def test_encoder_and_decoder_apart() -> None:
     model = build(t5, "eager")
     with torch.no_grad():
-        given = {"input_ids": tokens(), "decoder_input_ids": tokens(1, 5)}
-        expected = model(**given, output_attentions=True)
+        inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(1, 5)}
+        expected = model(**inputs, output_attentions=True)
         with ours.capture(model) as seen:
-            model(**given)
-    for name, found in (
+            model(**inputs)
+    for name, actual in (
         ("encoder.", expected.encoder_attentions),
         ("SelfAttention", expected.decoder_attentions),
         ("EncDecAttention", expected.cross_attentions),
     ):
         part = seen.select("decoder.") if name == "SelfAttention" else seen
-        np.testing.assert_allclose(part.select(name).weights, torch.cat(found).numpy(), atol=1e-6)
+        np.testing.assert_allclose(part.select(name).weights, torch.cat(actual).numpy(), atol=1e-6)
     with pytest.raises(ShapeError, match=r"11 × 11.*5 × 11"):
         _ = seen.weights
     with pytest.raises(ShapeError, match="5 queries and 11 keys"):
@@ -237,7 +237,7 @@ def test_captures_inside_one_another_and_shared_configs() -> None:
 def test_threads_record_what_they_run() -> None:
     model = build(llama, "sdpa")
     model(tokens())
-    barrier, found, faults = threading.Barrier(3), {}, []
+    barrier, result, faults = threading.Barrier(3), {}, []
 
     def work(n: int, records: bool) -> None:
         try:
@@ -249,19 +249,19 @@ def test_threads_record_what_they_run() -> None:
                         continue
                     with ours.capture(model) as seen:
                         model(tokens(1, n))
-                    found[n] = seen.weights.shape
+                    result[n] = seen.weights.shape
         except Exception as fault:
             faults.append(fault)
 
     threads = [
-        threading.Thread(target=work, args=given) for given in ((4, True), (6, True), (9, False))
+        threading.Thread(target=work, args=shape) for shape in ((4, True), (6, True), (9, False))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not faults
-    assert found == {4: (2, 4, 4, 4), 6: (2, 4, 6, 6)}
+    assert result == {4: (2, 4, 4, 4), 6: (2, 4, 6, 6)}
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -109,9 +109,9 @@ def test_the_order_of_words_counts() -> None:
 
 def test_lee_sounds_like_li() -> None:
     names = ["Zhang", "Lipton", "Li", "Smola", "Hu", "Werness"]
-    found = Characters().encode(names) @ Characters().encode(["Lee"])[0]
-    assert names[int(found.argmax())] == "Li"
-    assert np.sort(found)[-1] > np.sort(found)[-2] + 0.15
+    result = Characters().encode(names) @ Characters().encode(["Lee"])[0]
+    assert names[int(result.argmax())] == "Li"
+    assert np.sort(result)[-1] > np.sort(result)[-2] + 0.15
 
 
 def test_texts_may_hold_anything() -> None:

@@ -89,26 +89,28 @@ def test_columns_keep_their_words_apart() -> None:
     keys = [("red", "blue"), ("blue", "red"), ("green", "green")]
     both = Columns({"one": Lexical(), "two": Lexical()}).fit(keys)
     query, key = both.encode_pair([("red", None), (None, "red"), {"two": "green"}], keys)
-    found = query @ key.T
-    assert found.argmax(axis=1).tolist() == [0, 1, 2]
-    assert (np.count_nonzero(found, axis=1) == 1).all()
+    result = query @ key.T
+    assert result.argmax(axis=1).tolist() == [0, 1, 2]
+    assert (np.count_nonzero(result, axis=1) == 1).all()
     alone = Lexical().fit(["red", "blue", "green"])
     own, ours = alone.encode_pair(["red"], ["red"])
     # One column is asked as sharply as if there were no other.
-    np.testing.assert_allclose(found[0, 0], (own @ ours.T)[0, 0], rtol=1e-5)
+    np.testing.assert_allclose(result[0, 0], (own @ ours.T)[0, 0], rtol=1e-5)
 
 
 def test_before_it_is_fitted_it_knows_no_word() -> None:
     query, key = Lexical().encode_pair(["the cat"], ["the cat"])
     assert not (query @ key.T).any()
     query, key = Lexical().fit(["", "!"]).encode_pair(["the cat"], ["the cat", "", "a cat"])
-    (found,) = query @ key.T
-    assert found[0] > found[2] > found[1] == 0
+    (result,) = query @ key.T
+    assert result[0] > result[2] > result[1] == 0
 
 
 def houses() -> list[str]:
-    looks, streets = ("red", "old", "tall"), ("oak", "elm")
-    return [f"the {looks[i % 3]} house number {i} on {streets[i % 2]} street" for i in range(70)]
+    adjectives, streets = ("red", "old", "tall"), ("oak", "elm")
+    return [
+        f"the {adjectives[i % 3]} house number {i} on {streets[i % 2]} street" for i in range(70)
+    ]
 
 
 LATER = ["single 3", "single 4", "a lone pine"]

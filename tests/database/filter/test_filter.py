@@ -45,9 +45,9 @@ class Table:
 
 
 def passing(where, rows):
-    found = compile_condition(where, list(rows[0]))
-    assert found is not None
-    return found(Table(rows)).passes.tolist()
+    result = compile_condition(where, list(rows[0]))
+    assert result is not None
+    return result(Table(rows)).passes.tolist()
 
 
 @pytest.mark.parametrize(

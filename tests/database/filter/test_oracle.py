@@ -130,8 +130,8 @@ def known_all(x: pd.Series) -> Passed:
 def equal(column: pd.Series, cells: list[Any]) -> pd.Series:
     """Which cells equal one of these; a missing one equals None."""
     values = [x for x in cells if x is not None]
-    found = column.isin(values) & column.notna()
-    return found | column.isna() if None in cells else found
+    result = column.isin(values) & column.notna()
+    return result | column.isna() if None in cells else result
 
 
 def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passed]:
@@ -143,9 +143,9 @@ def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passe
     if form < 0.3:
         cell = draw_cell(rng, kind)
         sign = rng.choice(["==", "=", "!=", "<>"])
-        found = known_all(equal(column, [cell]))
+        result = known_all(equal(column, [cell]))
         text = f"{own}{gap}{sign}{gap}{spelled(rng, cell)}"
-        return text, found if "=" in sign[0] else negated(found)
+        return text, result if "=" in sign[0] else negated(result)
     if form < 0.5 and kind != "bool":
         cell, sign = draw_cell(rng, kind), rng.choice(list(ORDERS))
         true = known & column.map(lambda x: x is not None and ORDERS[sign](x, cell)).astype(bool)
@@ -158,14 +158,14 @@ def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passe
         open_, close = rng.choice(["[]", "()"])
         text = f"{open_}{', '.join(spelled(rng, x) for x in cells)},{close}"
         word = rng.choice(["in", "IN", "not in", "NOT IN"])
-        found = known_all(equal(column, cells))
-        return f"{own} {word} {text}", negated(found) if "not" in word.lower() else found
+        result = known_all(equal(column, cells))
+        return f"{own} {word} {text}", negated(result) if "not" in word.lower() else result
     if form < 0.7:
         word = rng.choice(
             ["is None", "is null", "IS NULL", "== None", "is not None", "IS NOT NULL"]
         )
-        found = known_all(column.isna())
-        return f"{own} {word}", negated(found) if "not" in word.lower() else found
+        result = known_all(column.isna())
+        return f"{own} {word}", negated(result) if "not" in word.lower() else result
     if form < 0.8 and kind == "text":
         part = rng.choice(["tea", "and", "'", "=", "x", "T"])
         true = known & column.map(lambda x: x is not None and part in x).astype(bool)
@@ -197,13 +197,13 @@ def draw_condition(rng: random.Random, table: pd.DataFrame, depth: int) -> tuple
     if depth == 0 or rng.random() < 0.3:
         return draw_comparison(rng, table)
     if rng.random() < 0.25:
-        text, found = draw_condition(rng, table, depth - 1)
-        return f"{rng.choice(['not', 'NOT', 'Not'])} ({text})", negated(found)
+        text, result = draw_condition(rng, table, depth - 1)
+        return f"{rng.choice(['not', 'NOT', 'Not'])} ({text})", negated(result)
     one, two = (draw_condition(rng, table, depth - 1) for _ in range(2))
     word = rng.choice(["and", "or"])
-    found = (both if word == "and" else either)(one[1], two[1])
+    result = (both if word == "and" else either)(one[1], two[1])
     word = rng.choice([word, word.upper()])
-    return f"({one[0]}) {word} ({two[0]})", found
+    return f"({one[0]}) {word} ({two[0]})", result
 
 
 def draw_mapping(rng: random.Random, table: pd.DataFrame) -> tuple[dict[str, Any], pd.Series]:
@@ -233,14 +233,14 @@ def check(made: qkv.Database, table: pd.DataFrame, where: Any, passed: pd.Series
     ids = table["id"][passed].tolist()
     assert made.count(where) == len(ids), where
     assert [row["id"] for row in made.rows(where=where)] == ids, where
-    how: dict[str, Any] = {"score": "constant", "weighting": "average", "where": where}
-    answer = made.ask(3.0, **how)
+    options: dict[str, Any] = {"score": "constant", "weighting": "average", "where": where}
+    answer = made.ask(3.0, **options)
     assert answer.total == len(ids), where
-    due = np.where(passed, 1 / max(len(ids), 1), 0)
-    np.testing.assert_allclose(answer.weights, due, rtol=1e-6, err_msg=str(where))
+    expected = np.where(passed, 1 / max(len(ids), 1), 0)
+    np.testing.assert_allclose(answer.weights, expected, rtol=1e-6, err_msg=str(where))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = made.attend([3.0], **how)
+        out = made.attend([3.0], **options)
     mean = table["v"][passed].mean() if ids else 0.0
     np.testing.assert_allclose(out.ravel(), [mean], rtol=1e-5, atol=1e-6, err_msg=str(where))
     assert any(x.category is NoRowsMatchWarning for x in caught) == (not ids)
@@ -256,15 +256,15 @@ def test_conditions_pass_the_rows_that_pandas_finds(seed):
     table = made(rng)
     kept = database(table, parts=rng.choice([1, 3]))
     for _ in range(-(-CASES // TABLES)):
-        text, found = draw_condition(rng, table, depth=3)
+        text, result = draw_condition(rng, table, depth=3)
         if rng.random() < 0.1:
             where, passed = draw_mapping(rng, table)
             check(kept, table, where, passed)
         elif rng.random() < 0.1:
-            ids = set(table["id"][found.true])
-            check(kept, table, lambda row, ids=ids: row["id"] in ids, found.true)
+            ids = set(table["id"][result.true])
+            check(kept, table, lambda row, ids=ids: row["id"] in ids, result.true)
         else:
-            check(kept, table, text, found.true)
+            check(kept, table, text, result.true)
 
 
 def test_an_array_of_booleans_is_refused_with_what_to_write():

@@ -187,7 +187,7 @@ class TestRefusals:
             learn.learn(Characters(64), ENGLISH, pairs)
 
     @pytest.mark.parametrize(
-        "how",
+        "options",
         [
             {"epochs": -1},
             {"epochs": 1.5},
@@ -202,10 +202,10 @@ class TestRefusals:
             {"budget_s": 0},
         ],
     )
-    def test_settings(self, how: dict[str, Any]) -> None:
-        (name,) = how
+    def test_settings(self, options: dict[str, Any]) -> None:
+        (name,) = options
         with pytest.raises(ArgumentError, match=name):
-            learn.learn(Characters(64), ENGLISH, PAIRS, **how)
+            learn.learn(Characters(64), ENGLISH, PAIRS, **options)
 
     def test_one_key_is_nothing_to_tell_apart(self) -> None:
         with pytest.raises(ArgumentError, match="two different keys"):

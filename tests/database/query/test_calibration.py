@@ -34,11 +34,11 @@ def calibrated() -> qkv.Database:
     return D
 
 
-def held(D: qkv.Database, **how: object) -> float:
-    answers = D.ask(QUERIES[800:], **how)
-    found = zip(answers, RIGHT[800:], strict=True)
+def held(D: qkv.Database, **options: object) -> float:
+    answers = D.ask(QUERIES[800:], **options)
+    result = zip(answers, RIGHT[800:], strict=True)
     return float(
-        np.mean([right in {row.index for row in answer.prediction_set} for answer, right in found])
+        np.mean([right in {row.index for row in answer.prediction_set} for answer, right in result])
     )
 
 

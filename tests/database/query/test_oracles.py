@@ -164,9 +164,11 @@ def test_ask_and_attend_are_the_equation(start: int) -> None:
         single = one[int(rng.integers(len(one)))](case.queries[0])
         batch = several[int(rng.integers(len(several)))](case.queries)
         near: dict[str, float] = {"rtol": 1e-4, "atol": 1e-2}
-        found = D.ask(single)
-        np.testing.assert_allclose(found.weights, alpha[0], atol=1e-4, err_msg=repr((case, single)))
-        np.testing.assert_allclose(found.value, values[0], **near)
+        result = D.ask(single)
+        np.testing.assert_allclose(
+            result.weights, alpha[0], atol=1e-4, err_msg=repr((case, single))
+        )
+        np.testing.assert_allclose(result.value, values[0], **near)
         np.testing.assert_allclose(np.asarray(D.attend(single)), values[:1], **near)
         answers = D.ask(batch)
         assert len(answers) == len(case.queries), (case, batch)

@@ -67,8 +67,8 @@ def test_csv_has_types_by_column(tmp_path):
 def test_decimal_commas_do_not_part_cells_where_semicolons_do(tmp_path):
     path = tmp_path / "cities.csv"
     path.write_text("Berlin;3,6;1,5\nParis;2,1;0,5\n")
-    found = sources.read(path, names=["city", "people", "rank"]).columns
-    assert found == {"city": ["Berlin", "Paris"], "people": [3.6, 2.1], "rank": [1.5, 0.5]}
+    result = sources.read(path, names=["city", "people", "rank"]).columns
+    assert result == {"city": ["Berlin", "Paris"], "people": [3.6, 2.1], "rank": [1.5, 0.5]}
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
@@ -118,7 +118,7 @@ def test_a_comma_that_may_part_thousands_is_reported(tmp_path):
     assert columns(tmp_path, "t.csv", "a;b\n0,5;1,234\n1,5;20,345\n")["b"] == [1.234, 20.345]
 
 
-def test_commas_that_part_thousands_beside_a_point(tmp_path):
+def test_commas_separate_thousands_if_a_decimal_point_follows(tmp_path):
     text = """city,sales,people,code,list
     A,"1,234.50","1,086",007,"1,2"
     B,99.5,336,"1,000","100,200"
@@ -134,16 +134,16 @@ def test_commas_that_part_thousands_beside_a_point(tmp_path):
     with pytest.warns(
         MixedColumnWarning, match="'b' is read as text: '12,000' may be 12000 or a list"
     ):
-        found = columns(tmp_path, "t.csv", 'a,b\nx,"12,000"\ny,7\n')
-    assert found["b"] == ["12,000", "7"]
+        result = columns(tmp_path, "t.csv", 'a,b\nx,"12,000"\ny,7\n')
+    assert result["b"] == ["12,000", "7"]
 
 
 @pytest.mark.parametrize("text", ["a;b\n0,5;1.086\n", 'a,b\n"1,234.5","1,086"\n'])
 def test_a_column_that_stays_text_keeps_its_marks(tmp_path, text):
     (tmp_path / "t.csv").write_text(text)
-    found = sources.read(tmp_path / "t.csv", text=["b"]).columns
-    assert found["b"] == [text.splitlines()[1].replace('"', "")[-5:]]
-    assert found["a"] in ([0.5], [1234.5])
+    result = sources.read(tmp_path / "t.csv", text=["b"]).columns
+    assert result["b"] == [text.splitlines()[1].replace('"', "")[-5:]]
+    assert result["a"] in ([0.5], [1234.5])
 
 
 def test_decimal_commas_of_many_files(tmp_path):
@@ -167,9 +167,9 @@ def test_decimal_commas_of_many_files(tmp_path):
 def test_a_first_line_of_numbers_above_numbers_is_reported(tmp_path, text, names):
     path = write(tmp_path, "t.csv", text)
     message = "line 1 looks like a row, not like column names: .* names="
-    with pytest.warns(NoHeaderWarning, match=message) as found:
+    with pytest.warns(NoHeaderWarning, match=message) as result:
         assert len(read(path)) == 1
-    assert [x.filename for x in found] == [__file__]  # the line that called
+    assert [x.filename for x in result] == [__file__]  # the line that called
     assert len(read(path, names=list(names))) == 2
 
 
@@ -317,17 +317,17 @@ def test_huge_fields(tmp_path, quote):
 def test_the_limit_of_csv_is_put_back(tmp_path):
     before = csv.field_size_limit()
     write(tmp_path, "t.csv", "a,b\n" + f"{'x' * 200_000},1\n" * 20)
-    found: list[int] = []
+    result: list[int] = []
 
     def work() -> None:
-        found.extend(len(read(tmp_path / "t.csv")) for _ in range(3))
+        result.extend(len(read(tmp_path / "t.csv")) for _ in range(3))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [20] * 12
+    assert result == [20] * 12
     assert csv.field_size_limit() == before
 
 
@@ -359,9 +359,9 @@ def test_the_limit_of_csv_is_put_back(tmp_path):
     ],
 )
 def test_numbers(cells, expected):
-    found = parse_numbers(cells)
-    np.testing.assert_equal(found, expected)
-    assert [type(x) for x in found] == [type(x) for x in expected]
+    actual = parse_numbers(cells)
+    np.testing.assert_equal(actual, expected)
+    assert [type(x) for x in actual] == [type(x) for x in expected]
 
 
 @pytest.mark.parametrize(
@@ -418,8 +418,8 @@ def test_a_word_that_is_no_missing_cell_has_a_way_out(tmp_path):
 
 @pytest.mark.parametrize("nan", ["nan", "NaN"])
 def test_nan_that_is_not_missing_is_a_number_among_numbers(nan):
-    found = parse_numbers(["1.50", nan, "", "2.25"], missing=())
-    assert found[0] == 1.5 and math.isnan(found[1]) and found[2:] == [None, 2.25]
+    result = parse_numbers(["1.50", nan, "", "2.25"], missing=())
+    assert result[0] == 1.5 and math.isnan(result[1]) and result[2:] == [None, 2.25]
     assert parse_numbers([nan, nan], missing=()) == [nan, nan]
     assert parse_numbers([nan, "x"], missing=()) == [nan, "x"]
 
@@ -444,8 +444,8 @@ def test_json_array(tmp_path):
 
 
 def test_json_not_a_number(tmp_path):
-    found = columns(tmp_path, "t.jsonl", '{"a": NaN}\n{"a": -Infinity}')["a"]
-    assert math.isnan(found[0]) and found[1] == -math.inf
+    result = columns(tmp_path, "t.jsonl", '{"a": NaN}\n{"a": -Infinity}')["a"]
+    assert math.isnan(result[0]) and result[1] == -math.inf
 
 
 @pytest.mark.parametrize(
@@ -556,11 +556,11 @@ def test_arrow_formats_keep_values(tmp_path, ending):
     with pytest.warns(
         MixedColumnWarning, match="'exact' is read as text: 1 of its 2 cells have more digits"
     ):
-        found = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
-    assert found.name == "t"
-    numbers = found.columns.pop("float")
+        result = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
+    assert result.name == "t"
+    numbers = result.columns.pop("float")
     assert numbers[0] == 0.5 and math.isnan(numbers[1])
-    assert found.columns == ARROW
+    assert result.columns == ARROW
 
 
 def test_parquet_takes_no_columns_from_its_folder(tmp_path):
@@ -740,13 +740,13 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
     days = [datetime.datetime(2023, 12, 31), datetime.datetime(2024, 2, 10), None]
     frame = pd.DataFrame({"day": pd.to_datetime(days), "price": [1.0, 3.0, 4.0]})
     frame.to_parquet(tmp_path / "t.parquet")
-    asked, how = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
+    asked, options = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
     with pytest.warns(SkippedRowsWarning):
         made = [
-            Database.from_frame(frame, **how),
-            Database.from_columns(frame.to_dict("list"), **how),
+            Database.from_frame(frame, **options),
+            Database.from_columns(frame.to_dict("list"), **options),
         ]
-        made.append(Database.from_source(tmp_path / "t.parquet", **how))
+        made.append(Database.from_source(tmp_path / "t.parquet", **options))
     for D in made:
         assert list(D) == days[:2] and D[days[0]] == 1.0
         # One day off, not the year that no letter has in common.
@@ -760,9 +760,9 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
 def test_nanoseconds_of_pandas_make_a_column_text(finer):
     pd = pytest.importorskip("pandas")
     times = [pd.Timestamp(10**9 + finer), pd.NaT, pd.Timestamp(2 * 10**9)]
-    found = from_frame(pd.DataFrame({"when": times})).columns["when"]
+    result = from_frame(pd.DataFrame({"when": times})).columns["when"]
     text = ["1970-01-01T00:00:01.000000001", None, "1970-01-01T00:00:02"]
-    assert found == (
+    assert result == (
         text
         if finer
         else [datetime.datetime(1970, 1, 1, 0, 0, n) if n else None for n in (1, 0, 2)]
@@ -797,11 +797,11 @@ def test_cells_are_plain():
     values = [np.int64(3), np.float32(0.5), np.bool_(True), np.str_("x"), np.datetime64("2020-01"),
               np.datetime64("NaT"), bytearray(b"x"), datetime.time(1, 2), (1, (2,)),
               {"a": np.arange(2)}, Decimal("NaN"), Decimal("1e400")]  # fmt: skip
-    found = [to_plain_cell(value) for value in values]
-    assert math.isnan(found.pop(-2))
-    assert found == [3, 0.5, True, "x", "2020-01", None, b"x", "01:02:00", [1, [2]],
+    result = [to_plain_cell(value) for value in values]
+    assert math.isnan(result.pop(-2))
+    assert result == [3, 0.5, True, "x", "2020-01", None, b"x", "01:02:00", [1, [2]],
                      {"a": [0, 1]}, "1E+400"]  # fmt: skip
-    assert {type(x) for x in found} <= {int, float, bool, str, type(None), bytes, list, dict}
+    assert {type(x) for x in result} <= {int, float, bool, str, type(None), bytes, list, dict}
     for bad in (object(), {1: 2}, {1, 2}, 1j, np.longdouble(1)):
         with pytest.raises(TypeError):
             to_plain_cell(bad)
@@ -830,8 +830,8 @@ def test_strangers_are_known_by_their_first_bytes(tmp_path, magic, says, name):
     ("ending", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
 )
 def test_text_may_be_packed(tmp_path, ending, pack):
-    found = read(write(tmp_path, f"t.csv.{ending}", pack(b"a,b\n1,x\n2,y\n")))
-    assert (found.name, found.columns) == ("t", {"a": [1, 2], "b": ["x", "y"]})
+    result = read(write(tmp_path, f"t.csv.{ending}", pack(b"a,b\n1,x\n2,y\n")))
+    assert (result.name, result.columns) == ("t", {"a": [1, 2], "b": ["x", "y"]})
     path = write(tmp_path, f"t.jsonl.{ending}", pack(b'{"a": 1}\n{"a": 2}\n'))
     assert read(path).columns == {"a": [1, 2]}
     bad = write(tmp_path, f"cut.csv.{ending}", path.read_bytes()[:-5])
@@ -868,15 +868,15 @@ def test_a_pattern_is_all_files_that_fit(tmp_path):
     write(tmp_path, "d.jsonl", '{"id": 4}\n')
     (tmp_path / "e.csv").mkdir()
     seen: list[tuple[int, int | None]] = []
-    found = read(f"{tmp_path}/*.csv", progress=lambda *at: seen.append(at))
-    assert found.columns == {"id": ["1", "2", "1", "007"], "x": [None, None, 2.5, None]}
+    result = read(f"{tmp_path}/*.csv", progress=lambda *at: seen.append(at))
+    assert result.columns == {"id": ["1", "2", "1", "007"], "x": [None, None, 2.5, None]}
     assert seen == [(1, 2), (2, 2)]
     assert read(f"{tmp_path}/[ac].?sv").columns == {"id": [1, 2, 3], "y": [None] * 3}
     assert read(f"{tmp_path}/[ad].*").columns == {"id": [1, 2, 4]}
     assert "no file matches" in str(refused(f"{tmp_path}/*.parquet"))
     for name in "ab":
         write(tmp_path, f"{name}.csv.gz", gzip.compress((tmp_path / f"{name}.csv").read_bytes()))
-    assert read(f"{tmp_path}/*.gz").columns == found.columns
+    assert read(f"{tmp_path}/*.gz").columns == result.columns
     write(tmp_path, "f.csv", "id,x\n1\n")
     assert str(refused(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
     assert read(write(tmp_path, "[a].csv", "id\n9\n")).columns == {"id": [9]}
@@ -1101,8 +1101,8 @@ def test_lists_of_floats_that_have_one_length_are_vectors(tmp_path: Path, make, 
     tables = [from_frame(make(LISTS))]
     if make is not _pandas_lists and make is not _polars_lists:
         tables.append(read(write_arrow(tmp_path / "t.parquet", make(LISTS))))
-    for found in tables:
-        cells = found.columns["x"]
+    for result in tables:
+        cells = result.columns["x"]
         assert cells[1] is None and [x.dtype for x in cells[::2]] == [dtype] * 2
         assert np.array_equal(cells[::2], LISTS[::2])
     for other in ([[1.0], [1.0, 2.0]], [[], []], [[1.0, None], [1.0, 2.0]], [None, None]):
@@ -1122,9 +1122,9 @@ def test_dates_of_sqlite_are_those_of_columns_that_are_declared_so(tmp_path: Pat
         create view seen as select day, name from "my t";""",
     )
     day, noon = datetime.date(2024, 1, 31), datetime.datetime(2024, 1, 31, 12)
-    found = read(path, table="my t").columns
-    assert found["day"] == [day, None] and found["at"] == [noon, None]
-    assert found["stamp"] == [noon.replace(microsecond=500000), None]
-    assert found["name"] == ["2024-01-31", None] and found["odd"] == ["soon", "2024-01-31"]
-    assert found["mixed"] == ["2024-01-31", 1706659200]
+    result = read(path, table="my t").columns
+    assert result["day"] == [day, None] and result["at"] == [noon, None]
+    assert result["stamp"] == [noon.replace(microsecond=500000), None]
+    assert result["name"] == ["2024-01-31", None] and result["odd"] == ["soon", "2024-01-31"]
+    assert result["mixed"] == ["2024-01-31", 1706659200]
     assert read(path, table="seen").columns == {"day": [day, None], "name": ["2024-01-31", None]}

@@ -39,9 +39,9 @@ def test_postgres(postgres):
     with pytest.warns(MixedColumnWarning, match="'exact' is read as text: 1 of its 2 cells"):
         table = read(address, progress=lambda done, total: seen.append((done, total)))
     assert table.name == f"{schema}.Books %s"
-    found = {name: cells[0] for name, cells in table.columns.items()}
-    assert math.isnan(found.pop("f"))
-    assert found == {
+    result = {name: cells[0] for name, cells in table.columns.items()}
+    assert math.isnan(result.pop("f"))
+    assert result == {
         "i": 1,
         "big": 9007199254740993,
         "t": "x",

@@ -45,16 +45,16 @@ LOG = ("catalogue.sqlite-wal", "catalogue.sqlite-shm")
 def test_a_mark_is_read_as_it_was_written(tmp_path):
     assert commit_marker.read_marker(tmp_path) is None
     file = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    for given in (
+    for commit in (
         None,
         commit_marker.CommitMarker(0, 1),
         commit_marker.CommitMarker(10**12, 10**9),
         commit_marker.new_marker(3, 4),
     ):
-        commit_marker.write_marker(file, given)
+        commit_marker.write_marker(file, commit)
         assert (
-            commit_marker.read_lock_file(file) == (str(os.getpid()), given)
-            and commit_marker.read_marker(tmp_path) == given
+            commit_marker.read_lock_file(file) == (str(os.getpid()), commit)
+            and commit_marker.read_marker(tmp_path) == commit
         )
     os.close(file)
     for text in (b"", b"12\n", b"12\n3 4 00000000\n", b"\xff" * 90, b"x\n1 2 3\n"):
@@ -67,7 +67,7 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
         add(store)
         add(store)
         copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
-        whole = copied(tmp_path / "s", tmp_path / "whole")
+        full = copied(tmp_path / "s", tmp_path / "whole")
     before = content(copy)
     for _ in range(2):
         with pytest.raises(
@@ -80,7 +80,7 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
         name: text for name, text in before.items() if name != "lock"
     }
     for name in LOG[:1]:
-        shutil.copyfile(whole / name, copy / name)
+        shutil.copyfile(full / name, copy / name)
     with Store(copy) as store:
         assert len(store.open_snapshot()) == 10 and store.version == 2
     assert check_store(copy) == []
@@ -140,30 +140,30 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
 
 
 @pytest.mark.parametrize("written", [True, False])
-@pytest.mark.parametrize("how", ["removed", "replaced", "moved", "catalogue"])
-def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, how, written):
+@pytest.mark.parametrize("change", ["removed", "replaced", "moved", "catalogue"])
+def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, change, written):
     path = tmp_path / "s"
     with Store(path) as store:
         add(store)
     with Store(path) as store:
         if written:
             add(store)
-        if how == "moved":
+        if change == "moved":
             path.rename(tmp_path / "t")
-        elif how == "catalogue":
+        elif change == "catalogue":
             (path / "catalogue.sqlite").unlink()
         else:
             shutil.rmtree(path)
-        if how == "replaced":
+        if change == "replaced":
             with Store(path) as other:
                 add(other, 1)
         for write in (add, Store.compact):
             with pytest.raises(StoreUnwritableError, match=r"removed or replaced|cannot be opened"):
                 write(store)
-    if how == "replaced":
+    if change == "replaced":
         with Store(path) as store:
             assert len(store.open_snapshot()) == 1
-    elif how != "catalogue":
+    elif change != "catalogue":
         assert not path.exists()
 
 

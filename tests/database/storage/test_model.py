@@ -170,14 +170,14 @@ class Model(RuleBasedStateMachine):
         assert list(snap.iterate_rows()) == [(row, str(rows[row][0])) for row in ids]
         for key in range(10):
             assert snap.find_ids(b"%d" % key) == [row for row in ids if rows[row][0] == key]
-        found = {}
+        actual = {}
         for part in snap.iterate_segments(window=3):
             for at, row in enumerate(part.ids.tolist()):
                 if part.live is None or part.live[at]:
-                    found[row] = part.tensors["key"][at]
-        assert list(found) == ids
+                    actual[row] = part.tensors["key"][at]
+        assert list(actual) == ids
         for row in ids:
-            np.testing.assert_array_equal(found[row], rows[row][1])
+            np.testing.assert_array_equal(actual[row], rows[row][1])
         if ids:
             some = ids[::-2]
             expected = np.array([rows[row][1] for row in some])

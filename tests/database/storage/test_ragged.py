@@ -46,13 +46,13 @@ def add(store: Store, count: int) -> None:
 
 
 def words_by_id(store: Store, version: int | None = None) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for part in store.open_snapshot(version).iterate_segments():
         words = part.tensors["words"]
         live = np.ones(len(part.ids), bool) if part.live is None else part.live
         rows = [one.tolist() for one in words[live].split_rows()]
-        found |= dict(zip(part.ids[live].tolist(), rows, strict=True))
-    return found
+        result |= dict(zip(part.ids[live].tolist(), rows, strict=True))
+    return result
 
 
 def expected(ids: range | set[int]) -> dict[int, list[int]]:
@@ -112,9 +112,9 @@ def segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_segment_is_a_plain_file(segment: Path) -> None:
-    found = load_file(segment)
-    np.testing.assert_array_equal(found["words"], ragged(range(9)).flat)
-    np.testing.assert_array_equal(found["words.starts"], ragged(range(9)).starts)
+    result = load_file(segment)
+    np.testing.assert_array_equal(result["words"], ragged(range(9)).flat)
+    np.testing.assert_array_equal(result["words.starts"], ragged(range(9)).starts)
 
 
 @pytest.mark.parametrize("bad", [[1, 0, 1, 3], [0, 5, 3, 6], [0, 0, 1, 7]])
@@ -149,7 +149,7 @@ def test_some_rows_in_any_order() -> None:
     store = Store()
     for count in (5, 6, 2):
         add(store, count)
-    wanted = [12, 3, 0, 7, 3]
-    found = store.open_snapshot().read_tensor("words", wanted)
-    assert [one.tolist() for one in found.split_rows()] == [row(i) for i in wanted]
+    expected = [12, 3, 0, 7, 3]
+    actual = store.open_snapshot().read_tensor("words", expected)
+    assert [one.tolist() for one in actual.split_rows()] == [row(i) for i in expected]
     assert len(store.open_snapshot().read_tensor("words", [])) == 0

@@ -41,24 +41,24 @@ NAMES = (
 
 
 def use(path):
-    with Store(path) as found:
-        snapshot = found.open_snapshot()
+    with Store(path) as result:
+        snapshot = result.open_snapshot()
         list(snapshot.iterate_segments())
         snapshot.read_arrays()
-        found.commit(remove=[0])
+        result.commit(remove=[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", ["link", "dangling", "pipe", "folder"])
-def test_no_link_is_followed(store, tmp_path, name, how):
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
+def test_no_link_is_followed(store, tmp_path, name, kind):
     victim = tmp_path / "precious"
     file = store / name
-    if how == "link":
+    if kind == "link":
         victim.write_bytes(file.read_bytes() if file.exists() else b"precious")
     file.unlink(missing_ok=True)
-    if how in ("link", "dangling"):
+    if kind in ("link", "dangling"):
         file.symlink_to(victim)
-    elif how == "pipe":
+    elif kind == "pipe":
         os.mkfifo(file)
     else:
         file.mkdir()
@@ -73,12 +73,12 @@ def test_no_link_is_followed(store, tmp_path, name, how):
 def test_a_link_that_comes_after_opening(store, tmp_path, name):
     victim = tmp_path / "precious"
     victim.write_bytes(b"precious")
-    with Store(store) as found:
+    with Store(store) as result:
         (store / name).unlink()
         (store / name).symlink_to(victim)
         with pytest.raises(StoreDamagedError, match=f"{name} is a link"):
-            list(found.open_snapshot().iterate_segments())
-            found.commit(remove=[0])
+            list(result.open_snapshot().iterate_segments())
+            result.commit(remove=[0])
     assert victim.read_bytes() == b"precious"
 
 
@@ -107,9 +107,9 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(store, monkeypatch, nam
     monkeypatch.setattr(os, "open", out(os.open))
     monkeypatch.setattr(os, "listdir", out(os.listdir))
 
-    def read(**how):
-        with Store(store, **how) as found:
-            list(found.open_snapshot().iterate_segments())
+    def read(**options):
+        with Store(store, **options) as result:
+            list(result.open_snapshot().iterate_segments())
 
     for skip in (False, True):
         with pytest.raises(

@@ -89,7 +89,7 @@ def add(target, count, **options):
     return made
 
 
-def whole(snap):
+def read_rows(snap):
     """Everything that a snapshot holds, read in every way there is: {id: (record, key)}."""
     ids = snap.live_ids()
     assert len(ids) == len(snap) and (np.diff(ids) > 0).all()
@@ -125,7 +125,7 @@ def test_what_goes_in_comes_out(make):
         )
         add(s, 3, settings={"key": "title"})
         snap = s.open_snapshot()
-        assert whole(snap) == expected(range(3))
+        assert read_rows(snap) == expected(range(3))
         assert snap.find_ids(b"digest 1") == [1] and snap.find_ids(b"none") == []
         assert (
             snap.find_newest(b"digest 2") == (2, "record 2") and snap.find_newest(b"none") is None
@@ -141,8 +141,8 @@ def test_what_goes_in_comes_out(make):
 def test_it_is_there_after_reopening(make):
     add(make(), 5)
     make().commit(remove=[1, 3])
-    assert whole(make().open_snapshot()) == expected([0, 2, 4])
-    assert whole(make().open_snapshot(1)) == expected(range(5))
+    assert read_rows(make().open_snapshot()) == expected([0, 2, 4])
+    assert read_rows(make().open_snapshot(1)) == expected(range(5))
 
 
 def test_a_repeated_digest_is_found_oldest_first(make):
@@ -177,11 +177,11 @@ def test_small_segments_become_one(make, small, monkeypatch):
     s = make()
     for _ in range(60):
         add(s, 3)
-    assert whole(s.open_snapshot()) == expected(range(180))
+    assert read_rows(s.open_snapshot()) == expected(range(180))
     for version in (1, 7, 31, 60):
-        assert whole(s.open_snapshot(version)) == expected(range(3 * version))
+        assert read_rows(s.open_snapshot(version)) == expected(range(3 * version))
     assert len(s._blob_storage.list_files()) < 180 / 9
-    assert whole(make().open_snapshot()) == expected(range(180))
+    assert read_rows(make().open_snapshot()) == expected(range(180))
 
 
 def test_a_large_commit_is_cut(make, small):
@@ -190,8 +190,8 @@ def test_a_large_commit_is_cut(make, small):
     add(s, 100)
     add(s, 1)
     assert [len(part.ids) for part in s.open_snapshot().iterate_segments()] == [20] * 5 + [2, 1]
-    assert whole(s.open_snapshot()) == expected(range(103))
-    assert whole(s.open_snapshot(1)) == expected(range(2))
+    assert read_rows(s.open_snapshot()) == expected(range(103))
+    assert read_rows(s.open_snapshot(1)) == expected(range(2))
 
 
 def test_windows(make, small):
@@ -243,7 +243,7 @@ def test_unique_names_the_position(make):
     assert caught.value.position == 1
     with pytest.raises(DuplicateKeyError, match="position 1 repeats the key at position 0"):
         s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
-    assert s.version == 1 and whole(s.open_snapshot()) == expected(range(2))
+    assert s.version == 1 and read_rows(s.open_snapshot()) == expected(range(2))
 
 
 def test_files_of_rows_that_are_refused_go(tmp_path):
@@ -282,7 +282,7 @@ def test_bad_input_changes_nothing(make):
     bad(ArgumentError, "settings must consist of JSON values", settings={"a": object()})
     s.commit(remove=[0])
     bad(RowNotFoundError, "row 0 cannot be removed", remove=[0])
-    assert s.version == 2 and whole(s.open_snapshot()) == expected([1])
+    assert s.version == 2 and read_rows(s.open_snapshot()) == expected([1])
     with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
         s.open_snapshot().read_records([1, 0])
     with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
@@ -316,9 +316,9 @@ def test_every_type_and_shape(make, small, dtype, dims):
         some = tensor[start:stop]
         texts = [str(i) for i in range(start, stop)]
         s.commit(records=texts, digests=[t.encode() for t in texts], tensors={"t": some, "u": some})
-    found = make().open_snapshot().read_tensor("t", range(30))
-    np.testing.assert_array_equal(found, tensor)
-    assert found.dtype == np.dtype(dtype).newbyteorder("<")
+    result = make().open_snapshot().read_tensor("t", range(30))
+    np.testing.assert_array_equal(result, tensor)
+    assert result.dtype == np.dtype(dtype).newbyteorder("<")
 
 
 def test_rows_without_tensors(make, small):
@@ -346,9 +346,9 @@ def test_a_segment_is_a_plain_safetensors_file(tmp_path, small):
     with Store(tmp_path) as s:
         add(s, 20)
         [file] = tmp_path.glob("*.safetensors")
-        found = load_file(file)
-        np.testing.assert_array_equal(found["ids"], range(20))
-        np.testing.assert_array_equal(found["key"], keys(range(20)))
+        result = load_file(file)
+        np.testing.assert_array_equal(result["ids"], range(20))
+        np.testing.assert_array_equal(result["key"], keys(range(20)))
         assert struct.unpack("<Q", file.read_bytes()[:8])[0] % 64 == 56
 
 
@@ -377,9 +377,9 @@ def test_recode_is_a_new_generation(make, small):
         and s.open_snapshot().read_arrays()["b"] == 3.0
     )
     np.testing.assert_array_equal(s.open_snapshot(2).read_arrays()["w"], np.eye(2))
-    assert whole(s.open_snapshot(2)) == expected(ids) and whole(s.open_snapshot(1)) == expected(
-        range(30)
-    )
+    assert read_rows(s.open_snapshot(2)) == expected(ids) and read_rows(
+        s.open_snapshot(1)
+    ) == expected(range(30))
     assert before.version == 2
     s.commit(records=["r"], digests=[b"d"], tensors={"key": keys([30])})
     np.testing.assert_array_equal(
@@ -405,14 +405,14 @@ def test_recode_wants_every_row_in_order(make):
     bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
         s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
-    assert s.version == 2 and whole(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
+    assert s.version == 2 and read_rows(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
 
 
 def test_recode_of_nothing(make):
     s = make()
     assert s.rewrite_tensors([], settings={"a": 1}).version == 1
     add(s, 2)
-    assert whole(make().open_snapshot()) == expected(range(2))
+    assert read_rows(make().open_snapshot()) == expected(range(2))
 
 
 def test_compaction_drops_the_dead_and_the_past(make, small):
@@ -428,7 +428,7 @@ def test_compaction_drops_the_dead_and_the_past(make, small):
     assert (report.rows, report.dropped_rows, report.dropped_versions) == (65, 85, 5)
     assert report.held == () and report.files_after < report.files_before
     assert "dropped 85 deleted rows" in str(report)
-    assert whole(s.open_snapshot()) == expected(left) and s.version == 6
+    assert read_rows(s.open_snapshot()) == expected(left) and s.version == 6
     with pytest.raises(VersionNotFoundError, match=r"version 3 was dropped.*oldest is 6"):
         s.open_snapshot(3)
     with pytest.raises(VersionNotFoundError, match="version 9 does not exist: the newest is 6"):
@@ -452,7 +452,7 @@ def test_compaction_leaves_alone_what_is_good(tmp_path, small):
         s.commit(remove=range(20, 40))
         s.compact()
         assert sorted(tmp_path.glob("*.safetensors")) == [before[0], before[2]]
-        assert whole(s.open_snapshot()) == expected([*range(20), *range(40, 60)])
+        assert read_rows(s.open_snapshot()) == expected([*range(20), *range(40, 60)])
 
 
 def test_compaction_keeps_what_is_read_here(make, small):
@@ -468,11 +468,13 @@ def test_compaction_keeps_what_is_read_here(make, small):
     assert report.held == (1,) and "kept version 1, which readers still use" in str(report)
     rest = np.concatenate([first.ids, *(part.ids for part in half)])
     assert rest.tolist() == list(range(40))
-    assert whole(old) == whole(unread) == whole(s.open_snapshot(1)) == expected(range(40))
+    assert (
+        read_rows(old) == read_rows(unread) == read_rows(s.open_snapshot(1)) == expected(range(40))
+    )
     ids = s.open_snapshot().live_ids()
     s.rewrite_tensors([(ids, {"key": keys(ids) + 1})])
     s.compact()
-    assert whole(old) == expected(range(40))
+    assert read_rows(old) == expected(range(40))
     old.close()
     del unread
     assert s.compact().held == ()
@@ -544,10 +546,10 @@ def test_one_writer(tmp_path):
             StoreLockedError, match=r"books.qkv is locked by this process \(\d+\).*twice.*close"
         ):
             add(two, 1)
-        assert whole(two.open_snapshot()) == expected([0])  # reading needs no lock
+        assert read_rows(two.open_snapshot()) == expected([0])  # reading needs no lock
         one.close()
         add(two, 1)
-        assert whole(two.open_snapshot()) == expected([0, 1])
+        assert read_rows(two.open_snapshot()) == expected([0, 1])
 
 
 HOLDER = """
@@ -612,7 +614,7 @@ def test_threads(tmp_path, small):
             try:
                 while not done.is_set():
                     snap = s.open_snapshot()
-                    assert whole(snap) == expected(snap.live_ids())
+                    assert read_rows(snap) == expected(snap.live_ids())
             except BaseException as error:
                 failures.append(error)
 
@@ -722,7 +724,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     process.join()
     done.set()
     recoder.join()
-    assert whole(s.open_snapshot())
+    assert read_rows(s.open_snapshot())
     s.close()
     here.close()
     there.close()
@@ -881,7 +883,7 @@ def test_a_damaged_segment(tmp_path, small, harm):
         ids = s.open_snapshot().live_ids()
         # Other tensors for every row: the damaged file is not needed any more.
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
-        assert whole(s.open_snapshot()) == expected(ids)
+        assert read_rows(s.open_snapshot()) == expected(ids)
     assert set(before) <= set(os.listdir(tmp_path))  # nothing was deleted
 
 
@@ -903,9 +905,9 @@ def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
 def test_arrays_that_are_cut_while_they_are_used(tmp_path):
     with Store(tmp_path) as s:
         s.commit(arrays={"w": np.arange(9000.0)})
-        found = s.open_snapshot().read_arrays()["w"]
+        result = s.open_snapshot().read_arrays()["w"]
         os.truncate(next(tmp_path.glob("arrays-*")), 10)
-        np.testing.assert_array_equal(found, np.arange(9000.0))
+        np.testing.assert_array_equal(result, np.arange(9000.0))
         with pytest.raises(StoreDamagedError, match="10 bytes"):
             s.open_snapshot().read_arrays()
 
@@ -963,7 +965,7 @@ def test_a_damaged_resting_row(tmp_path, small):
             s.open_snapshot().read_tensor("key", [62])
         ids = s.open_snapshot().live_ids()
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
-        assert whole(s.open_snapshot()) == expected(LEFT)
+        assert read_rows(s.open_snapshot()) == expected(LEFT)
     assert check_store(tmp_path) == []
 
 
@@ -987,7 +989,7 @@ def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
     left = tmp_path / f"segment-{following:08d}.safetensors"
     with Store(tmp_path) as s:
         assert (
-            whole(s.open_snapshot()) == expected(LEFT) and left.exists()
+            read_rows(s.open_snapshot()) == expected(LEFT) and left.exists()
         )  # a reader removes nothing
         add(s, 1)
     assert mine.exists() and unknown.exists() and not left.exists()
@@ -1007,7 +1009,7 @@ def test_a_full_disk_changes_nothing(tmp_path, small):
         add(s, 1)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "lock"]) or "lock" in before
     with Store(tmp_path) as s:
-        assert whole(s.open_snapshot()) == expected([*LEFT, 63])
+        assert read_rows(s.open_snapshot()) == expected([*LEFT, 63])
     assert check_store(tmp_path) == []
 
 
@@ -1079,15 +1081,15 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     again = check_store(tmp_path)
     with Store(tmp_path) as s:
         snap = s.open_snapshot()
-        found = dict(snap.iterate_rows())
-        assert found == {i: f"record {i}" for i in found}
+        result = dict(snap.iterate_rows())
+        assert result == {i: f"record {i}" for i in result}
         assert s.version == 4 or harm == "half"
         if harm in ("magic", "header", "first page", "settings") or "schema" in harm:
-            assert whole(snap) == expected(LEFT) and again == []
+            assert read_rows(snap) == expected(LEFT) and again == []
             assert snap.settings == {"key": "title"}
             np.testing.assert_array_equal(snap.read_arrays()["w"], np.eye(2))
         if harm == "record":
-            assert whole(snap) == expected(set(LEFT) - {17}) and again == []
+            assert read_rows(snap) == expected(set(LEFT) - {17}) and again == []
             assert any("60 of 61 rows could be read" in problem.what for problem in found_problems)
         add(s, 1)
 
@@ -1110,9 +1112,9 @@ def test_a_damaged_page_loses_only_its_rows(tmp_path):
     assert any(problem.repaired for problem in check_store(tmp_path, repair=True))
     assert check_store(tmp_path) == []
     with Store(tmp_path) as s:
-        found = dict(s.open_snapshot().iterate_rows())
-        assert 1940 < len(found) < 1999 and 3 not in found
-        assert all(texts[i] == text for i, text in found.items())
+        result = dict(s.open_snapshot().iterate_rows())
+        assert 1940 < len(result) < 1999 and 3 not in result
+        assert all(texts[i] == text for i, text in result.items())
         assert s.open_snapshot().find_ids(b"01999") == [1999] and s.open_snapshot().settings == {
             "a": 1
         }
@@ -1146,7 +1148,7 @@ def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, see
     problems = check_store(tmp_path)
     try:
         with Store(tmp_path) as s, s.open_snapshot() as snap:
-            same = snap.settings == {"key": "title"} and whole(snap) == expected(LEFT)
+            same = snap.settings == {"key": "title"} and read_rows(snap) == expected(LEFT)
     except QkvError:
         same = False
     except AssertionError:  # the ways to read do not agree
@@ -1155,8 +1157,8 @@ def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, see
     check_store(tmp_path, repair=True)
     try:
         with Store(tmp_path, skip_damaged=True) as s, s.open_snapshot() as snap:
-            found = dict(snap.iterate_rows())
-            assert set(found) <= set(LEFT) and all(found[i] == f"record {i}" for i in found)
+            result = dict(snap.iterate_rows())
+            assert set(result) <= set(LEFT) and all(result[i] == f"record {i}" for i in result)
             seen = [p.ids[... if p.live is None else p.live] for p in snap.iterate_segments()]
             assert set(np.concatenate(seen).tolist()) <= set(range(63)) or problems
     except QkvError:
@@ -1170,7 +1172,7 @@ def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
         if os.access(tmp_path, os.W_OK):
             pytest.skip("this user may write everywhere")
         with Store(tmp_path) as s:
-            assert whole(s.open_snapshot()) == expected(LEFT)
+            assert read_rows(s.open_snapshot()) == expected(LEFT)
             with pytest.raises(StoreUnwritableError, match="permissions"):
                 add(s, 1)
         assert check_store(tmp_path) == []
@@ -1313,7 +1315,7 @@ def test_a_layout_that_cannot_be_read(tmp_path, small):
     assert problem.what == "a layout in it cannot be read"
     check_store(tmp_path, repair=True)
     with Store(tmp_path) as s:
-        assert whole(s.open_snapshot()) == expected(LEFT)
+        assert read_rows(s.open_snapshot()) == expected(LEFT)
 
 
 def test_an_unreferenced_store_releases_its_lock(tmp_path):
@@ -1333,9 +1335,9 @@ def test_many_dead_rows_over_many_versions(make, small):
     for _ in range(12):
         s.commit(remove=rng.choice(left[-1], 3, replace=False))
         left.append(s.open_snapshot().live_ids().tolist())
-        assert whole(s.open_snapshot()) == expected(left[-1])
+        assert read_rows(s.open_snapshot()) == expected(left[-1])
     for version in rng.permutation(13):
-        assert whole(s.open_snapshot(int(version) + 1)) == expected(left[version])
+        assert read_rows(s.open_snapshot(int(version) + 1)) == expected(left[version])
 
 
 def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
@@ -1347,9 +1349,9 @@ def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
     with Store(tmp_path) as s:
         with pytest.raises(KeyboardInterrupt):
             s.compact(stop)
-        assert whole(s.open_snapshot()) == expected(LEFT) and whole(s.open_snapshot(1)) == expected(
-            range(60)
-        )
+        assert read_rows(s.open_snapshot()) == expected(LEFT) and read_rows(
+            s.open_snapshot(1)
+        ) == expected(range(60))
     assert check_store(tmp_path) == []
 
 

@@ -139,11 +139,11 @@ def opened(path, faults, monkeypatch):
     store = Store(path, files=FaultyFiles(faults))
     with store._write_session("look") as (catalogue, _):
         catalogue._connection = FaultyConnection(catalogue._connection, faults)
-    whole = commit_marker.write_marker
+    full = commit_marker.write_marker
 
     def write(file, left):
         faults.step("mark")
-        whole(file, left)
+        full(file, left)
 
     monkeypatch.setattr(commit_marker, "write_marker", write)
     faults.steps = 0

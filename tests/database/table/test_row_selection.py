@@ -43,11 +43,11 @@ def test_ask_and_attend_use_the_rows_that_pass(precision, limit, tolerance, scor
         for _ in range(2):  # the second call finds the selection
             for bound in (limit, 100):
                 passes = live & (bound > GROUP)
-                how = {"score": score, "where": f"g < {bound}", "tolerance": tolerance}
+                settings = {"score": score, "where": f"g < {bound}", "tolerance": tolerance}
                 want = qkv.attend(query, KEY[passes], VALUE[passes], score=score)
                 alpha = qkv.weights(query, KEY[passes], score=score)
-                np.testing.assert_allclose(database.attend(query, **how), want, **close)
-                for i, answer in enumerate(database.ask(query, **how)):
+                np.testing.assert_allclose(database.attend(query, **settings), want, **close)
+                for i, answer in enumerate(database.ask(query, **settings)):
                     np.testing.assert_allclose(answer.value, want[i], **close)
                     weights = answer.weights
                     assert not weights[~passes[live]].any()

@@ -100,12 +100,12 @@ def weigh(s, live, weighting, alpha=0.0, row_a=None):
 
 def reference(arrays, *, scale, weighting="softmax", alpha=0.0, row_a=None, row_b=None, **mask):
     """out, lse of float64 copies; `arrays` maps NAMES to arrays."""
-    given = {name: arrays[name].double() for name in arrays}
-    value = given.pop("value")
-    s = scores(scale=scale, **given)
+    inputs = {name: arrays[name].double() for name in arrays}
+    value = inputs.pop("value")
+    s = scores(scale=scale, **inputs)
     live = alive(s.shape, device=s.device, **mask)
     weights, lse = weigh(s, live, weighting, alpha, None if row_a is None else row_a.double())
-    return weights.to(value.dtype) @ shared(value, given["query"]), lse
+    return weights.to(value.dtype) @ shared(value, inputs["query"]), lse
 
 
 def arrays_of(
@@ -135,8 +135,8 @@ def thresholds(arrays, scale, weighting, alpha, k, mask):
     """row_a and row_b of entmax and top-k, as `attend` takes them."""
     if weighting not in ("entmax", "topk"):
         return {}
-    given = {name: x.double() for name, x in arrays.items() if name != "value"}
-    s = scores(scale=scale, **given)
+    inputs = {name: x.double() for name, x in arrays.items() if name != "value"}
+    s = scores(scale=scale, **inputs)
     live = alive(s.shape, device=s.device, **mask)
     if weighting == "entmax":
         return {"row_a": entmax_threshold(s, live, alpha).float()}
@@ -158,16 +158,16 @@ def attend(query, key, value, *, scale, **named):
 def compare(attend, arrays, *, scale=0.3, weighting="softmax", alpha=0.0, k=5, **mask):
     """Largest errors of out, lse and each gradient against the reference, relative to its size."""
     rows = thresholds(arrays, scale, weighting, alpha, k, mask)
-    how = {"scale": scale, "weighting": weighting, "alpha": alpha, **rows, **mask}
+    options = {"scale": scale, "weighting": weighting, "alpha": alpha, **rows, **mask}
     with_lse = weighting in ("softmax", "topk")
     results = []
     for side in ("got", "want"):
-        given = {name: x.detach().clone().requires_grad_() for name, x in arrays.items()}
+        inputs = {name: x.detach().clone().requires_grad_() for name, x in arrays.items()}
         if side == "got":
-            out, lse = attend(**given, **how)
+            out, lse = attend(**inputs, **options)
         else:
-            given = {name: x.detach().double().requires_grad_() for name, x in given.items()}
-            out, lse = reference(given, **how)
+            inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+            out, lse = reference(inputs, **options)
         make = torch.Generator(device=out.device).manual_seed(7)
         along = torch.randn(out.shape, generator=make, device=out.device, dtype=torch.float32)
         along = along.to(arrays["value"].dtype).to(out.dtype)
@@ -175,12 +175,12 @@ def compare(attend, arrays, *, scale=0.3, weighting="softmax", alpha=0.0, k=5, *
         if with_lse:
             tilt = torch.randn(lse.shape, generator=make, device=out.device, dtype=torch.float32)
             loss = loss + (torch.where(lse > -math.inf, lse, 0.0) * tilt).sum()
-        grads = torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
-        found = {"out": out, "lse": lse} | {
+        grads = torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
+        actual = {"out": out, "lse": lse} | {
             "d_" + name: torch.zeros_like(x) if g is None else g
-            for (name, x), g in zip(given.items(), grads, strict=True)
+            for (name, x), g in zip(inputs.items(), grads, strict=True)
         }
-        results.append({name: x.detach() for name, x in found.items()})
+        results.append({name: x.detach() for name, x in actual.items()})
     got, want = results
     errors = {}
     for name, x in want.items():

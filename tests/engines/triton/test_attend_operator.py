@@ -61,7 +61,7 @@ SHAPE = {"h": 2, "hk": 1, "n": 21, "m": 37}
 def battery():
     """Every weighting with every mask; widths, bias, gate and batches take turns."""
     parts = [{}, {"bias": True}, {"gate": True}, {"bias": True, "gate": True}]
-    for i, (weighting, how) in enumerate(WEIGHTINGS.items()):
+    for i, (weighting, options) in enumerate(WEIGHTINGS.items()):
         for j, (mask, rule) in enumerate(MASKS.items()):
             if mask in RARE and weighting not in ("softmax", "average", "entmax15"):
                 continue
@@ -69,7 +69,7 @@ def battery():
             extra = parts[(i + j // 2) % 4]
             shape = SHAPE | WIDTHS[width] | extra | {"b": 2 if "lengths" in mask else 1}
             name = f"{weighting}, {mask}, {width}, {'+'.join(extra) or 'plain'}"
-            yield pytest.param(shape, how | rule, id=name)
+            yield pytest.param(shape, options | rule, id=name)
 
 
 @pytest.fixture(autouse=True)
@@ -119,16 +119,16 @@ def split(monkeypatch, processors=8):
     monkeypatch.setattr(launch, "count_processors", lambda device: processors)
 
 
-def agree(shape, how, rtol=2e-5, attend=formulas.attend):
-    arrays = formulas.arrays_of(**shape, positive=how.get("weighting") == "normalized")
-    errors = formulas.compare(attend, arrays, **how)
+def agree(shape, options, rtol=2e-5, attend=formulas.attend):
+    arrays = formulas.arrays_of(**shape, positive=options.get("weighting") == "normalized")
+    errors = formulas.compare(attend, arrays, **options)
     assert max(errors.values()) < rtol, errors
 
 
 @pytest.mark.sample(16)
-@pytest.mark.parametrize(("shape", "how"), list(battery()))
-def test_values_and_gradients(shape, how):
-    agree(shape, how)
+@pytest.mark.parametrize(("shape", "options"), list(battery()))
+def test_values_and_gradients(shape, options):
+    agree(shape, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -190,14 +190,14 @@ def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
     arrays = formulas.arrays_of(b=2, h=4, hk=2, n=21, m=40)
     pairs = torch.randn(*lead, 21, 40)
     pairs[..., 3, 5:9] = -torch.inf
-    seen, found = watch(monkeypatch, "LAID"), []
+    seen, result = watch(monkeypatch, "LAID"), []
     for copies in (True, False):
         monkeypatch.setattr(launch, "has_tma", lambda device, copies=copies: copies)
-        given = [x.detach().requires_grad_() for x in arrays.values()]
-        out, _ = formulas.attend(*given, scale=0.3, upper=upper, pairs=pairs)
-        found.append(torch.autograd.grad(out.square().sum(), given))
+        inputs = [x.detach().requires_grad_() for x in arrays.values()]
+        out, _ = formulas.attend(*inputs, scale=0.3, upper=upper, pairs=pairs)
+        result.append(torch.autograd.grad(out.square().sum(), inputs))
         assert seen >= {copies}
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -216,14 +216,14 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
     pairs[..., torch.rand(32, m) < 0.2] = -math.inf
     pairs[..., 5] = pairs[..., 20] = -math.inf
     pairs[..., 9, :] = -math.inf
-    given = {name: x.double().requires_grad_() for name, x in (arrays | {"pairs": pairs}).items()}
-    s = formulas.scores(scale=0.3, **{x: given[x] for x in given if x not in ("value", "pairs")})
+    inputs = {name: x.double().requires_grad_() for name, x in (arrays | {"pairs": pairs}).items()}
+    s = formulas.scores(scale=0.3, **{x: inputs[x] for x in inputs if x not in ("value", "pairs")})
     live = formulas.alive(s.shape, **band) & (pairs > -math.inf)
-    alpha, lse = formulas.weigh(s + given["pairs"].masked_fill(~live, 0.0), live, "softmax")
+    alpha, lse = formulas.weigh(s + inputs["pairs"].masked_fill(~live, 0.0), live, "softmax")
     along = torch.randn(2, 2, 32, 16).half()
     some = torch.where(lse > -math.inf, lse, 0.0).sum()
-    total = (alpha @ formulas.shared(given["value"], s) * along).sum() + some
-    right = torch.autograd.grad(total, list(given.values()))
+    total = (alpha @ formulas.shared(inputs["value"], s) * along).sum() + some
+    right = torch.autograd.grad(total, list(inputs.values()))
     if spoiled:
         arrays["key"][..., 5, :] = math.nan
         arrays["key"][..., 20, 3] = math.inf
@@ -326,11 +326,11 @@ def test_split_of_a_layout_and_a_wide_score(monkeypatch):
     agree(shape | {"bias": True, "gate": True}, MASKS["layout"])
 
 
-@pytest.mark.parametrize("how", [{}, {"weighting": "average"}], ids=str)
-def test_split_over_queries(how, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"weighting": "average"}], ids=str)
+def test_split_over_queries(options, monkeypatch):
     split(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 90, "m": 16, "w": 16, "d": 16, "bias": True}
-    agree(shape, how | {"lower": -80})
+    agree(shape, options | {"lower": -80})
 
 
 @pytest.mark.parametrize("scratch_bytes", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
@@ -344,13 +344,15 @@ def test_score_gradients_in_pieces(scratch_bytes, monkeypatch):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("w", [16, 72])
-@pytest.mark.parametrize("wanted", ["query", "key", "value", "gate_query", "gate_key", "key_bias"])
-def test_one_gradient_alone(wanted, w):
+@pytest.mark.parametrize(
+    "expected", ["query", "key", "value", "gate_query", "gate_key", "key_bias"]
+)
+def test_one_gradient_alone(expected, w):
     arrays = formulas.arrays_of(**SHAPE | {"b": 1, "w": w, "d": 16}, bias=True, gate=True)
     every = {name: x.clone().requires_grad_() for name, x in arrays.items()}
-    want = torch.autograd.grad(formulas.reference(every, scale=0.3)[0].sum(), every[wanted])[0]
-    one = arrays | {wanted: arrays[wanted].clone().requires_grad_()}
-    got = torch.autograd.grad(formulas.attend(**one, scale=0.3)[0].sum(), one[wanted])[0]
+    want = torch.autograd.grad(formulas.reference(every, scale=0.3)[0].sum(), every[expected])[0]
+    one = arrays | {expected: arrays[expected].clone().requires_grad_()}
+    got = torch.autograd.grad(formulas.attend(**one, scale=0.3)[0].sum(), one[expected])[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -370,9 +372,9 @@ def test_the_same_twice():
     arrays = formulas.arrays_of(**SHAPE | {"b": 1, "w": 16, "d": 16}, gate=True)
     runs = []
     for _ in range(2):
-        given = {name: x.clone().requires_grad_() for name, x in arrays.items()}
-        out, lse = formulas.attend(**given, scale=0.3, upper=4)
-        runs.append((out, lse, *torch.autograd.grad(out.sum(), tuple(given.values()))))
+        inputs = {name: x.clone().requires_grad_() for name, x in arrays.items()}
+        out, lse = formulas.attend(**inputs, scale=0.3, upper=4)
+        runs.append((out, lse, *torch.autograd.grad(out.sum(), tuple(inputs.values()))))
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
@@ -382,20 +384,20 @@ def test_the_same_twice():
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_nothing_to_look_at(weighting):
     """Output 0, log-sum-exp −∞, gradients 0."""
-    how = WEIGHTINGS[weighting] | {"upper": -5, "lengths": torch.tensor([0, 4])}
+    options = WEIGHTINGS[weighting] | {"upper": -5, "lengths": torch.tensor([0, 4])}
     arrays = formulas.arrays_of(b=2, n=20, m=20, positive=True)
     rows = formulas.thresholds(
-        arrays, 0.3, how.get("weighting"), how.get("alpha"), 5, {"upper": -5}
+        arrays, 0.3, options.get("weighting"), options.get("alpha"), 5, {"upper": -5}
     )
-    given = {name: x.requires_grad_() for name, x in arrays.items()}
-    out, lse = formulas.attend(**given, scale=0.3, **how, **rows)
+    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, lse = formulas.attend(**inputs, scale=0.3, **options, **rows)
     empty = torch.ones(2, 1, 20, dtype=torch.bool)
     empty[1, :, 5:] = False
     empty = empty.expand(2, 2, 20)
     assert (out[empty] == 0).all()
     if weighting in ("softmax", "topk"):
         assert (lse[empty] == -math.inf).all()
-    for grad in torch.autograd.grad(out.sum() + lse[~empty].sum(), tuple(given.values())):
+    for grad in torch.autograd.grad(out.sum() + lse[~empty].sum(), tuple(inputs.values())):
         assert torch.isfinite(grad).all()
         assert (grad[0] == 0).all()
 
@@ -404,12 +406,12 @@ def test_nothing_to_look_at(weighting):
 @pytest.mark.parametrize("weighting", ["softmax", "raw"])
 def test_no_queries_or_no_keys(n, m, weighting):
     arrays = formulas.arrays_of(n=n, m=m)
-    given = {name: x.requires_grad_() for name, x in arrays.items()}
-    out, lse = formulas.attend(**given, scale=0.3, weighting=weighting)
+    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, lse = formulas.attend(**inputs, scale=0.3, weighting=weighting)
     assert out.shape == (2, 2, n, 16)
     assert (out == 0).all()
     assert (lse == (-math.inf if weighting == "softmax" else 0)).all()
-    for grad in torch.autograd.grad(out.sum(), tuple(given.values())):
+    for grad in torch.autograd.grad(out.sum(), tuple(inputs.values())):
         assert (grad == 0).all()
 
 
@@ -424,12 +426,12 @@ def test_what_is_masked_stays_out(where, bad, w):
         shape, rule = ({"n": 20, "m": 12}, {"lower": 5})
     results = []
     for filler in (bad, 0.0):
-        given = formulas.arrays_of(b=1, w=w, gate=True, **shape)
-        given[where][..., 12, :] = filler
-        given = {name: x.requires_grad_() for name, x in given.items()}
-        out, lse = formulas.attend(**given, scale=0.3, **rule)
+        inputs = formulas.arrays_of(b=1, w=w, gate=True, **shape)
+        inputs[where][..., 12, :] = filler
+        inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+        out, lse = formulas.attend(**inputs, scale=0.3, **rule)
         loss = out.sum() + lse[:, :, :7].sum()
-        results.append((out, lse, *torch.autograd.grad(loss, tuple(given.values()))))
+        results.append((out, lse, *torch.autograd.grad(loss, tuple(inputs.values()))))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -440,17 +442,17 @@ def test_what_is_masked_stays_out(where, bad, w):
 def test_what_is_not_a_number_is_not_hidden(where, weighting):
     """Row 12 reaches those that may look at it, and no others."""
     arrays = formulas.arrays_of(b=1, h=1, n=20, m=20, positive=True)
-    how = WEIGHTINGS[weighting]
+    options = WEIGHTINGS[weighting]
     rows = formulas.thresholds(
-        arrays, 0.3, how.get("weighting"), how.get("alpha"), 20, {"upper": 0}
+        arrays, 0.3, options.get("weighting"), options.get("alpha"), 20, {"upper": 0}
     )
-    want = formulas.attend(**arrays, scale=0.3, upper=0, **how, **rows)[0]
+    want = formulas.attend(**arrays, scale=0.3, upper=0, **options, **rows)[0]
     counts = torch.ones(20, dtype=torch.bool)
-    if where == "value" and how.get("weighting") == "entmax":
+    if where == "value" and options.get("weighting") == "entmax":
         s = formulas.scores(arrays["query"], arrays["key"], 0.3)
-        counts = ((how["alpha"] - 1) * s[0, 0, :, 12] - rows["row_a"][0, 0]) > 0
+        counts = ((options["alpha"] - 1) * s[0, 0, :, 12] - rows["row_a"][0, 0]) > 0
     arrays[where][..., 12, :] = math.nan
-    got = formulas.attend(**arrays, scale=0.3, upper=0, **how, **rows)[0]
+    got = formulas.attend(**arrays, scale=0.3, upper=0, **options, **rows)[0]
     spoiled = (torch.arange(20) >= 12) & counts
     assert torch.isnan(got[0, 0, spoiled]).all()
     torch.testing.assert_close(got[0, 0, ~spoiled], want[0, 0, ~spoiled])
@@ -497,11 +499,11 @@ def test_huge_scores(size):
     arrays["key"][:, :, 4:7] = size / 16
     if size < 0:
         arrays["key"][:] = size / 16
-    given = {name: x.requires_grad_() for name, x in arrays.items()}
-    out, _ = formulas.attend(**given, scale=1.0)
+    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, _ = formulas.attend(**inputs, scale=1.0)
     want = arrays["value"][:, :, best].mean(2, keepdim=True).expand(1, 1, 5, 16)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
-    grads = torch.autograd.grad(out.sum(), tuple(given.values()))
+    grads = torch.autograd.grad(out.sum(), tuple(inputs.values()))
     assert all(torch.isfinite(x).all() for x in grads)
     torch.testing.assert_close(
         grads[2][0, 0, best].mean(), torch.tensor(5 / (best.stop - best.start))
@@ -511,15 +513,15 @@ def test_huge_scores(size):
 # The operator in torch
 
 
-def arguments(**how):
+def arguments(**options):
     arrays = formulas.arrays_of(b=1, n=5, m=7, bias=True, gate=True)
     arrays = [x.requires_grad_() for x in arrays.values()]
-    return (*Arrays(*arrays), *Numbers(0.3, **how))
+    return (*Arrays(*arrays), *Numbers(0.3, **options))
 
 
-@pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
-def test_opcheck(how):
-    torch.library.opcheck(attend_operator.attend.node, arguments(**how))
+@pytest.mark.parametrize("options", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
+def test_opcheck(options):
+    torch.library.opcheck(attend_operator.attend.node, arguments(**options))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -580,25 +582,25 @@ def test_repair(monkeypatch, h, hk, w, bad, where, processors):
     monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "repair", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
-    given = [x.requires_grad_() for x in arrays.values()]
-    query = given[0]
-    out = spoiled_by_zero(*given, 0.3)
+    inputs = [x.requires_grad_() for x in arrays.values()]
+    query = inputs[0]
+    out = spoiled_by_zero(*inputs, 0.3)
     along = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(1))
     dquery = torch.autograd.grad(out, query, along)[0]
-    want, _ = formulas.attend(*given, scale=0.3, upper=0)
-    wanted = torch.autograd.grad(want, query, along)[0]
+    want, _ = formulas.attend(*inputs, scale=0.3, upper=0)
+    expected = torch.autograd.grad(want, query, along)[0]
     sick = torch.zeros(2, h, dtype=torch.bool)
     sick[0, h // hk : 2 * (h // hk)] = True
     assert not torch.isfinite((out if where == "value" else dquery)[sick][:, :20]).all()
     # The rows of heads side by side, as a fused kernel may write them.
     healed = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
     mended = dquery.transpose(1, 2).contiguous().transpose(1, 2)
-    kept = nan_repair.repair_output(healed, *(x.detach() for x in given), scale=0.3)
+    kept = nan_repair.repair_output(healed, *(x.detach() for x in inputs), scale=0.3)
     strided = along.mT.contiguous().mT
     nan_repair.repair_query_gradient(
-        mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3
+        mended, strided, healed, kept, *(x.detach() for x in inputs), scale=0.3
     )
-    for got, before, right in ((healed, out.detach(), want), (mended, dquery, wanted)):
+    for got, before, right in ((healed, out.detach(), want), (mended, dquery, expected)):
         assert torch.equal(got[~sick], before[~sick])
         torch.testing.assert_close(got[sick], right[sick].detach(), equal_nan=True)
         assert torch.isfinite(got[sick][:, :20]).all()
@@ -627,8 +629,8 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
 
     seen = []
 
-    def crowded(*given):
-        tile = given[-1]
+    def crowded(*args):
+        tile = args[-1]
         seen.append((tile.rows, tile.cols, tile.stages))
         if tile.cols > 32:
             raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
@@ -650,18 +652,18 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         pytest.skip("a device has instructions that the interpreter has not")
     seen = defaultdict(set)
 
-    def record(kernel, programs, arrays, floats, whole, facts, tile):
+    def record(kernel, programs, arrays, floats, integers, facts, tile):
         records = isinstance(arrays[0], tuple)
-        known = len(arrays) + (1 if records else len(floats)) + len(whole)
+        known = len(arrays) + (1 if records else len(floats)) + len(integers)
         assert len(kernel.arg_names) == known + 1 and kernel.arg_names[-1] == "F"
-        given = dict(zip(kernel.arg_names, arrays, strict=False))
-        given |= arrays[0]._asdict() if records else {}
+        inputs = dict(zip(kernel.arg_names, arrays, strict=False))
+        inputs |= arrays[0]._asdict() if records else {}
         for name, x in facts.items():
             if name not in ("W", "D", "ROWS", "COLS", "BLOCK_W", "BLOCK_D"):
                 seen[kernel.__name__, name].add(x > 1 if name == "EVEN" else x)
         for name in ("lengths", "along_lse"):
-            if name in given:
-                seen[kernel.__name__, name].add(given[name] is not None)
+            if name in inputs:
+                seen[kernel.__name__, name].add(inputs[name] is not None)
         for width, block in (("W", "BLOCK_W"), ("D", "BLOCK_D")):
             if width in facts and block in facts:
                 seen[kernel.__name__, width].add(facts[width] % facts[block] == 0)
@@ -677,15 +679,15 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
             plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3
         )
     for case in battery():
-        shape, how = case.values
+        shape, options = case.values
         for dtype in (torch.float32, torch.bfloat16):
             for processors in (1, 64):
                 split(monkeypatch, processors)
                 monkeypatch.setattr(launch, "has_tma", lambda device, yes=processors == 1: yes)
                 for n, m in ((21, 37), (32, 48)):
                     arrays = formulas.arrays_of(**shape | {"n": n, "m": m}, dtype=dtype)
-                    given = {name: x.requires_grad_() for name, x in arrays.items()}
-                    rule = dict(how)
+                    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+                    rule = dict(options)
                     if "layout" in rule:
                         rule["layout"] = torch.ones(-(-n // 8), -(-m // 8), dtype=torch.bool)
                         rule["layout_size"] = 8
@@ -695,24 +697,24 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                     if rule.get("weighting") == "topk":
                         rows["row_b"] = torch.zeros(arrays["query"].shape[:3], dtype=torch.int32)
                     out, lse = formulas.attend(
-                        **given, scale=0.3, whole=processors == 1, **rule, **rows
+                        **inputs, scale=0.3, whole=processors == 1, **rule, **rows
                     )
                     loss = out.sum() + (lse.sum() if m == 48 else 0)
-                    torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
+                    torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
                     lines = n if m == 48 else 1  # one for all queries is summed over them
                     pairs = torch.ones(1, 1, lines, m, requires_grad=True)
                     for rule["pairs"] in (pairs, pairs.detach().to(torch.uint8)):
                         drop = {"dropout": 0.3, "seed": torch.zeros(1, dtype=torch.int64)}
                         more = drop if processors == 1 and dtype == torch.float32 else {}
                         more["whole"] = processors == 1
-                        out, lse = formulas.attend(**given, scale=0.3, **rule, **rows, **more)
-                        moved = [x for x in (*given.values(), rule["pairs"]) if x.requires_grad]
+                        out, lse = formulas.attend(**inputs, scale=0.3, **rule, **rows, **more)
+                        moved = [x for x in (*inputs.values(), rule["pairs"]) if x.requires_grad]
                         torch.autograd.grad(out.sum() + lse.sum(), moved, allow_unused=True)
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
-    given = formulas.arrays_of(b=1, h=1, n=32, m=48, dtype=torch.bfloat16)
-    given = {name: x.requires_grad_() for name, x in given.items()}
-    out, _ = formulas.attend(**given, scale=0.3, pairs=torch.ones(1, 1, 32, 48))  # heads apart
-    torch.autograd.grad(out.sum(), tuple(given.values()))
+    inputs = formulas.arrays_of(b=1, h=1, n=32, m=48, dtype=torch.bfloat16)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    out, _ = formulas.attend(**inputs, scale=0.3, pairs=torch.ones(1, 1, 32, 48))  # heads apart
+    torch.autograd.grad(out.sum(), tuple(inputs.values()))
     both = {True, False}
     every = {
         "PAIRS": {0, 1, 2},

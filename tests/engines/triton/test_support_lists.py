@@ -24,8 +24,8 @@ def counts(monkeypatch):
     made = []
     plain = support_lists.fill_lists
 
-    def listed(*given):
-        at = plain(*given)
+    def listed(*args):
+        at = plain(*args)
         if precompile.DRY_RUN_JOBS.get() is None:  # not a dry run, which makes none
             made.append(at[..., 0].flatten().tolist())
         return at
@@ -38,9 +38,9 @@ def counts(monkeypatch):
     return made
 
 
-def results(arrays, along, **how):
+def results(arrays, along, **options):
     arrays = [x.detach().requires_grad_() for x in arrays]
-    out = qkv.attend(*arrays, **how)
+    out = qkv.attend(*arrays, **options)
     return out.detach(), *torch.autograd.grad(out, arrays, along.to(out.dtype))
 
 
@@ -62,13 +62,13 @@ def drawn(n, m, heads, few, steep):
 )
 def test_values_and_gradients_are_those_of_all_pairs(counts, weighting, mask, shape):
     arrays, along = drawn(*shape)
-    how = {"weighting": weighting, "mask": mask}
-    got = results(arrays, along, engine="triton", **how)
+    options = {"weighting": weighting, "mask": mask}
+    got = results(arrays, along, engine="triton", **options)
     keys, queries = counts
     assert max(keys) > 0
     assert max(queries) > 0
     assert sum(x for x in keys if x > 0) < 0.7 * shape[1] * len(keys)
-    want = results([x.double() for x in arrays], along, engine="dense", **how)
+    want = results([x.double() for x in arrays], along, engine="dense", **options)
     for x, y in zip(got, want, strict=True):
         assert (x.double() - y).norm() < 1e-3 * y.norm()
 

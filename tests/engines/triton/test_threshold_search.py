@@ -32,12 +32,12 @@ def search_arguments(query, key, weighting, number, scale, **more):
     return *Arrays(query, key, key, **named), *Numbers(scale, weighting, number, **more), False
 
 
-def entmax_threshold(query, key, *given, **more):
-    return thresholds.find_thresholds(*search_arguments(query, key, "entmax", *given, **more))[0]
+def entmax_threshold(query, key, *args, **more):
+    return thresholds.find_thresholds(*search_arguments(query, key, "entmax", *args, **more))[0]
 
 
-def topk_threshold(query, key, *given, **more):
-    return thresholds.find_thresholds(*search_arguments(query, key, "topk", *given, **more))[:2]
+def topk_threshold(query, key, *args, **more):
+    return thresholds.find_thresholds(*search_arguments(query, key, "topk", *args, **more))[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -124,8 +124,8 @@ def test_a_score_that_is_not_finite_spoils_its_row_alone(odd):
     key[0, 0, 7] = key[0, 0, 7].abs() + 0.1
     t = entmax_threshold(query, key, 1.5, 1.0)
     least, _ = topk_threshold(query, key, 3, 1.0)
-    for found in (t, least):
-        assert torch.isnan(found).tolist() == [[[False, True, False]]]
+    for result in (t, least):
+        assert torch.isnan(result).tolist() == [[[False, True, False]]]
 
 
 def chosen_by(s, least, position):

@@ -42,11 +42,11 @@ def listed(mask, by_key, in_order=False):
     assert lists.is_possible
     at, counts = lists.fill_lists(ROWS, COLS, by_key, in_order)
     own = -(-M // COLS) if by_key else -(-N // ROWS)
-    found = {}
+    result = {}
     for line, (full, partial) in enumerate(counts.tolist()):
         some = at[line, : full + partial].tolist()
-        found[divmod(line, own)] = some[:full], some[full:]
-    return call, lists, found
+        result[divmod(line, own)] = some[:full], some[full:]
+    return call, lists, result
 
 
 @pytest.fixture(autouse=True)
@@ -58,23 +58,23 @@ def short_lists(monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("by_key", [False, True])
 def test_every_tile_is_full_or_partial_or_absent(name, by_key):
-    call, lists, found = listed(RULES[name], by_key)
+    call, lists, result = listed(RULES[name], by_key)
     live = call.rule.allowed_pairs(make_block(call)).expand(2, 2, N, M)
     live = live[: lists.batches, : lists.heads].flatten(0, 1)
-    for (lane, own), (full, partial) in found.items():
+    for (lane, own), (full, partial) in result.items():
         for other in range(-(-N // ROWS) if by_key else -(-M // COLS)):
             i, j = (other, own) if by_key else (own, other)
             tile = live[lane, i * ROWS : (i + 1) * ROWS, j * COLS : (j + 1) * COLS]
-            whole = tile.shape == (ROWS, COLS) and bool(tile.all())
-            assert (other in full) == whole
-            assert (other in partial) == (bool(tile.any()) and not whole)
+            complete = tile.shape == (ROWS, COLS) and bool(tile.all())
+            assert (other in full) == complete
+            assert (other in partial) == (bool(tile.any()) and not complete)
         assert full == sorted(full) and partial == sorted(partial)
 
 
 def test_a_list_in_order_has_no_full_tiles():
-    _, _, found = listed(RULES["documents"], False, in_order=True)
-    assert any(partial for _, partial in found.values())
-    assert all(not full and partial == sorted(partial) for full, partial in found.values())
+    _, _, result = listed(RULES["documents"], False, in_order=True)
+    assert any(partial for _, partial in result.values())
+    assert all(not full and partial == sorted(partial) for full, partial in result.values())
 
 
 def test_lanes_share_lists_unless_the_mask_differs():
