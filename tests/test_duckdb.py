@@ -109,9 +109,9 @@ def test_a_struct_names_columns_of_the_key(con, tmp_path):
 
 
 def test_questions_may_be_a_column(con, books):
-    asked = "(VALUES (1, 'whale'), (2, 'matchmaker'), (3, NULL), (4, 'count')) AS asked(id, q)"
+    queries = "(VALUES (1, 'whale'), (2, 'matchmaker'), (3, NULL), (4, 'count')) AS asked(id, q)"
     result = con.execute(
-        f"SELECT id, title FROM {asked}, qkv_ask(?, asked.q, top := 1) ORDER BY id", [str(books)]
+        f"SELECT id, title FROM {queries}, qkv_ask(?, asked.q, top := 1) ORDER BY id", [str(books)]
     )
     assert result.fetchall() == [(1, "Moby-Dick"), (2, "Emma"), (4, "Dracula")]
 
@@ -202,11 +202,11 @@ def test_join_calls_no_function_that_sql_names(shop, capfd, encoder):
 
 def test_join_takes_numbers_and_frames(con):
     pandas = pytest.importorskip("pandas")
-    asked = pandas.DataFrame({"x": [1.1, 2.9]})
+    frame = pandas.DataFrame({"x": [1.1, 2.9]})
     known = pandas.DataFrame({"y": [1, 2, 3], "name": ["one", "two", "three"]})
     sql = "SELECT name FROM qkv_join('asked', 'known', on_left := 'x', on_right := 'y')"
     assert con.execute(sql).fetchall() == [("one",), ("three",)]
-    assert len(asked) < len(known)
+    assert len(frame) < len(known)
 
 
 def test_join_leaves_out_a_key_of_blanks_that_the_other_side_has_not(con):

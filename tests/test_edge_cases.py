@@ -409,14 +409,17 @@ def test_a_query_of_nan_without_keys(kit: Kit, engine: str, weighting: str) -> N
 def hiding_masks(kit: Kit) -> dict[str, tuple[Any, np.ndarray]]:
     """Masks for a query (1, N, D) under which no query sees keys 4 and 5."""
     open_to = np.broadcast_to(np.arange(M) < 4, (N, M))
-    some = open_to & (np.arange(M) != np.arange(N)[:, None])
+    allowed = open_to & (np.arange(M) != np.arange(N)[:, None])
     return {
         "causal": (masks.causal, np.tri(N, M, dtype=bool)),
         "lengths": (masks.lengths([4]), open_to),
-        "boolean": (kit(some), some),
-        "float": (kit(np.where(some, 0.25, -INF)), some),
+        "boolean": (kit(allowed), allowed),
+        "float": (kit(np.where(allowed, 0.25, -INF)), allowed),
         "window": (masks.window(0), np.eye(N, M, dtype=bool)),
-        "combined": (masks.window(1) & kit(some), some & (np.tri(N, M, 1) - np.tri(N, M, -2) > 0)),
+        "combined": (
+            masks.window(1) & kit(allowed),
+            allowed & (np.tri(N, M, 1) - np.tri(N, M, -2) > 0),
+        ),
     }
 
 

@@ -783,10 +783,10 @@ def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
     q, k, v = (tensor(x) for x in np.random.default_rng(0).normal(size=(3, 5, 5)))
     bias = tensor(np.random.default_rng(1).normal(size=(5, 5))).float()
     table = [((k.tolist(), v), None, None), ((k, v), bias, bias.double())]
-    for rest, inputs, meant in table:
+    for arguments, inputs, meant in table:
         want = qkv.attend(q, k, v, engine="dense", mask=meant)
         for engine in (None, "dense", "streaming"):
-            got = qkv.attend(q, *rest, engine=engine, mask=inputs)
+            got = qkv.attend(q, *arguments, engine=engine, mask=inputs)
             assert got.dtype == want.dtype
             np.testing.assert_allclose(got, want, 1e-10, 1e-10)
     for one, two in ((q, k), (q.numpy(), k.numpy())):

@@ -303,10 +303,10 @@ KNOWN = {}
 
 
 def _plain(name, scores, live, settings):
-    asked = name, repr(settings), scores.tobytes(), live.tobytes()
-    if asked not in KNOWN:
-        KNOWN[asked] = formulas.weights(name, scores, live, **settings)
-    return KNOWN[asked]
+    cache_key = name, repr(settings), scores.tobytes(), live.tobytes()
+    if cache_key not in KNOWN:
+        KNOWN[cache_key] = formulas.weights(name, scores, live, **settings)
+    return KNOWN[cache_key]
 
 
 def _check_rows(weighting, name, settings, scores, live):
@@ -331,9 +331,9 @@ def _check_rows(weighting, name, settings, scores, live):
     if hasattr(weighting, "solve_threshold"):
         _check_entmax(weighting, scores, live, k, want)
     if weighting.has_lse:
-        kept = np.where(want > 0, s, -np.inf)
-        largest = np.where(live.any(-1), kept.max(-1), 0)
-        lse = np.log(np.exp(kept - largest[:, None]).sum(-1)) + largest
+        inside = np.where(want > 0, s, -np.inf)
+        largest = np.where(live.any(-1), inside.max(-1), 0)
+        lse = np.log(np.exp(inside - largest[:, None]).sum(-1)) + largest
         np.testing.assert_allclose(weighting.lse_from_state(actual)[:, 0], lse, atol=1e-8)
         np.testing.assert_allclose(weighting.compute_lse(s, live, k)[:, 0], lse, atol=1e-8)
         both = weighting.weights_and_lse(s, live, k)

@@ -66,14 +66,14 @@ def test_in_another_process():
     code = (
         "import pickle, sys; x = pickle.load(sys.stdin.buffer); pickle.dump(x, sys.stdout.buffer)"
     )
-    mine = {
+    custom = {
         name: x for name, x in THINGS.items() if "tests" not in pickle.dumps(x).decode("latin1")
     }
-    assert len(mine) > len(THINGS) - 4
+    assert len(custom) > len(THINGS) - 4
     run = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(mine), capture_output=True, check=True
+        [sys.executable, "-c", code], input=pickle.dumps(custom), capture_output=True, check=True
     )
-    assert pickle.loads(run.stdout) == mine
+    assert pickle.loads(run.stdout) == custom
 
 
 def test_what_differs_is_not_equal():
@@ -137,21 +137,23 @@ def test_an_answer_says_the_same_elsewhere():
     D = qkv.Database([(float(i), float(i * i)) for i in range(60)])
     D.calibrate([(i + 0.1, float(i)) for i in range(50)])
     none, few = D.ask(3.2, where="value > 1e9"), _filled().ask([1.0, 5.0])[1]
-    for asked in (D.ask(3.2, top=2), none, few):
-        there = pickle.loads(pickle.dumps(asked))
-        assert repr(there) == repr(asked) and there == asked and there.explain() == asked.explain()
-        assert there.weights.tolist() == asked.weights.tolist() and there.spread == asked.spread
-        assert there.coverage is None or there.prediction_set == asked.prediction_set
-        assert there.above(0.99) == asked.above(0.99)
+    for answer in (D.ask(3.2, top=2), none, few):
+        there = pickle.loads(pickle.dumps(answer))
+        assert (
+            repr(there) == repr(answer) and there == answer and there.explain() == answer.explain()
+        )
+        assert there.weights.tolist() == answer.weights.tolist() and there.spread == answer.spread
+        assert there.coverage is None or there.prediction_set == answer.prediction_set
+        assert there.above(0.99) == answer.above(0.99)
         for what in (there.influence, lambda there=there: there.without(0)):
             with pytest.raises(qkv.QkvError, match="ask the database"):
                 what()
-    asked = D.ask(3.2, top=2)
+    answer = D.ask(3.2, top=2)
     with pytest.raises(qkv.QkvError, match="ask the database"):
-        pickle.loads(pickle.dumps(asked)).above(1e-6)
-    here = copy.deepcopy(asked)
-    assert here.rows == asked.rows and here.rows is not asked.rows
-    assert here.without(3).value == asked.without(3).value, "the database is still there"
+        pickle.loads(pickle.dumps(answer)).above(1e-6)
+    here = copy.deepcopy(answer)
+    assert here.rows == answer.rows and here.rows is not answer.rows
+    assert here.without(3).value == answer.without(3).value, "the database is still there"
 
 
 def test_what_is_raised_comes_out_of_a_pool():

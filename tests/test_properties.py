@@ -701,17 +701,17 @@ def test_dropout_is_fair(seed: int, p: float) -> None:
     q, k = np.zeros((2, 3, 60, 1)), np.zeros((2, 3, 70, 1))
     plain = qkv.weights(q, k)
     factor = qkv.weights(q, k, dropout_p=p, seed=seed) / plain
-    kept = factor > 0
-    np.testing.assert_allclose(factor, np.where(kept, 1 / (1 - p), 0.0), rtol=1e-12)
-    deviation = math.sqrt(p * (1 - p) / kept.size)
-    assert abs((1 - kept.mean()) - p) < 5 * deviation
+    included = factor > 0
+    np.testing.assert_allclose(factor, np.where(included, 1 / (1 - p), 0.0), rtol=1e-12)
+    deviation = math.sqrt(p * (1 - p) / included.size)
+    assert abs((1 - included.mean()) - p) < 5 * deviation
     assert abs(factor.mean() - 1) < 5 * deviation / (1 - p)
     # No batch, head, query or key looks like its neighbour.
     expected = p * p + (1 - p) ** 2
     for axis in range(4):
-        first, second = (np.delete(kept, at, axis) for at in (0, -1))
+        first, second = (np.delete(included, at, axis) for at in (0, -1))
         assert abs((first == second).mean() - expected) < 0.05
-    assert not np.array_equal(kept, qkv.weights(q, k, dropout_p=p, seed=seed + 1) > 0)
+    assert not np.array_equal(included, qkv.weights(q, k, dropout_p=p, seed=seed + 1) > 0)
 
 
 @sample_examples(24)

@@ -162,13 +162,13 @@ def _loss(function: Function, make: Make) -> tuple[Function, list[Any]]:
 
     inputs = make(N)
     floats = _floats(inputs)
-    rest = inputs[len(floats) :]
+    remaining = inputs[len(floats) :]
     generator = torch.Generator().manual_seed(1)
     out = function(*inputs)
     along = torch.randn(out.shape, generator=generator, dtype=out.dtype)
 
     def loss(*moved: Any) -> Any:
-        return (function(*moved, *rest) * along).sum()
+        return (function(*moved, *remaining) * along).sum()
 
     return loss, floats
 

@@ -20,10 +20,10 @@ def _loss(function: Function, make: Make) -> tuple[Function, list[Any]]:
     """Σ output · along as a function of the arrays that have a derivative, and these."""
     inputs = make(N)
     floats = [x for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
-    rest = inputs[len(floats) :]
+    remaining = inputs[len(floats) :]
     shape = jax.eval_shape(function, *inputs)
     along = jnp.cos(jnp.arange(shape.size, dtype=shape.dtype)).reshape(shape.shape)
-    return lambda *moved: (function(*moved, *rest) * along).sum(), floats
+    return lambda *moved: (function(*moved, *remaining) * along).sum(), floats
 
 
 def _slopes(loss: Function, inputs: list[Any]) -> list[Any]:

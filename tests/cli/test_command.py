@@ -75,8 +75,8 @@ class TestProcess:
         )
         value, loaded = result.stdout.splitlines()
         assert value == "Frank Herbert"
-        some = {"qkv.attention", "qkv.engines", "qkv.scores", "rich.console", "torch", "pandas"}
-        assert not some & set(loaded.split())
+        modules = {"qkv.attention", "qkv.engines", "qkv.scores", "rich.console", "torch", "pandas"}
+        assert not modules & set(loaded.split())
 
     def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
         lines = "\n".join(["Li"] * 2000)

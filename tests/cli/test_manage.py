@@ -59,8 +59,8 @@ class TestKeep:
         assert data("add", store, "Emma", "J. Austen", "--update")["inserted"] is False
         assert data("add", store, "Emma 2", "nobody", "--update")["inserted"] is True
         assert "inserted" not in data("add", store, "Emma", "again")
-        said = qkv("add", store, "Emma 3", "nobody", "--update").stdout
-        assert "inserted, because no row had the key; 11 rows" in said
+        output = qkv("add", store, "Emma 3", "nobody", "--update").stdout
+        assert "inserted, because no row had the key; 11 rows" in output
 
     def test_add_makes_a_database_and_keeps_types(self, tmp_path: Path) -> None:
         path = tmp_path / "names.qkv"

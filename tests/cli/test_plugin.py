@@ -94,11 +94,11 @@ class TestPlugin:
         other = plugin_file.with_name("other.py")
         other.write_text("import mine\n")
         env = {"PYTHONPATH": os.pathsep.join([HERE["PYTHONPATH"], str(plugin_file.parent)])}
-        asked = ("ask", table, "Emma", "-s", "far", "--json")
-        assert run("--plugin", "json", "--plugin", "mine", *asked, env=env)[0] == 0
-        assert run("--plugin", other, *asked, env=env)[0] == 0
-        assert run(*asked, "--plugin", "json", "--plugin", other, env=env)[0] == 0
-        assert run("--plugin", "json", *asked, "--plugin", other, env=env)[0] == 0
+        command = ("ask", table, "Emma", "-s", "far", "--json")
+        assert run("--plugin", "json", "--plugin", "mine", *command, env=env)[0] == 0
+        assert run("--plugin", other, *command, env=env)[0] == 0
+        assert run(*command, "--plugin", "json", "--plugin", other, env=env)[0] == 0
+        assert run("--plugin", "json", *command, "--plugin", other, env=env)[0] == 0
 
     @pytest.mark.parametrize(
         ("name", "text", "says"),

@@ -16,9 +16,9 @@ def test_a_page_of_rows(store: Path) -> None:
     page = data("rows", store, "--from", 2, "--count", 3)
     assert (page["from"], page["total"]) == (2, 8)
     assert page["rows"] == [dict(zip(NAMES, row, strict=True)) for row in BOOKS[2:5]]
-    some = data("rows", store, "--where", "year < 1900", "--count", 2)
-    assert [row["title"] for row in some["rows"]] == ["Emma", "Dracula"]
-    assert some["total"] == 4
+    rows = data("rows", store, "--where", "year < 1900", "--count", 2)
+    assert [row["title"] for row in rows["rows"]] == ["Emma", "Dracula"]
+    assert rows["total"] == 4
     assert data("rows", store, "--from", 99, code=1)["rows"] == []
 
 

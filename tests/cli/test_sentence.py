@@ -74,9 +74,9 @@ class TestWeights:
         assert [words[i] for i in np.flatnonzero(alpha.argmax(axis=1) == dog)].count("he") == 2
         assert words[int(alpha[words.index("happy")].argmax())] == "tail"
         assert png.read_bytes().startswith(b"\x89PNG") and drawn(page)[1].shape[:2] == (1, 1)
-        said = qkv("weights", "--model", text, "--html", page)
-        assert "layer 5, head 11 of all-MiniLM-L6-v2" in said.stdout  # it looks farthest
-        assert said.stderr == f"wrote {page}\n"
+        output = qkv("weights", "--model", text, "--html", page)
+        assert "layer 5, head 11 of all-MiniLM-L6-v2" in output.stdout  # it looks farthest
+        assert output.stderr == f"wrote {page}\n"
         names, every = drawn(page)
         assert names == words and every.shape[:2] == (6, 12)
         np.testing.assert_allclose(every[5, 11], alpha, atol=0.005)

@@ -133,7 +133,7 @@ class Joined(torch.autograd.Function):
 def check(case: Case, queries: str, group: Any) -> None:
     """The output and all gradients are those of one process; of some, gradcheck agrees."""
     ranks = cluster.RankGroup(group)
-    mine, own = _parts(ranks)
+    local_keys, own = _parts(ranks)
     ranks.query_counts = QUERIES[ranks.size]
 
     def one(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def check(case: Case, queries: str, group: Any) -> None:
         return _flat(qkv.attend(query, key, value, engine="dense", **options))
 
     def many(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        key, value = (cluster.sum_gradient(x, group)[..., mine, :] for x in (key, value))
-        options = case.build_options(list(learned), mine)
+        key, value = (cluster.sum_gradient(x, group)[..., local_keys, :] for x in (key, value))
+        options = case.build_options(list(learned), local_keys)
         if queries == "same":
             return _flat(cluster.attend(query, key, value, group, **options))
         query = cluster.sum_gradient(query, group)[..., own, :]
@@ -188,10 +188,10 @@ def _near(actual: Tensor, want: Tensor, what: str) -> None:
 def check_half(group: Any) -> None:
     """16-bit arrays are summed in float32, and gradients come back in 16 bits."""
     ranks = cluster.RankGroup(group)
-    mine, own = _parts(ranks)
+    local_keys, own = _parts(ranks)
     arrays = [x.detach().bfloat16() for x in CASES["lse"].arrays()]
     for queries, rows in (("same", slice(None)), ("sharded", own)):
-        inputs = [arrays[0][..., rows, :], *(x[..., mine, :] for x in arrays[1:])]
+        inputs = [arrays[0][..., rows, :], *(x[..., local_keys, :] for x in arrays[1:])]
         inputs = [x.clone().requires_grad_() for x in inputs]
         full = [x.clone().requires_grad_() for x in arrays]
         out = cluster.attend(*inputs, group, queries=queries, mask="causal")
@@ -199,7 +199,11 @@ def check_half(group: Any) -> None:
         slopes, right = (
             torch.autograd.grad(x.square().sum(), y) for x, y in ((out, inputs), (want, full))
         )
-        parts = [want[..., rows, :], right[0][..., rows, :], *(x[..., mine, :] for x in right[1:])]
+        parts = [
+            want[..., rows, :],
+            right[0][..., rows, :],
+            *(x[..., local_keys, :] for x in right[1:]),
+        ]
         for actual, expected in zip((out, *slopes), parts, strict=True):
             torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
@@ -207,11 +211,11 @@ def check_half(group: Any) -> None:
 def check_few(group: Any) -> None:
     """Fewer queries than processes, or none at all, go round too."""
     ranks = cluster.RankGroup(group)
-    mine, _ = _parts(ranks)
+    local_keys, _ = _parts(ranks)
     query, key, value = CASES["softmax"].arrays()
     for count in (0, 1):
         own = query.detach()[: count * (ranks.rank == 0)].requires_grad_()
-        out = cluster.attend(own, key[mine], value[mine], group, queries="sharded")
+        out = cluster.attend(own, key[local_keys], value[local_keys], group, queries="sharded")
         want = qkv.attend(query[: len(own)], key, value)
         torch.testing.assert_close(out, want)
         slopes = (torch.autograd.grad(x.sum(), y)[0] for x, y in ((out, own), (want, query)))
@@ -242,11 +246,11 @@ def check_ddp(group: Any, compiled: bool) -> None:
     alone, apart = Layer(None).double(), Layer(group).double()
     apart.load_state_dict(alone.state_dict())
     x = torch.randn(9, 4, dtype=torch.float64)
-    mine = _parts(ranks)[0]
+    local_keys = _parts(ranks)[0]
     model: Any = nn.parallel.DistributedDataParallel(apart, process_group=group)
     model = torch.compile(model, backend="eager") if compiled else model
     alone(x).square().sum().div(ranks.size).backward()
-    model(x[mine]).square().sum().backward()
+    model(x[local_keys]).square().sum().backward()
     for (name, a), b in zip(alone.named_parameters(), apart.parameters(), strict=True):
         _near(b.grad, a.grad, name)
 
@@ -269,27 +273,27 @@ def check_compiled(group: Any) -> None:
 
 def _compilable(case: Case, queries: Any, group: Any) -> tuple[list[Tensor], Any]:
     """This process's arrays, and a loss of them."""
-    mine, own = _parts(cluster.RankGroup(group))
+    local_keys, own = _parts(cluster.RankGroup(group))
     query, key, value, *learned = (x.detach() for x in case.arrays())
     rows = own if queries == "sharded" else slice(None)
-    fixed = {} if learned else case.build_options([], mine)
+    fixed = {} if learned else case.build_options([], local_keys)
 
     def loss(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        options = case.build_options(list(learned), mine) if learned else fixed
+        options = case.build_options(list(learned), local_keys) if learned else fixed
         return (
             _flat(cluster.attend(query, key, value, group, queries=queries, **options))
             .square()
             .sum()
         )
 
-    inputs = [query[..., rows, :], *(x[..., mine, :] for x in (key, value)), *learned]
+    inputs = [query[..., rows, :], *(x[..., local_keys, :] for x in (key, value)), *learned]
     return [x.clone().requires_grad_() for x in inputs], loss
 
 
 def check_refusals(group: Any) -> None:
     ranks = cluster.RankGroup(group)
     x = torch.ones(2, 3, requires_grad=True)
-    some = x[: 1 + (ranks.rank == 0)]
+    local = x[: 1 + (ranks.rank == 0)]
 
     def refused(part: str, attempt: Callable[[], Any]) -> None:
         try:
@@ -300,7 +304,7 @@ def check_refusals(group: Any) -> None:
             raise AssertionError(f"no error tells of {part}")
 
     if ranks.size > 1:
-        refused("queries='sharded'", lambda: cluster.attend(some, x, x, group))
+        refused("queries='sharded'", lambda: cluster.attend(local, x, x, group))
     refused("did you mean", lambda: cluster.attend(x, x, x, group, queries="shard"))
     by_row = weightings.Entmax(torch.tensor([[1.5], [1.6]]))
     options: Any = {"queries": "sharded", "weighting": by_row}

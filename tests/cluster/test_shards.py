@@ -73,8 +73,8 @@ def made(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
     full = f"{place}-all.qkv"
     with qkv.open(full, key="k", value="v") as D:
         half = len(case["key"]) // 2
-        for some in (slice(0, half), slice(half, None)):
-            rows = zip(case["key"][some], case["value"][some], strict=True)
+        for part in (slice(0, half), slice(half, None)):
+            rows = zip(case["key"][part], case["value"][part], strict=True)
             D.extend([{"k": k, "v": v, "n": i} for i, (k, v) in enumerate(rows)])
     places = [full]
     if case["stores"] > 1:
@@ -124,14 +124,14 @@ def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any])
 def test_of_rows_alike_in_several_shards_the_lowest_come_first(tmp_path: Path, score: Any) -> None:
     rng = np.random.default_rng(3)
     # Eighths: no product is rounded, which equal rows of one matrix can be in two ways.
-    some = np.round(8 * rng.normal(size=(5, 3))) / 8
-    keys = np.repeat(some[:4], 3, axis=0)[rng.permutation(12)]
+    queries = np.round(8 * rng.normal(size=(5, 3))) / 8
+    keys = np.repeat(queries[:4], 3, axis=0)[rng.permutation(12)]
     full, two = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(2)]
     with qkv.open(full) as D:
         D.add(keys, rng.normal(size=12))
         split(full, two)
         shards = cluster(two, 2)
-        for query in [keys[0], some[4], 50 * keys[1]]:
+        for query in [keys[0], queries[4], 50 * keys[1]]:
             actual, want = (x.ask(query, score=score, top=12).rows for x in (shards, D))
             assert all(row.weight > 0 for row in actual)
             assert [row.index for row in actual][: len(want)] == [row.index for row in want]
@@ -630,10 +630,10 @@ def test_bounds_of_shards_count_from_one_unit(
         rough = c.ask(query[0], score="laplace", tolerance=0.01)
         assert rough.error_bound == 0 and "Laplace is not linear in the key" in rough.engine
         monkeypatch.setattr("qkv.cluster.query.MAX_SCORES_PER_BATCH", 3 * 3000)  # 3 queries, then 1
-        some = c.attend(torch.from_numpy(query), tolerance=0.01, **options)
-        np.testing.assert_allclose(some[:, 0], [x.value for x in near], rtol=1e-3)
-        assert (np.abs(some.numpy() - out) <= 0.02 * 3000).all() and not torch.equal(
-            some, c.attend(torch.from_numpy(query), **options)
+        output = c.attend(torch.from_numpy(query), tolerance=0.01, **options)
+        np.testing.assert_allclose(output[:, 0], [x.value for x in near], rtol=1e-3)
+        assert (np.abs(output.numpy() - out) <= 0.02 * 3000).all() and not torch.equal(
+            output, c.attend(torch.from_numpy(query), **options)
         )
     for result, s, full in zip(near, true, lse, strict=True):
         assert 0.5 * np.abs(result.weights - np.exp(s - full)).sum() <= result.error_bound <= 0.01
@@ -669,11 +669,11 @@ def test_shards_in_8_bits_prove_softmax_alone(tmp_path: Path) -> None:
         D.add(key, key[:, :2])
     with cluster([place], 2) as c:
         assert 0 < c.ask(key[0], tolerance=0.5).error_bound <= 0.5
-        for asked in (c.ask, c.attend):
+        for method in (c.ask, c.attend):
             with pytest.raises(
                 CombinationError, match=r"8-bit vectors supports it only for softmax"
             ):
-                asked(key[0], tolerance=0.5, weighting="hard")
+                method(key[0], tolerance=0.5, weighting="hard")
         assert c.ask(key[0], weighting="hard").error_bound == 0  # as its codes say
 
 
@@ -689,8 +689,10 @@ def test_arrays_are_keys_of_several_numbers(tmp_path: Path) -> None:
                 assert c.ask(query).value == pytest.approx(D.ask(tuple(keys[3])).value, rel=1e-5)
                 assert c[query] == values[3]
                 np.testing.assert_allclose(c.attend(query), D.attend(query), rtol=1e-5)
-            asked = torch.tensor(keys[:2], requires_grad=True)
-            grads = [torch.autograd.grad(x.attend(asked).sum(), asked)[0] for x in (c, D)]
+            query_tensor = torch.tensor(keys[:2], requires_grad=True)
+            grads = [
+                torch.autograd.grad(x.attend(query_tensor).sum(), query_tensor)[0] for x in (c, D)
+            ]
             torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
             assert grads[0].abs().min() > 0
 

@@ -255,8 +255,8 @@ def test_a_column_of_vectors_of_any_library_is_one(made):
     N = Database.from_columns({"at": made(rows), "name": polars.Series(["a", "b"])}, key="name")
     assert D.info()["key_kind"] == "vector" and D[np.array(rows[1])] == "b"
     np.testing.assert_array_equal(N["b"], rows[1])
-    asked, known = D.ask(made(rows)), D.ask(np.array(rows))
-    assert [one.rows[0].weight for one in asked] == [one.rows[0].weight for one in known]
+    answer, known = D.ask(made(rows)), D.ask(np.array(rows))
+    assert [one.rows[0].weight for one in answer] == [one.rows[0].weight for one in known]
     assert N.ask(pyarrow.array(["b"]))[0].rows[0].key == "b"
 
 
@@ -441,11 +441,11 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
     with qkv.open(path) as D:
         D.add(np.random.default_rng(0).normal(size=(9000, 8)), np.arange(9000.0))
         [segment] = path.glob("segment-*")
-        asked = []
+        calls = []
 
         def score(query, key):
             result = query @ key.T
-            asked.append(len(key))
+            calls.append(len(key))
             os.truncate(segment, 100)
             return result
 
@@ -453,7 +453,7 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
             StoreDamagedError, match=r"truncated while it was open|is damaged: it has 100 bytes"
         ):
             D.ask(np.ones(8), score=score)
-        assert len(asked) == 1
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("vectors", [True, False])
@@ -727,8 +727,8 @@ def test_widths_are_in_the_units_of_the_keys(make, score):
     expected = qkv.attend(
         np.array([[3.5, 7.0]]), keys, pay[:, None], score=score, weighting=weighting
     )
-    asked = two.ask((3.5, 7.0), score=score, weighting=weighting)
-    assert asked.value == pytest.approx(expected.item(), 1e-5)
+    answer = two.ask((3.5, 7.0), score=score, weighting=weighting)
+    assert answer.value == pytest.approx(expected.item(), 1e-5)
 
 
 def test_attend_takes_where(make):

@@ -84,8 +84,8 @@ def test_a_number_is_asked_as_its_text_too():
 
 
 def test_a_date_is_asked_in_every_form():
-    asked = datetime.date(2020, 6, 1)
-    forms = [asked, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]
+    day = datetime.date(2020, 6, 1)
+    forms = [day, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]
     many = np.array(["2020-06-01", "2020-06-01"], "M8[D]")
     values = [DATES.ask(form).value for form in forms] + [x.value for x in DATES.ask(many)]
     assert values == [values[0]] * 6 and round(values[0], 3) == 1.390

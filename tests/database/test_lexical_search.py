@@ -79,13 +79,13 @@ def test_conditions_and_versions_keep_their_words(tmp_path: Path) -> None:
     alpha = expected(D, ScaledDot(3.0))
     for where in ("n < 10", "n < 100"):
         live = np.arange(120) < int(where.split()[-1])
-        some = alpha * live / (alpha * live).sum(axis=1, keepdims=True)
+        normalized = alpha * live / (alpha * live).sum(axis=1, keepdims=True)
         for answer, row in zip(
-            D.ask(QUERIES, score=ScaledDot(3.0), where=where), some, strict=True
+            D.ask(QUERIES, score=ScaledDot(3.0), where=where), normalized, strict=True
         ):
             np.testing.assert_allclose(answer.weights, row, atol=1e-5)
         out = D.attend(QUERIES, score=ScaledDot(3.0), where=where)
-        np.testing.assert_allclose(out[:, 0], some @ VALUES[:, 0], atol=1e-5)
+        np.testing.assert_allclose(out[:, 0], normalized @ VALUES[:, 0], atol=1e-5)
     version = D.version
     D.remove(KEYS[:60])
     past = D.at(version).ask(QUERIES[0], score=ScaledDot(3.0))

@@ -83,8 +83,8 @@ class Model(RuleBasedStateMachine):
     @rule()
     def compact(self):
         self.D.compact()
-        kept = {version.number for version in self.D.versions()}
-        self.past = {v: pairs for v, pairs in self.past.items() if v in kept}
+        versions = {version.number for version in self.D.versions()}
+        self.past = {v: pairs for v, pairs in self.past.items() if v in versions}
         assert list(self.D.items()) == self.pairs
 
     @precondition(lambda self: self.pairs)

@@ -218,8 +218,10 @@ def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table
     with qkv.open(place) as D:
         D.add([f"name {i}" for i in range(300)], range(300))
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
-        some = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
-        assert catalogue.execute(f"UPDATE {table} SET bytes = ? WHERE {some}", (cell,)).rowcount
+        condition = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
+        assert catalogue.execute(
+            f"UPDATE {table} SET bytes = ? WHERE {condition}", (cell,)
+        ).rowcount
     with pytest.raises(StoreDamagedError, match=message), qkv.open(place, create=False) as D:
         D.ask("name 3")
     assert [problem.what for problem in check_store(place)] == [message]

@@ -369,12 +369,12 @@ def test_torch_refusals():
         assert near.unsupported_reason(request(*inputs, learned)) is None
 
     def record_reason(query):
-        said.append(near.unsupported_reason(request(query, *inputs[1:], 0.3)))
+        reasons.append(near.unsupported_reason(request(query, *inputs[1:], 0.3)))
         return query
 
-    said: list[str | None] = []
+    reasons: list[str | None] = []
     torch.func.vmap(record_reason)(torch.stack([inputs[0]] * 2))
-    assert said == ["it reads array values, which are unknown while the call is traced"]
+    assert reasons == ["it reads array values, which are unknown while the call is traced"]
 
 
 def test_what_does_not_pay_is_declined():

@@ -256,10 +256,10 @@ def test_without_a_seed_weights_are_dropped_by_torchs_generator(mask):
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     one = qkv.attend(*leaves, mask=rule, dropout_p=p)
     alpha = qkv.weights(*leaves[:2], mask=rule)
-    kept, live = one > 0, alpha > 0
+    included, live = one > 0, alpha > 0
     deviation = (p * (1 - p) * live.sum()).sqrt()
-    assert abs((live & ~kept).sum() - p * live.sum()) < 4 * deviation
-    two = torch.where(kept, alpha / (1 - p), 0.0) @ leaves[2]
+    assert abs((live & ~included).sum() - p * live.sum()) < 4 * deviation
+    two = torch.where(included, alpha / (1 - p), 0.0) @ leaves[2]
     pairs = zip(*(torch.autograd.grad((x**2).sum(), leaves) for x in (one, two)), strict=True)
     for got, want in ((one, two), *pairs):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

@@ -384,9 +384,9 @@ def test_rules_of_other_numbers(make):
 def test_an_array_in_a_score_that_is_written_to(make):
     inputs = [make(x) for x in three(4, 6)]
     w, sigma = make(normal(4, 4)), make(np.array(1.5))
-    kept = scores.Multiplicative(w), scores.Gaussian(sigma)
+    score_records = scores.Multiplicative(w), scores.Gaussian(sigma)
     for _ in range(3):
-        for score in kept:
+        for score in score_records:
             inside = {k: host(x) for k, x in vars(score).items()}
             actual = qkv.attend(*inputs, score=score)
             want = truth(inputs, {"score": type(score)(**inside)})

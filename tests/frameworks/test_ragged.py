@@ -64,8 +64,8 @@ def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
     key, kept, place = both(50, 40)
     query = np.zeros((3, 40), np.float32)
     query[:, 5:12] = RNG.normal(size=(3, 7))
-    asked = place[5:12]
-    short, long = query[:, 5:12], gather_columns(kept, asked)
+    positions = place[5:12]
+    short, long = query[:, 5:12], gather_columns(kept, positions)
     np.testing.assert_array_equal(long[:, :-1], key[:, 5:12])
     np.testing.assert_allclose(short @ long[:, :-1].T, query @ key.T, atol=1e-6)
     own = np.concatenate([short, np.zeros((3, 1), np.float32)], axis=1)
@@ -83,11 +83,11 @@ def test_entries_are_given_back_to_the_last_bit() -> None:
 
 def test_places_that_share_their_low_bits_are_distinguished() -> None:
     place = np.array([7, 7 + (1 << 16), 7 + (1 << 20)])
-    kept = build_sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
-    assert gather_columns(kept, place[1:2].astype(np.uint32)).tolist() == [
+    matrix = build_sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
+    assert gather_columns(matrix, place[1:2].astype(np.uint32)).tolist() == [
         [2.0, pytest.approx(10**0.5)]
     ]
-    assert gather_columns(kept, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
+    assert gather_columns(matrix, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
 
 
 def test_a_wide_array_is_cut_before_it_is_made() -> None:
@@ -96,5 +96,5 @@ def test_a_wide_array_is_cut_before_it_is_made() -> None:
     full = DenseAndSparse(dense, kept, place[3:9])
     assert full.shape == np.asarray(full).shape == (20, 11) and len(full) == 20
     np.testing.assert_array_equal(np.asarray(full[4:9]), np.asarray(full)[4:9])
-    some = RNG.random(20) < 0.5
-    np.testing.assert_array_equal(np.asarray(full[some], np.float64), np.asarray(full)[some])
+    chosen = RNG.random(20) < 0.5
+    np.testing.assert_array_equal(np.asarray(full[chosen], np.float64), np.asarray(full)[chosen])

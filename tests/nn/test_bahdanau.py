@@ -36,8 +36,8 @@ def test_bahdanau_goes_on_from_a_state():
     tokens, memory = torch.tensor([[1, 2, 6]]), torch.randn(1, 6, 5)
     full = decoder(tokens, memory)[0]
     first, state, _ = decoder(tokens[:, :2], memory)
-    rest = decoder(tokens[:, 2:], memory, state=state)[0]
-    torch.testing.assert_close(torch.cat((first, rest), 1), full)
+    remaining = decoder(tokens[:, 2:], memory, state=state)[0]
+    torch.testing.assert_close(torch.cat((first, remaining), 1), full)
 
 
 def test_bahdanau_learns_to_reverse():

@@ -133,8 +133,8 @@ def test_values_of_text_keys_learn_and_keep_their_columns():
 def test_what_is_forgotten_was_never_there(weighting):
     memory = Memory(facts(), heads=2, weighting=weighting)
     at = int(np.argmax(KEYS @ QUERY.detach().numpy()[0, 0, :4]))
-    rest = np.arange(40) != at
-    never = Memory(facts(KEYS[rest], VALUES[rest]), heads=2, weighting=weighting)
+    is_other = np.arange(40) != at
+    never = Memory(facts(KEYS[is_other], VALUES[is_other]), heads=2, weighting=weighting)
     assert not torch.equal(memory(QUERY), never(QUERY))
     assert memory.forget(KEYS[at].astype(np.float32)) == 1
     torch.testing.assert_close(memory(QUERY), never(QUERY), rtol=0, atol=1e-12)

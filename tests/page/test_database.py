@@ -301,7 +301,7 @@ def test_a_text_encoder_lives_in_python_and_the_file_says_so(page: Any, tmp_path
 
 def test_what_was_typed_is_encoded_by_python(page: Any, live: Any) -> None:
     D: Any = Database({"Li": "Mu", "Hu": "Rachel", "Smola": "Alex"}, encoder="text")
-    asked = live(D.ask("Lee"), {})
+    calls = live(D.ask("Lee"), {})
     shown_as(page, D, "Lee")
     page.get_by_test_id("query").fill("Schmola")
     page.get_by_test_id("note").wait_for(state="hidden")
@@ -309,7 +309,7 @@ def test_what_was_typed_is_encoded_by_python(page: Any, live: Any) -> None:
     page.get_by_test_id("row-1-key").fill("Hung")
     page.get_by_test_id("note").wait_for(state="hidden")
     shown_as(page, Database(rows_of(page), encoder="text"), "Schmola")
-    assert set(asked) == {"encode"}
+    assert set(calls) == {"encode"}
 
 
 def test_an_encoder_that_knows_its_keys_is_the_databases_own(page: Any, live: Any) -> None:
@@ -370,7 +370,7 @@ def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: 
     D = wares(700)
     [descriptor] = build_views(D)
     descriptor["data"]["database"] = "wares"
-    asked = live(descriptor, {"wares": D})
+    calls = live(descriptor, {"wares": D})
     pooled(page, D, next(iter(D)))
     page.get_by_test_id("query").fill("orchard lantern 699")
     page.get_by_text("Computed from all 700 rows").wait_for()
@@ -384,7 +384,7 @@ def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: 
     page.get_by_test_id("weighting").select_option("average")
     page.get_by_text("Computed from all 700 rows").wait_for()
     pooled(page, D, "orchard lantern 699", weighting="average")
-    assert set(asked) == {"answer"}
+    assert set(calls) == {"answer"}
     # Rows that were changed by hand are no longer Python's.
     page.get_by_test_id("weighting").select_option("softmax")
     page.get_by_text("Computed from all 700 rows").wait_for()
@@ -398,10 +398,10 @@ def test_an_answer_that_does_not_come_is_reported(page: Any, live: Any) -> None:
     D = wares(700)
     [descriptor] = build_views(D)
     descriptor["data"]["database"] = "wares"
-    asked = live(descriptor, {"wares": D})
+    calls = live(descriptor, {"wares": D})
     page.evaluate("() => { window.held = new Promise((go) => { window.answer = go; }); }")
     page.get_by_test_id("query").fill("orchard lantern 699")
-    until(page, lambda: asked)
+    until(page, lambda: calls)
     page.clock.run_for(10_000)
     trouble = page.get_by_test_id("trouble")
     trouble.filter(has_text="Python has not answered yet").wait_for()

@@ -174,14 +174,14 @@ def expected(query: Any, key: Any, value: Any, options: Any) -> dict[str, Any] |
     out, alpha = qkv.attend(
         query, key, value, score=score, weighting=weighting, engine="dense", return_weights=True
     )
-    some = bool((np.abs(alpha[0]) > 0).any())
+    has_weight = bool((np.abs(alpha[0]) > 0).any())
     entropy = get_entropy(seen)[0]
     return {
         "scores": weighting.adapt_score(score)(query, key)[0],
         "weights": alpha[0],
         "value": out[0],
         "entropy": entropy,
-        "effective": math.exp(entropy) if some else 0.0,
+        "effective": math.exp(entropy) if has_weight else 0.0,
         "lse": None if seen.lse is None else seen.lse[0],
     }
 
@@ -255,8 +255,8 @@ def test_pairs_on_the_edge(run: Any) -> None:
 
 def test_every_name_is_registered_in_python(run: Any) -> None:
     body = "return [Object.keys(equation.SCORES), Object.keys(equation.WEIGHTINGS)];"
-    mine, others = run(body, None)
-    assert set(mine) <= set(scores.NAMES)
+    page_scores, others = run(body, None)
+    assert set(page_scores) <= set(scores.NAMES)
     assert set(others) <= set(weightings.NAMES)
 
 
@@ -348,11 +348,11 @@ def test_encoders(run: Any) -> None:
         )
         np.testing.assert_allclose(vectors, key, err_msg=name, **CLOSE)
         np.testing.assert_allclose(asked, query, err_msg=name, **CLOSE)
-        mine, own = built(scores.NAMES, score), encoder.default_score(len(keys))
-        assert type(mine) is type(own)
+        ours, own = built(scores.NAMES, score), encoder.default_score(len(keys))
+        assert type(ours) is type(own)
         for field in ("scale", "bandwidth"):
             if getattr(own, field, None) is not None:
-                np.testing.assert_allclose(getattr(mine, field), getattr(own, field), rtol=1e-6)
+                np.testing.assert_allclose(getattr(ours, field), getattr(own, field), rtol=1e-6)
 
 
 def test_encoders_that_do_not_run_here_say_so(run: Any) -> None:

@@ -117,9 +117,9 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("head").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
         page.keyboard.press(key)
-    said = page.get_by_test_id("announce").text_content()
-    assert said == page.get_by_test_id("head-readout").text_content()
-    names, _, number = said.rpartition("  ")
+    announcement = page.get_by_test_id("announce").text_content()
+    assert announcement == page.get_by_test_id("head-readout").text_content()
+    names, _, number = announcement.rpartition("  ")
     assert names == f"{TOKENS[2]} → {TOKENS[1]}"
     near, error = map(float, number.split(" ± "))
     assert abs(near - weights[1, 1, 2, 1]) <= 2 * error < 0.02

@@ -70,8 +70,8 @@ def test_ask(
 ) -> None:
     actual = post(client, f"/v1/databases/{name}/ask", query=query, **sent)
     database = served.databases[name].database
-    asked = np.asarray(query) if name == "vectors" else query
-    expected = database.ask(asked, **meant)
+    cells = np.asarray(query) if name == "vectors" else query
+    expected = database.ask(cells, **meant)
     if isinstance(expected, list):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):

@@ -237,8 +237,8 @@ def test_what_takes_too_long(
     client: TestClient, served: DatabaseRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0.05)
-    kept, late = served.databases["grades"], threading.Event()
-    monkeypatch.setattr(kept.database, "ask", lambda *_, **__: late.wait(60), raising=False)
+    database, late = served.databases["grades"], threading.Event()
+    monkeypatch.setattr(database.database, "ask", lambda *_, **__: late.wait(60), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     late.set()
     message = answer.json()["error"]

@@ -37,15 +37,15 @@ def test_those_that_wait_make_the_next_batch() -> None:
     batches = QueryBatcher(slow)
     first = batches.submit_queries("x", "a")
     slow.begun.wait(60)
-    rest = [
+    futures = [
         batches.submit_queries(options, one)
         for options, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
     ]
     slow.go.set()
     assert first.result(60) == "A"
-    assert [f.result(60) for f in (rest[0], rest[1], rest[3])] == ["B", "C", "D"]
+    assert [f.result(60) for f in (futures[0], futures[1], futures[3])] == ["B", "C", "D"]
     with pytest.raises(ValueError, match="bad"):
-        rest[2].result(60)
+        futures[2].result(60)
     assert slow.seen == [("x", ["a"]), ("x", ["b", "bad", "d"]), ("y", ["c"])]
     batches.close()
 
@@ -59,9 +59,9 @@ def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyP
     first = batches.submit_queries("x", "a")
     first.add_done_callback(lambda _: again.append(batches.submit_queries("x", "d")))
     slow.begun.wait(60)
-    rest = [batches.submit_queries("x", one) for one in "bc"]
+    futures = [batches.submit_queries("x", one) for one in "bc"]
     slow.go.set()
-    assert [f.result(60) for f in (first, *rest)] == ["A", "B", "C"]
+    assert [f.result(60) for f in (first, *futures)] == ["A", "B", "C"]
     assert again[0].result(60) == "D"
     assert [asked for _, asked in slow.seen] == [["a"], ["b", "c", "d"]]
     batches.close()

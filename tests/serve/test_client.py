@@ -347,10 +347,10 @@ def test_many_keys_are_distinguished_from_one_as_in_process(tmp_path: Path) -> N
     with qkv.open(tmp_path / "vectors.qkv") as vectors, qkv.open(tmp_path / "texts.qkv") as texts:
         vectors.add(np.eye(3), [1.0, 2.0, 3.0])
         texts.add("a", 1.0)
-    some = np.array([[1.0, 1, 0], [0, 1, 1]]), np.array(["b", "c"])
+    arrays = np.array([[1.0, 1, 0], [0, 1, 1]]), np.array(["b", "c"])
     folders = [str(tmp_path / f"{name}.qkv") for name in here]
     with serving(*folders, "--write") as (url, _), Client(url) as client:
-        for (name, mirror), keys in zip(here.items(), some, strict=True):
+        for (name, mirror), keys in zip(here.items(), arrays, strict=True):
             for D in (client[name], mirror):
                 D.add(keys, np.array([4.0, 5.0]))
                 D.add(keys[0], 6.0)

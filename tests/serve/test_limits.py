@@ -169,13 +169,13 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
     first = batches.submit_queries("x", "a")
     begun.wait(60)
     with limit_time(now + 500):
-        rest = [batches.submit_queries("x", "b")]
+        futures = [batches.submit_queries("x", "b")]
     with limit_time(now + 600):
-        rest.append(batches.submit_queries("x", "c"))
+        futures.append(batches.submit_queries("x", "c"))
     with limit_time(now - 1):
         late = batches.submit_queries("y", "d")
     go.set()
-    assert first.result(60) == "a" and [one.result(60) for one in rest] == ["b", "c"]
+    assert first.result(60) == "a" and [one.result(60) for one in futures] == ["b", "c"]
     with pytest.raises(DeadlineError):
         late.result(60)
     assert seen == [None, now + 600, now - 1]
@@ -196,10 +196,10 @@ def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.Mon
     batches = QueryBatcher(answer)
     first = batches.submit_queries("x", "a")
     begun.wait(60)
-    rest = [
+    futures = [
         batches.submit_queries("x", i, characters=count) for i, count in enumerate((4, 6, 1, 20, 1))
     ]
     go.set()
-    assert [one.result(60) for one in (first, *rest)] == ["a", 0, 1, 2, 3, 4]
+    assert [one.result(60) for one in (first, *futures)] == ["a", 0, 1, 2, 3, 4]
     assert sizes == [1, 2, 1, 1, 1]
     batches.close()

@@ -222,9 +222,9 @@ def test_kill_9_loses_no_acknowledged_write(names: Path) -> None:
             thread.join(300)
     assert enough
     with qkv.open(names, create=False) as database:
-        kept = set(database)
-        assert set(acknowledged) <= kept
-        assert kept <= {"Li", "Hu", *acknowledged, *unanswered}
+        keys = set(database)
+        assert set(acknowledged) <= keys
+        assert keys <= {"Li", "Hu", *acknowledged, *unanswered}
         key = acknowledged[0]
         assert database[key] == database.ask(key).value == key.partition("-")[2]
 

@@ -40,10 +40,10 @@ ours = pytest.importorskip("qkv.transformers")
 def test_minilm_says_what_it_says_in_eager(folder: Path, tokenizer: Any, eager: Any) -> None:
     model = minilm(folder, "qkv")
     inputs = tokenizer([SENTENCE, "A dog."], padding=True, return_tensors="pt")
-    mine, theirs = model(**inputs), eager(**inputs)
+    ours, theirs = model(**inputs), eager(**inputs)
     live = inputs["attention_mask"].bool()
-    close(mine.last_hidden_state[live], theirs.last_hidden_state[live], 1e-5)
-    close(mine.pooler_output, theirs.pooler_output, 1e-5)
+    close(ours.last_hidden_state[live], theirs.last_hidden_state[live], 1e-5)
+    close(ours.pooler_output, theirs.pooler_output, 1e-5)
 
 
 @torch.no_grad()
@@ -88,19 +88,19 @@ def test_generation_with_a_static_cache() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_token_builds_no_mask_and_no_score(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def attend(*args: Any, **options: Any) -> Any:
-        asked.append(options)
+        calls.append(options)
         return qkv.attend(*args, **options)
 
     monkeypatch.setattr("qkv.transformers.implementation.attend", attend)
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
     build(llama, "qkv").generate(tokens(), disable_compile=True, **options)
-    assert len({id(x["score"]) for x in asked}) == 1
-    assert [x["mask"] for x in asked[:2]] == [masks.causal] * 2
+    assert len({id(x["score"]) for x in calls}) == 1
+    assert [x["mask"] for x in calls[:2]] == [masks.causal] * 2
     # In a cache of fixed length, the keys of a token are cut out.
-    assert {x["mask"] for x in asked[2:]} == {None}
+    assert {x["mask"] for x in calls[2:]} == {None}
 
 
 @torch.no_grad()
@@ -183,9 +183,9 @@ def test_dropout_follows_torchs_seed() -> None:
 
 @torch.no_grad()
 def test_output_attentions() -> None:
-    mine = build(llama, "qkv")(tokens(), output_attentions=True).attentions
+    ours = build(llama, "qkv")(tokens(), output_attentions=True).attentions
     theirs = build(llama, "eager")(tokens(), output_attentions=True).attentions
-    close(mine, theirs, EAGER)
+    close(ours, theirs, EAGER)
 
 
 class Layer(torch.nn.Module):

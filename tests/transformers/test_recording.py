@@ -90,8 +90,8 @@ def test_top_and_pool_and_budget() -> None:
     assert alpha.shape == keys.shape == (2, 4, 40, 3)
     np.testing.assert_allclose(alpha, np.sort(full, -1)[..., ::-1][..., :3], atol=1e-7)
     np.testing.assert_allclose(np.take_along_axis(full, keys, -1), alpha, atol=1e-7)
-    kept = full * (full >= alpha[..., -1:])
-    np.testing.assert_allclose(top.weights, kept, atol=1e-7)
+    truncated = full * (full >= alpha[..., -1:])
+    np.testing.assert_allclose(top.weights, truncated, atol=1e-7)
     assert top.plot(layer=0, head=0).axes
 
     pooled = passing(model, ids, pool=10)

@@ -86,9 +86,9 @@ class Lengths(encoders.Encoder):
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """What a test registers is gone after it."""
-    kept = [dict(table) for table in TABLES]
+    copies = [dict(table) for table in TABLES]
     yield
-    for table, entries in zip(TABLES, kept, strict=True):
+    for table, entries in zip(TABLES, copies, strict=True):
         table.clear()
         table.update(entries)
 
@@ -256,9 +256,9 @@ class TestEntryPoints:
 
         def install(**modules: Callable[[], None]) -> None:
             points = [types.SimpleNamespace(value=n, load=load) for n, load in modules.items()]
-            asked = {"group": registry.PLUGIN_GROUP}
+            keywords = {"group": registry.PLUGIN_GROUP}
             monkeypatch.setattr(
-                metadata, "entry_points", lambda **spec: points if spec == asked else []
+                metadata, "entry_points", lambda **spec: points if spec == keywords else []
             )
 
         return install

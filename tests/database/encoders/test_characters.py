@@ -51,9 +51,9 @@ def plainly(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndar
 @pytest.mark.parametrize("n", [(1, 1), (1, 3), (2, 3), (3, 5)])
 @pytest.mark.parametrize("sounds", [0.0, 0.5])
 def test_it_is_its_definition(n: tuple[int, int], sounds: float) -> None:
-    some = random.Random(4)
+    rng = random.Random(4)
     texts = ["the alchemist", "a", "", "aa b", "book keeper", "x" * 40]
-    texts += ["".join(some.choices("abcé ", k=some.randrange(12))) for _ in range(40)]
+    texts += ["".join(rng.choices("abcé ", k=rng.randrange(12))) for _ in range(40)]
     texts = [text.replace("é", "q") for text in texts]
     got = Characters(100, n, sounds).encode(texts)
     np.testing.assert_allclose(got, [plainly(t, 100, n, sounds) for t in texts], atol=1e-6)
@@ -124,8 +124,8 @@ def test_texts_may_hold_anything() -> None:
 
 
 def test_many_texts_are_as_one_by_one() -> None:
-    some = random.Random(1)
-    texts = ["".join(some.choices(string.ascii_letters + " é", k=9)) for _ in range(2500)]
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(string.ascii_letters + " é", k=9)) for _ in range(2500)]
     encoder = Characters(64)
     together = encoder.encode(texts)
     for i in (0, 1023, 1024, 2047, 2048, 2499):

@@ -61,10 +61,10 @@ class TestPooling:
 
     def test_bags_are_taken_and_thinned(self) -> None:
         full = build_token_bag(np.array([1, 2, 3, 4, 5, 6]), np.array([0, 2, 2, 5, 6]))
-        some = full.take_texts(np.array([2, 1, 0, 2]))
-        assert some.ids.tolist() == [3, 4, 5, 1, 2, 3, 4, 5]
-        assert some.offsets.tolist() == [0, 3, 3, 5, 8]
-        assert some.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+        subset = full.take_texts(np.array([2, 1, 0, 2]))
+        assert subset.ids.tolist() == [3, 4, 5, 1, 2, 3, 4, 5]
+        assert subset.offsets.tolist() == [0, 3, 3, 5, 8]
+        assert subset.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
         thin = full.drop_tokens(np.array([True, False, False, True, True, False]))
         assert thin.ids.tolist() == [1, 4, 5]
         assert thin.offsets.tolist() == [0, 1, 1, 3, 3]
@@ -137,8 +137,8 @@ class TestLearned:
         )
         both = Columns([Text(), Numbers()]).fit([(key, 1.0) for key in keys])
         inner = Learned.from_base(both, 2)
-        asked = [(query, None), (None, 2.0)]
-        np.testing.assert_allclose(inner.encode_query(asked), both.encode_query(asked), atol=1e-5)
+        pairs = [(query, None), (None, 2.0)]
+        np.testing.assert_allclose(inner.encode_query(pairs), both.encode_query(pairs), atol=1e-5)
 
     def test_words_have_tokens(self) -> None:
         pytest.importorskip("wordllama")

@@ -119,9 +119,9 @@ def test_lee_is_mostly_li() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 30, 20_000])
 def test_it_holds_for_few_rows_and_for_many(rows: int, books: list[dict[str, str]]) -> None:
-    some = random.Random(5)
+    rng = random.Random(5)
     words = sorted({word for book in books for word in book["summary"].split()})
-    others = {" ".join(some.choices(words, k=some.randint(2, 5))) for _ in range(rows)}
+    others = {" ".join(rng.choices(words, k=rng.randint(2, 5))) for _ in range(rows)}
     keys = ["One Hundred Years of Solitude", *sorted(others)][:rows]
     right, slip, vague = ask(
         ["one hundred years of solitude", "one hundred yaers of solitude", "something sad"],

@@ -50,9 +50,9 @@ def test_a_data_set_comes_in() -> None:
     dataset = Dataset.from_dict({**TABLE, "vector": vectors, "words": [["a"], ["b", "c"], []]})
     D = qkv.Database.from_dataset(dataset, key="name", value="age")
     assert (D["Li"], D["Hu"], len(D)) == (34, None, 3)
-    some = qkv.Database.from_dataset(dataset.select([2, 0]), key="vector", value="name")
-    assert some[np.array([1.0, 1.0])] == "Wu" and len(some) == 2
-    assert some.ask(np.array([1.0, 0.1])).rows[0].record["words"] in (["a"], [])
+    database = qkv.Database.from_dataset(dataset.select([2, 0]), key="vector", value="name")
+    assert database[np.array([1.0, 1.0])] == "Wu" and len(database) == 2
+    assert database.ask(np.array([1.0, 0.1])).rows[0].record["words"] in (["a"], [])
     streamed = qkv.Database.from_dataset(dataset.to_iterable_dataset(), key="name", value="vector")
     np.testing.assert_allclose(streamed["Hu"], [0, 1])
     with pytest.raises(DtypeError, match=r"dataset\['train'\]"):

@@ -147,8 +147,8 @@ def test_rows_that_match_without_a_value_are_said():
     made = qkv.Database.from_columns(
         {"name": ["Li", "Mu"], "n": [1, 2], "v": [1.0, None]}, key="name", value="v"
     )
-    said = "1 row match where='n == 2', but none of them has a value"
-    assert made.ask("Li", where="n == 2").hint == said.replace("1 row match", "1 row matches")
+    message = "1 row match where='n == 2', but none of them has a value"
+    assert made.ask("Li", where="n == 2").hint == message.replace("1 row match", "1 row matches")
 
 
 def test_a_column_may_have_any_name():
@@ -410,15 +410,15 @@ def test_an_answer_is_that_of_a_database_of_the_rows_that_pass(share, weighting)
     keys, values, u = rng.normal(size=(9000, 4)), rng.normal(size=9000), rng.random(9000)
     columns = {"key": keys, "value": values, "u": u}
     made = qkv.Database.from_columns(columns, key="key", value="value")
-    kept = u < share
-    alone = qkv.Database(keys[kept], values[kept])
+    passes = u < share
+    alone = qkv.Database(keys[passes], values[passes])
     query = rng.normal(size=4)
     answer = made.ask(query, where=f"u < {share}", weighting=weighting, score="dot")
     expected = alone.ask(query, weighting=weighting, score="dot")
     np.testing.assert_allclose(answer.value, expected.value, rtol=1e-6)
     np.testing.assert_allclose(answer.spread, expected.spread, rtol=1e-6)
-    np.testing.assert_allclose(answer.weights[kept], expected.weights, rtol=1e-5, atol=1e-9)
-    assert not answer.weights[~kept].any() and answer.total == kept.sum()
+    np.testing.assert_allclose(answer.weights[passes], expected.weights, rtol=1e-5, atol=1e-9)
+    assert not answer.weights[~passes].any() and answer.total == passes.sum()
     assert [row.weight for row in answer.rows] == [answer.weights[r.index] for r in answer.rows]
     assert [r.value for r in answer.rows] == [r.value for r in expected.rows]
     assert answer.entropy == pytest.approx(expected.entropy, rel=1e-5, abs=1e-9)

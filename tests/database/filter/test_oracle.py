@@ -254,20 +254,20 @@ def check(made: qkv.Database, table: pd.DataFrame, where: Any, passed: pd.Series
 def test_conditions_pass_the_rows_that_pandas_finds(seed):
     rng = random.Random(seed)
     table = made(rng)
-    kept = database(table, parts=rng.choice([1, 3]))
+    stored = database(table, parts=rng.choice([1, 3]))
     for _ in range(-(-CASES // TABLES)):
         text, result = draw_condition(rng, table, depth=3)
         if rng.random() < 0.1:
             where, passed = draw_mapping(rng, table)
-            check(kept, table, where, passed)
+            check(stored, table, where, passed)
         elif rng.random() < 0.1:
             ids = set(table["id"][result.true])
-            check(kept, table, lambda row, ids=ids: row["id"] in ids, result.true)
+            check(stored, table, lambda row, ids=ids: row["id"] in ids, result.true)
         else:
-            check(kept, table, text, result.true)
+            check(stored, table, text, result.true)
 
 
 def test_an_array_of_booleans_is_refused_with_what_to_write():
-    kept = database(made(random.Random(1)), 1)
+    stored = database(made(random.Random(1)), 1)
     with pytest.raises(DtypeError, match=re.escape("where must be a mapping of columns")):
-        kept.count(np.ones(len(kept), bool))
+        stored.count(np.ones(len(stored), bool))

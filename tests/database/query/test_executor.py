@@ -62,21 +62,21 @@ def test_every_weighting(database, name, some):
     weighting = WEIGHTINGS[name]
     score = scores.Epanechnikov(2.5) if weighting.needs_nonnegative else scores.ScaledDot(0.7)
     right = VALUE[ALIVE, 0] > 0
-    asked = {"score": score, "weighting": weighting}
-    asked |= {"where": lambda row: row["value"][0] > 0} if some else {}
+    options = {"score": score, "weighting": weighting}
+    options |= {"where": lambda row: row["value"][0] > 0} if some else {}
     q = torch.tensor(QUERY, requires_grad=True)
     k, v = (torch.tensor(x[ALIVE]) for x in (KEY, VALUE))
     mask = torch.tensor(right[None]) if some else None
     out, alpha = qkv.attend(
         q, k, v, score=score, weighting=weighting, mask=mask, engine="dense", return_weights=True
     )
-    got = database.attend(q, **asked)
+    got = database.attend(q, **options)
     np.testing.assert_allclose(got.detach(), out.detach(), atol=1e-12)
     result = [
         torch.autograd.grad((x * torch.tensor(ALONG)).sum() + 0 * q.sum(), q)[0] for x in (got, out)
     ]
     np.testing.assert_allclose(*result, atol=1e-12)
-    answers = database.ask(QUERY, top=40, **asked)
+    answers = database.ask(QUERY, top=40, **options)
     np.testing.assert_allclose([a.weights for a in answers], alpha.detach(), rtol=1e-5, atol=2e-6)
     for answer, row in zip(answers, out.detach().numpy(), strict=True):
         if answer.value is None:
@@ -177,7 +177,7 @@ def test_entry_points_agree_on_infinite_values(weighting, values, recwarn):
     key, value = np.array([[0.0], [0.5], [1.0]]), np.array(values)[:, None]
     made = qkv.Database(key, value)
     for query in np.array([[0.0], [0.4], [1.0]]):
-        asked = made.ask(query, score=score, weighting=weighting).value
+        answer = made.ask(query, score=score, weighting=weighting).value
         for out in (
             made.attend(query, score=score, weighting=weighting),
             qkv.attend(query[None], key, value, score=score, weighting=weighting)[0],
@@ -185,7 +185,7 @@ def test_entry_points_agree_on_infinite_values(weighting, values, recwarn):
                 query[None], key, value, score=score, weighting=weighting, engine="streaming"
             )[0],
         ):
-            np.testing.assert_array_equal(out, asked)
+            np.testing.assert_array_equal(out, answer)
     assert not recwarn.list
 
 

@@ -52,11 +52,11 @@ ENCODER = Product(lambda names: np.array([KEYS[int(name[4:])] for name in names]
 def made(values: Any, rows: Any = range(12), **more: Any) -> qkv.Database:
     """Some of the rows under keys of text, so that a query may be a vector of float64."""
     columns = {"key": NAMES, "value": values, **more}
-    some = {
+    cases = {
         name: x[list(rows)] if isinstance(x, np.ndarray) else [x[i] for i in rows]
         for name, x in columns.items()
     }
-    return qkv.Database.from_columns(some, key="key", value="value", encoder=ENCODER)
+    return qkv.Database.from_columns(cases, key="key", value="value", encoder=ENCODER)
 
 
 def but(values: Any, *gone: int) -> qkv.Database:
@@ -75,14 +75,14 @@ def test_each_row_left_out_is_a_database_without_it(options: Any, values: Any) -
         assert [row.key for row in left.rows] == [row.key for row in want.rows]
         if values is WORDS:
             assert left.value == want.value
-            mine, theirs = (
+            ours, theirs = (
                 sum(share.weight for share in x.values if share.value == answer.value)
                 for x in (answer, want)
             )
         else:
             np.testing.assert_allclose(left.value, want.value, atol=1e-10)
-            mine, theirs = answer.value, want.value
-        np.testing.assert_allclose(influence[i], mine - theirs, rtol=1e-10, atol=1e-10)
+            ours, theirs = answer.value, want.value
+        np.testing.assert_allclose(influence[i], ours - theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_of_several_columns_it_is_a_mapping() -> None:
@@ -143,9 +143,9 @@ def test_mislabelled_rows_are_the_worst(options: Any) -> None:
     keys = np.eye(3)[kind] * 4 + rng.normal(size=(120, 3)) * 0.5
     names = np.array(["ash", "oak", "elm"])
     wrong = rng.permutation(100)[:8]
-    said = kind.copy()
-    said[wrong] = (said[wrong] + 1) % 3
-    D = qkv.Database(keys[:100], names[said[:100]].tolist())
+    predicted = kind.copy()
+    predicted[wrong] = (predicted[wrong] + 1) % 3
+    D = qkv.Database(keys[:100], names[predicted[:100]].tolist())
     pairs = list(zip(keys[100:], names[kind[100:]].tolist(), strict=True))
     # As far as they are near to any question.
     result = D.value_of_rows(pairs, score=scores.Gaussian(0.3), **options)

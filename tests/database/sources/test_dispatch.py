@@ -740,7 +740,7 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
     days = [datetime.datetime(2023, 12, 31), datetime.datetime(2024, 2, 10), None]
     frame = pd.DataFrame({"day": pd.to_datetime(days), "price": [1.0, 3.0, 4.0]})
     frame.to_parquet(tmp_path / "t.parquet")
-    asked, options = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
+    query, options = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
     with pytest.warns(SkippedRowsWarning):
         made = [
             Database.from_frame(frame, **options),
@@ -750,9 +750,9 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
     for D in made:
         assert list(D) == days[:2] and D[days[0]] == 1.0
         # One day off, not the year that no letter has in common.
-        assert D.ask(asked).rows[0].key == days[0]
-        assert D.ask(asked).weights.tolist() == D.ask("2024-01-01").weights.tolist()
-        assert D.ask(asked).weights.tolist() == made[0].ask(asked).weights.tolist()
+        assert D.ask(query).rows[0].key == days[0]
+        assert D.ask(query).weights.tolist() == D.ask("2024-01-01").weights.tolist()
+        assert D.ask(query).weights.tolist() == made[0].ask(query).weights.tolist()
     assert made[0].to_frame().equals(frame[:2])
 
 

@@ -108,8 +108,8 @@ def perform(s: Store, step: dict, model: Model) -> None:
         blocks = [ids[start : start + 50] for start in range(0, len(ids), 50)]
         s.rewrite_tensors(
             (
-                (some, {"key": tensor(some, [model.rows[row] for row in some], step["factor"])})
-                for some in blocks
+                (block, {"key": tensor(block, [model.rows[row] for row in block], step["factor"])})
+                for block in blocks
             ),
             settings={"factor": step["factor"]},
             arrays={"factor": np.array([step["factor"]])},

@@ -181,8 +181,8 @@ def test_a_log_of_a_file_that_may_not_be_read_is_reported(open_to_all):
     subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True)
     (path / "catalogue.sqlite").chmod(0o200)
     with reader(path, "denied", stderr=subprocess.PIPE) as child:
-        said = child.communicate()[1].splitlines()[-1]
-    assert "Unreadable" in said and "catalogue.sqlite cannot be read now" in said
+        last_line = child.communicate()[1].splitlines()[-1]
+    assert "Unreadable" in last_line and "catalogue.sqlite cannot be read now" in last_line
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users of POSIX")

@@ -91,15 +91,15 @@ def test_without_a_mark_unknown_files_stay_and_keep_their_names(tmp_path, small)
         add(store)
         add(store)
         copy = copied(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
-    kept = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
-    assert len(kept) == 2
+    segments = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
+    assert len(segments) == 2
     assert ["move it elsewhere" in problem.what for problem in check_store(copy)] == [True, True]
     with Store(copy) as store:
         assert len(store.open_snapshot()) == 0
         add(store)
         assert len(store.open_snapshot()) == 5
-    assert len(content(copy)) > len(kept)
-    assert kept == {name: content(copy)[name] for name in kept}
+    assert len(content(copy)) > len(segments)
+    assert segments == {name: content(copy)[name] for name in segments}
 
 
 def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small):

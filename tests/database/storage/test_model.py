@@ -117,7 +117,7 @@ class Model(RuleBasedStateMachine):
         blocks = [ids[start : start + size] for start in range(0, len(ids), size)]
         new = {row: np.full(shape, -float(row)) for row in ids}
         self.store.rewrite_tensors(
-            (some, {"key": np.array([new[row] for row in some])}) for some in blocks
+            (block, {"key": np.array([new[row] for row in block])}) for block in blocks
         )
         self.rows = {row: (key, new[row]) for row, (key, _) in self.rows.items()}
         self.width = shape
@@ -135,8 +135,8 @@ class Model(RuleBasedStateMachine):
         report = self.store.compact()
         held = {snap.version for snap in self.snapshots} - {self.store.version}
         assert set(report.held) == held and report.rows == len(self.rows)
-        kept = held | {self.store.version}
-        for version in set(self.past) - kept:
+        expected_versions = held | {self.store.version}
+        for version in set(self.past) - expected_versions:
             del self.past[version]
             with pytest.raises(VersionNotFoundError):
                 self.store.open_snapshot(version)
@@ -179,9 +179,9 @@ class Model(RuleBasedStateMachine):
         for row in ids:
             np.testing.assert_array_equal(actual[row], rows[row][1])
         if ids:
-            some = ids[::-2]
-            expected = np.array([rows[row][1] for row in some])
-            np.testing.assert_array_equal(snap.read_tensor("key", some), expected)
+            subset = ids[::-2]
+            expected = np.array([rows[row][1] for row in subset])
+            np.testing.assert_array_equal(snap.read_tensor("key", subset), expected)
 
 
 TestModel = Model.TestCase

@@ -74,9 +74,12 @@ def test_a_compaction_forgets_the_dead_of_a_bundle(store):
         store.compact()
         assert loose(store) == 0
         with store.open_snapshot() as new:
-            for some in (old, new):
-                assert some.find_ids(b"digest 5") == [] and some.find_newest(b"digest 5") is None
-                assert read_rows(some) == expected([i for i in range(20) if i not in (0, 5)])
+            for snapshot in (old, new):
+                assert (
+                    snapshot.find_ids(b"digest 5") == []
+                    and snapshot.find_newest(b"digest 5") is None
+                )
+                assert read_rows(snapshot) == expected([i for i in range(20) if i not in (0, 5)])
     store.commit(remove=[i for i in range(20) if i not in (0, 5)])
     store.compact()
     assert len(store.open_snapshot()) == 0 and not [

@@ -313,9 +313,11 @@ def test_every_type_and_shape(make, small, dtype, dims):
     rng = np.random.default_rng(1)
     tensor = rng.integers(0, 2, (30, *dims)).astype(dtype)
     for start, stop in ((0, 3), (3, 28), (28, 30)):
-        some = tensor[start:stop]
+        block = tensor[start:stop]
         texts = [str(i) for i in range(start, stop)]
-        s.commit(records=texts, digests=[t.encode() for t in texts], tensors={"t": some, "u": some})
+        s.commit(
+            records=texts, digests=[t.encode() for t in texts], tensors={"t": block, "u": block}
+        )
     result = make().open_snapshot().read_tensor("t", range(30))
     np.testing.assert_array_equal(result, tensor)
     assert result.dtype == np.dtype(dtype).newbyteorder("<")
@@ -360,8 +362,8 @@ def test_recode_is_a_new_generation(make, small):
     before = s.open_snapshot()
 
     def blocks():
-        for some in np.array_split(ids, 5):
-            yield some, {"key": keys(some) * 10}
+        for block in np.array_split(ids, 5):
+            yield block, {"key": keys(block) * 10}
 
     made = s.rewrite_tensors(
         blocks(), settings={"encoder": "second"}, arrays={"w": np.zeros((0, 3)), "b": np.array(3.0)}
@@ -466,8 +468,8 @@ def test_compaction_keeps_what_is_read_here(make, small):
     add(s, 30)
     report = s.compact()
     assert report.held == (1,) and "kept version 1, which readers still use" in str(report)
-    rest = np.concatenate([first.ids, *(part.ids for part in half)])
-    assert rest.tolist() == list(range(40))
+    merged_ids = np.concatenate([first.ids, *(part.ids for part in half)])
+    assert merged_ids.tolist() == list(range(40))
     assert (
         read_rows(old) == read_rows(unread) == read_rows(s.open_snapshot(1)) == expected(range(40))
     )
@@ -975,8 +977,8 @@ def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
         following = s._reader_catalog.fetch_value("SELECT files FROM counters")
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
     (tmp_path / f"segment-{following + 1:08d}.safetensors.tmp").write_bytes(b"")
-    mine = tmp_path / "mine.safetensors"
-    mine.write_bytes(b"mine")
+    own_file = tmp_path / "mine.safetensors"
+    own_file.write_bytes(b"mine")
     unknown = tmp_path / "segment-00000000.safetensors"
     unknown.write_bytes(b"?")
     problems = check_store(tmp_path)
@@ -992,7 +994,7 @@ def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
             read_rows(s.open_snapshot()) == expected(LEFT) and left.exists()
         )  # a reader removes nothing
         add(s, 1)
-    assert mine.exists() and unknown.exists() and not left.exists()
+    assert own_file.exists() and unknown.exists() and not left.exists()
 
 
 def test_a_full_disk_changes_nothing(tmp_path, small):

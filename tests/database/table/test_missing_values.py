@@ -169,10 +169,10 @@ def test_the_first_values_that_are_there_decide_what_values_are(tmp_path, hole, 
         past = D.at(1)
         D.add(keys[rows:-1], [5.0, 7.0])
         D.update(keys[-1], 6.0)
-        for some in (D, qkv.open(D.path)):
-            answer, expected = some.ask(keys[0]), full.ask(keys[0])
+        for database in (D, qkv.open(D.path)):
+            answer, expected = database.ask(keys[0]), full.ask(keys[0])
             assert answer.value == pytest.approx(expected.value, rel=1e-6)
-            assert answer.missing == rows and some[keys[-2]] == 7.0
+            assert answer.missing == rows and database[keys[-2]] == 7.0
         assert len(past) == rows and past.ask(keys[0]).missing == rows
         with pytest.raises(DtypeError, match="type of values: number"):
             D.add(keys[:1] + 1, ["text"])

@@ -79,11 +79,11 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
     plain, capped = (
         D.ask(
             key[3],
-            score=scores.ScaledDot(softcap=some),
+            score=scores.ScaledDot(softcap=cap),
             weighting=qkv.weightings.Softmax(0.01),
             tolerance=0.5,
         )
-        for some in (None, softcap)
+        for cap in (None, softcap)
     )
     assert (capped.value, capped.error_bound) == (plain.value, plain.error_bound)
 

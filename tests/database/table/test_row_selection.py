@@ -77,7 +77,7 @@ def test_an_answer_without_a_selected_row():
     passes = np.flatnonzero(GROUP < 10)
     answer = database.ask(KEY[0], where="g < 10", score=scores.ScaledDot())
     other = answer.without(int(passes[1]))
-    rest = np.delete(passes, 1)
-    want = qkv.attend(KEY[:1], KEY[rest], VALUE[rest])[0]
+    remaining = np.delete(passes, 1)
+    want = qkv.attend(KEY[:1], KEY[remaining], VALUE[remaining])[0]
     np.testing.assert_allclose(other.value, want, rtol=1e-5)
-    assert other.total == len(rest)
+    assert other.total == len(remaining)

@@ -74,9 +74,9 @@ def test_the_bound_is_never_below_the_error(seed, kind, count, block, scale, dea
     if live is not None:
         live[0] = True
     rows = stored(keys, value, live, pieces)
-    some = keys[rng.integers(count, size=3)].astype(float) + 0.1 * rng.normal(size=(3, WIDTH))
-    size = np.abs(some).max() if kind in ("large", "far off", "one huge row") else 1.0
-    phi = scale * some / size**2
+    queries = keys[rng.integers(count, size=3)].astype(float) + 0.1 * rng.normal(size=(3, WIDTH))
+    size = np.abs(queries).max() if kind in ("large", "far off", "one huge row") else 1.0
+    phi = scale * queries / size**2
     left = slice(None) if live is None else live
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(block_sums, "ROWS_PER_BLOCK", block)

@@ -121,19 +121,21 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
     """Rows that are scanned in blocks, some of them read again, others left out."""
     rng = np.random.default_rng(seed)
     keys, value = made(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
-    kept = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    codes = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     allowed = rng.random(600) < 0.8 if masked else None
-    rows = StoredRows(lambda: [RowChunk(keys, value, quantized=kept)], keys.shape, width, allowed)
+    rows = StoredRows(lambda: [RowChunk(keys, value, quantized=codes)], keys.shape, width, allowed)
     query = (keys[[3, 400, 9]] * rng.uniform(0.5, 2, (3, 1))).astype(np.float32)
     weighting = Softmax(temperature)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized, "MAX_CODED_ROWS_PER_BLOCK", 100)
         patch.setattr(certified, "FULL_READ_DIVISOR", 1)
         result = weigh_rows(rows, query, score=score, weighting=weighting, tolerance=tolerance)
-    asked = quantized.QuantizedScores(rows, query, score, weighting)
+    quantized_scores = quantized.QuantizedScores(rows, query, score, weighting)
     # What the one best row may be off by is not what all weights together are.
     delta = (
-        asked.error_factors().multiply_terms(asked.error_terms(kept)[2].stack_terms()).max(axis=1)
+        quantized_scores.error_factors()
+        .multiply_terms(quantized_scores.error_terms(codes)[2].stack_terms())
+        .max(axis=1)
     )
     errors = np.broadcast_to(result.weight_error, 3)
     exactly = np.flatnonzero(errors == 0)  # float64 could not prove the tolerance
@@ -145,8 +147,8 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
         true = exact(keys, query[i], score, weighting, allowed)
         error = 0.5 * np.abs(result.weights[i] - true).sum()
         assert error <= result.weight_error[i] + 1e-12
-        some = result.weights[i] @ value
-        np.testing.assert_allclose(result.output[i], some / result.weights[i].sum(), atol=1e-5)
+        answer = result.weights[i] @ value
+        np.testing.assert_allclose(result.output[i], answer / result.weights[i].sum(), atol=1e-5)
         s = score(query[i].astype(float)[None], keys.astype(float))[0][
             slice(None) if allowed is None else allowed
         ]
@@ -509,9 +511,9 @@ def test_scores_that_float32_does_not_hold(size, score, weighting):
 def test_keys_in_8_bits_prove_nothing_where_there_is_no_bound(score, weighting, tolerance):
     keys = np.random.default_rng(3).normal(size=(300, 64)).astype(np.float32)
     D = qkv.Database(keys, keys[:, :2], precision="int8")
-    for asked in (D.ask, D.attend):
+    for method in (D.ask, D.attend):
         with pytest.raises(CombinationError, match=r"proven.*8 bits"):
-            asked(keys[7], score=score, weighting=weighting, tolerance=tolerance)
+            method(keys[7], score=score, weighting=weighting, tolerance=tolerance)
     assert D.ask(keys[7], score=score, weighting=weighting).error_bound == 0  # as its codes say
     D = qkv.Database(keys, keys[:, :2])
     result = D.ask(keys[7], score=score, weighting=weighting, tolerance=tolerance)
@@ -706,11 +708,11 @@ def test_codes_bound_what_they_have_lost(dtype, unit):
     np.testing.assert_allclose(result.norm, np.linalg.norm(keys.astype(float), axis=1), rtol=6e-8)
     phi = rng.normal(size=(20, WIDTH))
     for mark in np.unique(result.block):
-        some = result.block == mark
-        together = ((phi @ left[some].T) ** 2).sum(axis=1)
-        spread = float(result.block_spread[some][0])
+        in_block = result.block == mark
+        together = ((phi @ left[in_block].T) ** 2).sum(axis=1)
+        spread = float(result.block_spread[in_block][0])
         assert (together <= spread**2 * (phi**2).sum(axis=1)).all()
-        assert spread <= 1.06 * np.linalg.norm(left[some], 2)
+        assert spread <= 1.06 * np.linalg.norm(left[in_block], 2)
 
 
 @pytest.mark.parametrize("kernel", [None, "_torch_kernel", "_simsimd_kernel"])

@@ -35,8 +35,8 @@ ALONG = rng.normal(size=(4, 3))
 
 def read():
     for start in range(0, ROWS, 250):
-        some = slice(start, start + 250)
-        yield RowChunk(KEY[some], VALUE[some], LIVE[some] if start else None)
+        part = slice(start, start + 250)
+        yield RowChunk(KEY[part], VALUE[part], LIVE[part] if start else None)
 
 
 def stored(**options):
@@ -227,8 +227,8 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
     for _ in range(2):
         got = engine.score_rows(rows, query, scores.Cosine(0.3))
         np.testing.assert_allclose(got, want, atol=4e-6 if dtype == "float32" else 1e-14)
-    (kept,) = rows.key_terms_cache.arrays.values()
-    assert (kept[:250] == key_terms.UNUSABLE).all() and np.isfinite(kept[350:]).all()
+    (terms,) = rows.key_terms_cache.arrays.values()
+    assert (terms[:250] == key_terms.UNUSABLE).all() and np.isfinite(terms[350:]).all()
 
 
 @pytest.mark.parametrize("fw", ["numpy", *WITH_GRADIENTS], ids=lambda fw: getattr(fw, "name", fw))
@@ -327,9 +327,9 @@ def test_how_often_the_rows_are_read(weighting, forth):
 
     def counted():
         reads.append(0)
-        for some in read():
+        for block in read():
             reads[-1] += 1
-            yield some
+            yield block
 
     q = torch.tensor(QUERY, requires_grad=True)
     rows = StoredRows(counted, (int(LIVE.sum()), D), 3)

@@ -52,9 +52,11 @@ def formula(a, b, v, value, lower=None, upper=None, lengths=None):
     b, value = torch.where(seen, b, 0.0), torch.where(seen, value, 0.0)
     s = (torch.tanh(a[:, :, :, None] + b[:, :, None]) * v).sum(-1)
     s = torch.where(live, s, -INFINITY)
-    some = live.any(-1, keepdim=True)
-    weights = torch.softmax(torch.where(some, s, 0.0), -1) * live
-    lse = torch.where(some[..., 0], torch.logsumexp(torch.where(some, s, 0.0), -1), -INFINITY)
+    has_keys = live.any(-1, keepdim=True)
+    weights = torch.softmax(torch.where(has_keys, s, 0.0), -1) * live
+    lse = torch.where(
+        has_keys[..., 0], torch.logsumexp(torch.where(has_keys, s, 0.0), -1), -INFINITY
+    )
     return weights @ value, lse
 
 
@@ -138,14 +140,14 @@ def test_the_gradient_of_the_logarithm_alone():
 
 def test_nothing_comes_from_behind_a_mask():
     """NaN in keys and values that no query may look at, and in a query that may look at nothing."""
-    rest = (-3, 0, torch.tensor([30], dtype=torch.int32, device=DEVICE))
+    numbers = (-3, 0, torch.tensor([30], dtype=torch.int32, device=DEVICE))
     clean = arrays(n=40)
     spoiled = [x.clone() for x in clean]
     spoiled[1][:, :, 30:], spoiled[3][:, :, 30:] = float("nan"), INFINITY
     spoiled[0][:, :, 34:] = float("nan")
     for one, two in zip(
-        gradients(attend_exactly, spoiled, *rest),
-        gradients(attend_exactly, clean, *rest),
+        gradients(attend_exactly, spoiled, *numbers),
+        gradients(attend_exactly, clean, *numbers),
         strict=True,
     ):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)

@@ -229,10 +229,10 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
         arrays["key"][..., 20, 3] = math.inf
         arrays["value"][..., 20, :] = math.nan
     seen = watch(monkeypatch, "QUICK")
-    mine = {x: y.detach().requires_grad_() for x, y in (arrays | {"pairs": pairs}).items()}
-    out, lse = formulas.attend(**mine, scale=0.3, **band)
+    ours = {x: y.detach().requires_grad_() for x, y in (arrays | {"pairs": pairs}).items()}
+    out, lse = formulas.attend(**ours, scale=0.3, **band)
     total = (out * along).sum() + torch.where(lse > -math.inf, lse, 0.0).sum()
-    for x, y in zip(torch.autograd.grad(total, list(mine.values())), right, strict=True):
+    for x, y in zip(torch.autograd.grad(total, list(ours.values())), right, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=4e-2, atol=2e-2)
     assert True in seen
 
@@ -595,10 +595,10 @@ def test_repair(monkeypatch, h, hk, w, bad, where, processors):
     # The rows of heads side by side, as a fused kernel may write them.
     healed = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
     mended = dquery.transpose(1, 2).contiguous().transpose(1, 2)
-    kept = nan_repair.repair_output(healed, *(x.detach() for x in inputs), scale=0.3)
+    repaired = nan_repair.repair_output(healed, *(x.detach() for x in inputs), scale=0.3)
     strided = along.mT.contiguous().mT
     nan_repair.repair_query_gradient(
-        mended, strided, healed, kept, *(x.detach() for x in inputs), scale=0.3
+        mended, strided, healed, repaired, *(x.detach() for x in inputs), scale=0.3
     )
     for got, before, right in ((healed, out.detach(), want), (mended, dquery, expected)):
         assert torch.equal(got[~sick], before[~sick])
@@ -674,9 +674,9 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
-        kept = nan_repair.repair_output(plain[2].clone(), *plain, scale=0.3)
+        repaired = nan_repair.repair_output(plain[2].clone(), *plain, scale=0.3)
         nan_repair.repair_query_gradient(
-            plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3
+            plain[0].clone(), plain[2], plain[2], repaired, *plain, scale=0.3
         )
     for case in battery():
         shape, options = case.values

@@ -217,11 +217,11 @@ def test_descriptors_are_in_the_workspace(counted, monkeypatch):
     """Triton asks for their memory at each launch, and another's must not be given ours."""
     from triton.runtime import _allocation
 
-    asked, buffers, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
+    allocations, buffers, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
 
     def asking(self, x, y, z, stream, *args):
         give = _allocation._allocator.get()
-        asked.append(
+        allocations.append(
             give if give is launch._allocate_scratch else give(384 * x * y * z, 128, stream)
         )
         run(self, x, y, z, stream, *args)
@@ -233,15 +233,15 @@ def test_descriptors_are_in_the_workspace(counted, monkeypatch):
     monkeypatch.setattr(Compiled, "run", asking)
     monkeypatch.setattr(torch.Tensor, "new_empty", noted)
     for seed in range(2):
-        asked.clear(), buffers.clear()
+        allocations.clear(), buffers.clear()
         qkv.attend(*arrays_of(seed), weighting="entmax15", engine="triton")
         if not seed:
-            assert asked[0] is launch._allocate_scratch
+            assert allocations[0] is launch._allocate_scratch
     _, buffer, *_ = buffers  # after the output; the interpreter allocates some too
     first, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
     assert counted == [True]
-    assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
-    assert asked[1] == asked[0], "of which one is over when the next begins"
+    assert 0 <= allocations[0] - first <= size - 384 * 2 and (allocations[0] - first) % 128 == 0
+    assert allocations[1] == allocations[0], "of which one is over when the next begins"
     assert _allocation._allocator.get() is launch._allocate_scratch
 
 
@@ -360,8 +360,8 @@ def test_successive_launches_share_one_workspace(counted, least, known):
             lines = backward.compute_centre(part, None, part)[..., None]
             backward.compute_centre(lines, None, lines)
         for start in (0, 32):  # parts of a line, side by side in one of the two buffers
-            some = workspace.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
-            backward.compute_centre(some, None, some)
+            view = workspace.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
+            backward.compute_centre(view, None, view)
         x = workspace.slice_recorded(x, slice(least, 3))
         return backward.compute_centre(x, None, x)
 

@@ -98,12 +98,12 @@ def test_the_weights_of_entmax_sum_to_one(shape, mask, alpha):
     t = entmax_threshold(query, key, alpha, 0.5, **more, **mask)
     s = scores_of(query, key, 0.5, **more, **mask)
     mass = (((alpha - 1) * s - t.double()[..., None]).clamp(min=0) ** (1 / (alpha - 1))).sum(-1)
-    some = (s > -INFINITY).any(-1)
+    has_keys = (s > -INFINITY).any(-1)
     # A device has one instruction for a gate of 16 bits, with eleven digits.
     fast = "gate_key" in more and query.dtype == torch.float16 and not launch.is_interpreted()
     near = 2e-3 if fast else 1e-5
-    torch.testing.assert_close(mass[some], torch.ones_like(mass[some]), rtol=0, atol=near)
-    assert not t[~some].any()
+    torch.testing.assert_close(mass[has_keys], torch.ones_like(mass[has_keys]), rtol=0, atol=near)
+    assert not t[~has_keys].any()
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 30.0])

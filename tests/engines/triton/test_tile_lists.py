@@ -44,8 +44,8 @@ def listed(mask, by_key, in_order=False):
     own = -(-M // COLS) if by_key else -(-N // ROWS)
     result = {}
     for line, (full, partial) in enumerate(counts.tolist()):
-        some = at[line, : full + partial].tolist()
-        result[divmod(line, own)] = some[:full], some[full:]
+        listed = at[line, : full + partial].tolist()
+        result[divmod(line, own)] = listed[:full], listed[full:]
     return call, lists, result
 
 
