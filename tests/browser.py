@@ -77,7 +77,7 @@ def page(browser: Any) -> Iterator[Any]:
     assert not left, left
 
 
-def until(page: Any, condition: Callable[[], Any]) -> None:
+def wait_until(page: Any, condition: Callable[[], Any]) -> None:
     """Waits for what no locator can wait for, as long as a locator would."""
     for _ in range(30_000):
         if condition():

@@ -155,7 +155,7 @@ def case(score: str, weighting: str, mask: str) -> Case:
     return Case({"query": QUERY, "key": KEY, "value": VALUE, **inside}, build_options, follows)
 
 
-def sensible(score: str, weighting: str, mask: str) -> bool:
+def can_combine(score: str, weighting: str, mask: str) -> bool:
     """Whether the three go together; the refusals have tests of their own."""
     built = scores.resolve(SCORES[score][1](SCORES[score][0]))
     resolved_weighting = {**WEIGHTINGS, **LEARNED}[weighting]
@@ -168,7 +168,7 @@ def sensible(score: str, weighting: str, mask: str) -> bool:
 
 def product() -> list[tuple[str, str, str]]:
     """Every score × weighting × mask that makes sense."""
-    return [c for c in itertools.product(SCORES, (*WEIGHTINGS, *LEARNED), MASKS) if sensible(*c)]
+    return [c for c in itertools.product(SCORES, (*WEIGHTINGS, *LEARNED), MASKS) if can_combine(*c)]
 
 
 def covering() -> list[tuple[str, str, str]]:

@@ -44,7 +44,7 @@ MASKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def drawn(*shape: int, dtype: Any = torch.float32) -> Any:
+def random_tensor(*shape: int, dtype: Any = torch.float32) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
 
 
@@ -82,7 +82,7 @@ def test_every_weighting_and_mask(weighting: str, dropout_p: float, engine: Any)
         options = {"weighting": WEIGHTINGS[weighting], "mask": mask(), "dropout_p": dropout_p}
         check(
             lambda a, options=options: qkv.attend(a, a, a, **options, engine=engine),
-            drawn(2, 2, N, D),
+            random_tensor(2, 2, N, D),
         )
 
 
@@ -92,11 +92,11 @@ def test_every_weighting_and_mask(weighting: str, dropout_p: float, engine: Any)
 def test_every_precision(weighting: str, dtype: Any, use_reentrant: bool) -> None:
     for mask, dropout_p in itertools.product(("none", "causal", "boolean"), (0.0, 0.3)):
         options = {"weighting": weighting, "mask": MASKS[mask](), "dropout_p": dropout_p}
-        x = drawn(2, 2, N, D, dtype=dtype)
+        x = random_tensor(2, 2, N, D, dtype=dtype)
         check(lambda a, options=options: qkv.attend(a, a, a, **options), x, use_reentrant)
 
 
-W = drawn(16, D).detach()
+W = random_tensor(16, D).detach()
 SCORES: dict[str, Any] = {
     **{name: name for name in ("gaussian", "cosine", "laplace")},
     "multiplicative": scores.Multiplicative(W[:D]),
@@ -123,7 +123,7 @@ def check_score(score: str, engine: str | None) -> None:
     def attend(a: Any) -> Any:
         return qkv.attend(a, a, a, score=SCORES[score], engine=engine)
 
-    x = drawn(2, 2, N, D)
+    x = random_tensor(2, 2, N, D)
     attend(x.detach())  # raises where the engine does not serve the call
     check(attend, x)
 
@@ -140,7 +140,7 @@ def test_the_weights_and_the_log_sum_exp_too(weighting: str, expected: Any, n: i
         actual = qkv.attend(a, a, a, weighting=weighting, **options)
         return torch.cat([x.flatten() for x in actual])
 
-    check(attend, drawn(1, 2, n, D))
+    check(attend, random_tensor(1, 2, n, D))
 
 
 LARGE: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
@@ -159,7 +159,7 @@ LARGE: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_longer_sequences_and_other_shapes(name: str) -> None:
     function, shape = LARGE[name]
-    check(function, drawn(*shape))
+    check(function, random_tensor(*shape))
 
 
 def test_a_key_that_is_not_finite_behind_the_mask() -> None:
@@ -167,7 +167,7 @@ def test_a_key_that_is_not_finite_behind_the_mask() -> None:
     mask = (torch.arange(N) < N - 1).expand(N, N)
     spoiled = torch.zeros(N, 1)
     spoiled[-1] = float("nan")
-    check(lambda a: qkv.attend(a, a.detach() + spoiled, a, mask=mask), drawn(2, 2, N, D))
+    check(lambda a: qkv.attend(a, a.detach() + spoiled, a, mask=mask), random_tensor(2, 2, N, D))
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15"])
@@ -176,7 +176,7 @@ def test_under_autocast(weighting: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return qkv.attend(a, a, a, weighting=weighting, dropout_p=0.3).float()
 
-    check(attend, drawn(2, 2, N, D))
+    check(attend, random_tensor(2, 2, N, D))
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15", "sigmoid"])
@@ -190,7 +190,7 @@ def test_what_to_save_may_be_selected(weighting: str) -> None:
     def attend(a: Any) -> Any:
         return qkv.attend(a @ W[:D], a, a, weighting=weighting)
 
-    check(attend, drawn(2, 2, N, D), context_fn=context)
+    check(attend, random_tensor(2, 2, N, D), context_fn=context)
 
 
 def test_a_graph_of_torch_compile() -> None:
@@ -200,7 +200,7 @@ def test_a_graph_of_torch_compile() -> None:
     def held(a: Any) -> Any:
         return checkpointing.checkpoint(attend, a, use_reentrant=False)
 
-    x = drawn(1, 2, N, D)
+    x = random_tensor(1, 2, N, D)
     compiled = torch.compile(held, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, x), run(attend, x))
     inner = torch.compile(attend, backend="aot_eager")
@@ -228,7 +228,7 @@ def test_layers_in_training(name: str, use_reentrant: bool) -> None:
     def forward(a: Any) -> Any:
         return layer(a, a, a, need_weights=False)[0] if is_heads else layer(a)
 
-    check(forward, drawn(2, N, D), use_reentrant)
+    check(forward, random_tensor(2, N, D), use_reentrant)
     slopes = []
     for held in (False, True):
         layer.zero_grad()
@@ -238,7 +238,7 @@ def test_layers_in_training(name: str, use_reentrant: bool) -> None:
             def inner(a: Any) -> Any:
                 return checkpointing.checkpoint(forward, a, use_reentrant=use_reentrant)
 
-        run(inner, drawn(2, N, D))
+        run(inner, random_tensor(2, N, D))
         slopes.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
     torch.testing.assert_close(*slopes)
 
@@ -254,7 +254,7 @@ def test_jax_checkpoint(weighting: str, jitted: bool) -> None:
     if "jax" not in [fw.name for fw in FRAMEWORKS]:
         pytest.skip("jax is not among the frameworks of this run")
     jax = pytest.importorskip("jax")
-    x = jax.numpy.asarray(drawn(1, 2, N, D).detach().numpy())
+    x = jax.numpy.asarray(random_tensor(1, 2, N, D).detach().numpy())
     for options in ({}, {"mask": masks.causal, "dropout_p": 0.3, "seed": 7, "score": "gaussian"}):
 
         def loss(a: Any, options: Any = options) -> Any:
@@ -272,7 +272,7 @@ def test_tensorflow_recompute_grad(weighting: str, in_graph: bool) -> None:
     if "tensorflow" not in [fw.name for fw in FRAMEWORKS]:
         pytest.skip("tensorflow is not among the frameworks of this run")
     tf = pytest.importorskip("tensorflow")
-    x = tf.Variable(drawn(1, 2, N, D).detach().numpy())
+    x = tf.Variable(random_tensor(1, 2, N, D).detach().numpy())
     for options in ({}, {"mask": masks.causal, "dropout_p": 0.3, "seed": 7, "score": "gaussian"}):
 
         def attend(a: Any, options: Any = options) -> Any:

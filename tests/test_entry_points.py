@@ -285,7 +285,7 @@ WEIGHTINGS: dict[str, Kind] = {
 OVER_SUM = ("normalized", "or_nan", "or_uniform", "or_nearest", "or_raise")
 
 
-def sensible(score: str, weighting: str) -> bool:
+def can_combine(score: str, weighting: str) -> bool:
     if weighting == "or_nearest":
         return score in WINDOWS
     return weighting not in OVER_SUM or score in NONNEGATIVE
@@ -300,9 +300,9 @@ def empty(score: str, weighting: str) -> list[int]:
     return [i for i in range(N) if i != SHUT and sums[i] == 0]
 
 
-CASES = [(s, w) for s in SCORES for w in WEIGHTINGS if sensible(s, w)]
+CASES = [(s, w) for s in SCORES for w in WEIGHTINGS if can_combine(s, w)]
 REFUSED = [
-    (s, w) for s in SCORES for w in OVER_SUM if not sensible(s, w) and not s.startswith("own")
+    (s, w) for s in SCORES for w in OVER_SUM if not can_combine(s, w) and not s.startswith("own")
 ]
 """What a user's own score may be is not known, so nothing of it is refused."""
 
@@ -352,14 +352,14 @@ def truth(score: str, weighting: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def slopes(score: str, weighting: str) -> dict[str, tuple[np.ndarray, float]]:
+def compute_slopes(score: str, weighting: str) -> dict[str, tuple[np.ndarray, float]]:
     """Along a random direction for each leaf, the slope of Σ out · ALONG by differences."""
     base, rng, step = leaves(score, weighting), np.random.default_rng(1), 1e-6
     soft = "softmax" if weighting == "straight_through" else weighting
 
     def loss(arrays: dict[str, np.ndarray], weighting: str) -> float:
         out = alpha_of(arrays, score, weighting) @ arrays["value"]
-        return float(np.sum((out * ALONG)[counted(score, weighting)]))
+        return float(np.sum((out * ALONG)[list_answered(score, weighting)]))
 
     result = {}
     for name, x in base.items():
@@ -373,13 +373,13 @@ def slopes(score: str, weighting: str) -> dict[str, tuple[np.ndarray, float]]:
     return result
 
 
-def counted(score: str, weighting: str) -> list[int]:
+def list_answered(score: str, weighting: str) -> list[int]:
     """The queries whose answer is a number."""
     lost = empty(score, weighting) if weighting in ("or_nan", "or_raise") else ()
     return [i for i in range(N) if i not in lost]
 
 
-def poisoned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def poison_keys(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The keys that do not count hold what must not reach an answer."""
     key, value = arrays["key"].copy(), arrays["value"].copy()
     key[DEAD[0]], value[DEAD[0]] = math.inf, math.inf
@@ -389,10 +389,10 @@ def poisoned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def query_numbers(score: str, weighting: str) -> list[int]:
     """The queries that are asked together: "raise" would refuse all for one."""
-    return counted(score, weighting) if weighting == "or_raise" else list(range(N))
+    return list_answered(score, weighting) if weighting == "or_raise" else list(range(N))
 
 
-def close(actual: Any, want: np.ndarray, within: float = 1e-9) -> None:
+def assert_close(actual: Any, want: np.ndarray, within: float = 1e-9) -> None:
     actual = actual.detach().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
     np.testing.assert_allclose(actual, want, atol=within, rtol=within)
 
@@ -403,7 +403,7 @@ def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def descends(result: Any, arrays: dict[str, Any], score: str, weighting: str) -> None:
     """The gradients of every leaf among `arrays` are those of the formulas."""
-    rows, numbers = counted(score, weighting), query_numbers(score, weighting)
+    rows, numbers = list_answered(score, weighting), query_numbers(score, weighting)
     along, result = torch.tensor(ALONG[rows]), result[[numbers.index(i) for i in rows]]
     inputs = list(arrays.values())
     gradients: Any = [None] * len(inputs)
@@ -412,7 +412,7 @@ def descends(result: Any, arrays: dict[str, Any], score: str, weighting: str) ->
     for (name, x), gradient in zip(arrays.items(), gradients, strict=True):
         gradient = np.zeros(x.shape) if gradient is None else gradient.numpy()
         assert np.isfinite(gradient).all(), name
-        direction, slope = slopes(score, weighting)[name]
+        direction, slope = compute_slopes(score, weighting)[name]
         size = np.abs(gradient * direction).sum() + 1
         assert abs((gradient * direction).sum() - slope) < 1e-6 * size, name
 
@@ -437,14 +437,14 @@ def test_the_far_query_is_beyond_every_window_and_no_other_is(score):
 def test_attend(score, weighting):
     out, alpha = truth(score, weighting)
     rows = query_numbers(score, weighting)
-    arrays = poisoned(leaves(score, weighting))
+    arrays = poison_keys(leaves(score, weighting))
     inputs = (arrays["query"][rows], arrays["key"], arrays["value"])
     options = {**build_options(arrays, score, weighting), "mask": LIVE[rows]}
     result, weights = qkv.attend(*inputs, **options, return_weights=True)
-    close(result, out[rows])
-    close(weights, alpha[rows])
-    close(qkv.attend(*inputs, **options), out[rows])
-    close(qkv.weights(*inputs[:2], **options), alpha[rows])
+    assert_close(result, out[rows])
+    assert_close(weights, alpha[rows])
+    assert_close(qkv.attend(*inputs, **options), out[rows])
+    assert_close(qkv.weights(*inputs[:2], **options), alpha[rows])
 
 
 @pytest.mark.sample(350)
@@ -453,22 +453,22 @@ def test_attend(score, weighting):
 def test_attend_by_torch_and_its_gradients(score, weighting, engine, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))  # borders are crossed
     rows = query_numbers(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
+    arrays = tensors(poison_keys(leaves(score, weighting)))
     inputs = (arrays["query"][rows], arrays["key"], arrays["value"])
     options = {**build_options(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
     result = qkv.attend(*inputs, **options, engine=engine)
-    close(result, truth(score, weighting)[0][rows])
+    assert_close(result, truth(score, weighting)[0][rows])
     descends(result, arrays, score, weighting)
 
 
 @pairs
 def test_the_gradients_of_weights(score, weighting):
     rows = query_numbers(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
+    arrays = tensors(poison_keys(leaves(score, weighting)))
     value = arrays.pop("value").detach().nan_to_num(0.0, 0.0)
     options = {**build_options(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
     result = qkv.weights(arrays["query"][rows], arrays["key"], **options)
-    close(result, truth(score, weighting)[1][rows])
+    assert_close(result, truth(score, weighting)[1][rows])
     descends(result @ value, arrays, score, weighting)
 
 
@@ -482,7 +482,7 @@ def test_the_weighting_of_scores(score, weighting):
     compare = weigh.adapt_score(scores.resolve(options["score"]))
     computed = compare(arrays["query"][rows], arrays["key"])
     result = weigh(torch.where(live, computed, math.nan), live)
-    close(result, truth(score, weighting)[1][rows])
+    assert_close(result, truth(score, weighting)[1][rows])
     descends(result @ value, arrays, score, weighting)
 
 
@@ -494,28 +494,28 @@ def test_the_weighting_of_scores(score, weighting):
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_layer_and_its_gradients(score, weighting, need_weights):
     rows = query_numbers(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
+    arrays = tensors(poison_keys(leaves(score, weighting)))
     layer = nn.Attention(**build_options(arrays, score, weighting))
     inputs = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
     out, alpha = truth(score, weighting)
     result = layer(*inputs, need_weights=need_weights)
     if need_weights:
         result, weights = result
-        close(weights, alpha[rows])
-    close(result, out[rows])
+        assert_close(weights, alpha[rows])
+    assert_close(result, out[rows])
     descends(result, arrays, score, weighting)
 
 
 @pytest.mark.parametrize("weighting", ["softmax"])
 @pytest.mark.parametrize("score", ["scaled_dot", "softcap"])
 def test_the_onnx_operator(score, weighting):
-    arrays = poisoned(leaves(score, weighting))
+    arrays = poison_keys(leaves(score, weighting))
     inputs = (arrays[name][None, None] for name in ("query", "key", "value"))
     capped = {"scale": 0.7, "softcap": 1.5} if score == "softcap" else {}
     actual, _, _, alpha = onnx.attention(*inputs, LIVE, **capped, qk_matmul_output_mode=3)
     out, want = truth(score, weighting)
-    close(actual[0, 0], out)
-    close(alpha[0, 0], want)
+    assert_close(actual[0, 0], out)
+    assert_close(alpha[0, 0], want)
 
 
 # The database
@@ -555,9 +555,9 @@ def test_ask(database, score, weighting):
     for i in query_numbers(score, weighting):
         where = (lambda row: False) if i == SHUT else None
         result = database.ask(QUERY[i], where=where, **options)
-        close(result.weights, alpha[i, HERE], 1e-5)
+        assert_close(result.weights, alpha[i, HERE], 1e-5)
         if np.any(np.abs(alpha[i]) > 1e-6) or np.isnan(alpha[i]).any():
-            close(result.value, out[i], 1e-5)
+            assert_close(result.value, out[i], 1e-5)
         elif not alpha[i].any():  # no row has a say
             assert result.value is None and result.rows == []
 
@@ -569,10 +569,10 @@ def test_the_database_attends(database, score, weighting):
     rows = [i for i in query_numbers(score, weighting) if i != SHUT]
     arrays = leaves(score, weighting)
     options = build_options(arrays, score, weighting)
-    close(database.attend(QUERY[rows], **options), out[rows])
+    assert_close(database.attend(QUERY[rows], **options), out[rows])
     with pytest.warns(NoRowsMatchWarning, match="No rows match"):
         shut = database.attend(QUERY[rows], where=lambda row: False, **options)
-    close(shut, np.zeros((len(rows), DV)))
+    assert_close(shut, np.zeros((len(rows), DV)))
 
 
 @pytest.mark.sample(300)
@@ -585,7 +585,7 @@ def test_the_gradients_of_the_database(database, score, weighting):
     # The shut query's output is 0 whatever the rows say, so it gets a gradient of 0.
     result = database.attend(arrays["query"][rows], **options)
     result = torch.where(torch.tensor([[i != SHUT] for i in rows]), result, 0.0)
-    close(result, truth(score, weighting)[0][rows])
+    assert_close(result, truth(score, weighting)[0][rows])
     descends(result, arrays, score, weighting)
 
 

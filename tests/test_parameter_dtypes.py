@@ -48,7 +48,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(fw: Any, name: str, dtype: str) -> dict[str, Any]:
+def build_records(fw: Any, name: str, dtype: str) -> dict[str, Any]:
     """The score and the weighting with their arrays in this framework and precision."""
     host = get_framework(np.ones(1))
     return {
@@ -57,7 +57,7 @@ def made(fw: Any, name: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def expected(fw: Any, half: str, name: str) -> np.ndarray:
+def compute_expected(fw: Any, half: str, name: str) -> np.ndarray:
     """The same in float64, of the numbers as 16 and as 32 bits hold them."""
     host = get_framework(np.ones(1))
     rounded = {
@@ -83,12 +83,12 @@ def test_they_are_computed_with_in_float32(fw: Any, half: str, name: str) -> Non
 
 def check_dtype(fw: Any, half: str, name: str, engine: str | None) -> None:
     arrays = [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)]
-    options = made(fw, name, "float32")
+    options = build_records(fw, name, "float32")
     out = qkv.attend(*arrays, **options, engine=engine)
     assert get_framework(out).dtype_name(out) == half
     # One rounding to 16 bits, at the end.
     rounding = 2.0**-11 if half == "float16" else 2.0**-8
-    want = expected(fw, half, name)
+    want = compute_expected(fw, half, name)
     actual = np.asarray(to_numpy(out), float)
     np.testing.assert_allclose(actual, want, rtol=rounding, atol=2e-4 * np.abs(want).max())
     again = qkv.attend(*arrays, **options, engine=engine)  # by the cached choice
@@ -101,7 +101,7 @@ def check_dtype(fw: Any, half: str, name: str, engine: str | None) -> None:
 def test_every_entry_point_takes_them(fw: Any, half: str, name: str) -> None:
     arrays, options = (
         [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)],
-        made(fw, name, "float32"),
+        build_records(fw, name, "float32"),
     )
     alpha = qkv.weights(*arrays[:2], **options)
     assert get_framework(alpha).dtype_name(alpha) == half
@@ -122,7 +122,7 @@ def test_their_gradients_are_float32(half: str, name: str, engine: Any) -> None:
         pytest.skip("torch is not among the frameworks of this run")
     fw = next(fw for fw in FRAMEWORKS if fw.name == "torch")
     inputs = [fw.make_array(x, half).requires_grad_() for x in (QUERY, KEY, VALUE)]
-    options = made(fw, name, "float32")
+    options = build_records(fw, name, "float32")
     held = [
         x.requires_grad_()
         for x in tree.array_leaves(get_framework(inputs[0]), tuple(options.values()))
@@ -133,7 +133,7 @@ def test_their_gradients_are_float32(half: str, name: str, engine: Any) -> None:
     assert {x.dtype for x in slopes[: len(held)]} == {torch.float32}
     assert {x.dtype for x in slopes[len(held) :]} == {getattr(torch, half)}
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    exact = made(fw, name, "float64")
+    exact = build_records(fw, name, "float64")
     own = [
         x.requires_grad_()
         for x in tree.array_leaves(get_framework(inputs[0]), tuple(exact.values()))
@@ -153,7 +153,7 @@ def test_their_gradients_are_float32_elsewhere(framework: str, name: str) -> Non
         pytest.skip(f"{framework} is not among the frameworks of this run")
     arrays, options = (
         [fw.make_array(x, "bfloat16") for x in (QUERY, KEY, VALUE)],
-        made(fw, name, "float32"),
+        build_records(fw, name, "float32"),
     )
     own = get_framework(arrays[0])
     held = tree.array_leaves(own, tuple(options.values()))

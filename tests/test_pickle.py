@@ -22,11 +22,11 @@ UNNAMED = ("modified", "own_class", "own_function", "custom")
 """Made of functions of the caller's, which are his to pickle."""
 
 
-def even(b, h, i, j):
+def is_even(b, h, i, j):
     return j % 2 == 0
 
 
-def bent(s, b, h, i, j):
+def halve_score(s, b, h, i, j):
     return s * 0.5
 
 
@@ -40,9 +40,9 @@ THINGS: dict[str, Any] = {
         for x, (a, make) in MASKS.items()
         if x not in (*UNNAMED, "none")
     },
-    "mask custom": masks.custom(even),
+    "mask custom": masks.custom(is_even),
     "mask global_tokens": masks.global_tokens(2),
-    "score modified": scores.Modified(scores.Dot(), bent),
+    "score modified": scores.Modified(scores.Dot(), halve_score),
     "mask arrays": masks.causal & np.zeros((3, 3)),
     "mask either": masks.dilated(2, 3) | ~masks.strided(2) | masks.global_tokens(3),
 }

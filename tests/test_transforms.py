@@ -13,7 +13,7 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.errors import EngineError
 from tests import cases
-from tests.transforms import OPTIONS, TORCH, arrays, cells, made
+from tests.transforms import OPTIONS, TORCH, arrays, build_arguments, cells
 from tests.transforms_layers import GAPS, LAYERS, PEER
 
 torch = pytest.importorskip("torch")
@@ -34,7 +34,7 @@ def test_torch(transform, option):
         if refused
         else nullcontext()
     ):
-        TORCH[transform](ALL[option].call, made(ALL[option], torch.tensor))
+        TORCH[transform](ALL[option].call, build_arguments(ALL[option], torch.tensor))
 
 
 @pytest.mark.parametrize("transform", GAPS)

@@ -10,7 +10,7 @@ import pytest
 import qkv
 from qkv import scores, weightings
 from qkv.engines import streaming
-from tests.transforms import OPTIONS, cells, made
+from tests.transforms import OPTIONS, build_arguments, cells
 
 jax = pytest.importorskip("jax")
 
@@ -36,19 +36,21 @@ def test_jax(transform, option):
     def function(*x):
         return option.call(*x, engine="streaming")
 
-    JAX[transform](function, made(option, jax.numpy.asarray, lead=(2,)))
+    JAX[transform](function, build_arguments(option, jax.numpy.asarray, lead=(2,)))
 
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize(("transform", "option"), cells(JAX, OPTIONS))
 def test_as_a_user_calls(transform, option):
-    JAX[transform](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
+    JAX[transform](
+        OPTIONS[option].call, build_arguments(OPTIONS[option], jax.numpy.asarray, lead=(2,))
+    )
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("option", ["causal", "entmax15", "top 3", "log-sum-exp", "weights"])
 def test_forwards_as_backwards(option):
-    JAX["jvp"](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
+    JAX["jvp"](OPTIONS[option].call, build_arguments(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
 
 
 def test_forwards_no_matrix_is_held():

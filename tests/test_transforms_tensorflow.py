@@ -13,8 +13,8 @@ import pytest
 import qkv
 from tests.cases import MASKS, WEIGHTINGS, case, covering
 from tests.sampling import sample
-from tests.transforms import OPTIONS, cells, made
-from tests.transforms_tensorflow import TENSORFLOW, close, slopes
+from tests.transforms import OPTIONS, build_arguments, cells
+from tests.transforms_tensorflow import TENSORFLOW, assert_close, compute_gradients
 
 pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no Tens
 def test_tensorflow(transform, option):
     import tensorflow as tf
 
-    TENSORFLOW[transform](OPTIONS[option].call, made(OPTIONS[option], tf.constant))
+    TENSORFLOW[transform](OPTIONS[option].call, build_arguments(OPTIONS[option], tf.constant))
 
 
 def _some():
@@ -58,20 +58,20 @@ def test_a_graph_that_knows_only_widths(names):
             shape = (None, x.shape[1], None, x.shape[3])
         return tf.TensorSpec(shape, x.dtype)
 
-    both = slopes(function)
+    both = compute_gradients(function)
     graph = tf.function(both, input_signature=[spec(*item) for item in inputs.items()])
-    close(graph(*inputs.values()), both(*inputs.values()))
+    assert_close(graph(*inputs.values()), both(*inputs.values()))
 
 
 @pytest.mark.parametrize("option", ["multiplicative", "additive", "gated"])
 def test_a_graph_that_knows_no_shape_of_a_learned_score(option):
     import tensorflow as tf
 
-    inputs = made(OPTIONS[option], tf.constant)(5)
+    inputs = build_arguments(OPTIONS[option], tf.constant)(5)
     specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs[:3]]
     specs += [tf.TensorSpec([None] * len(x.shape), x.dtype) for x in inputs[3:]]
-    both = slopes(OPTIONS[option].call)
-    close(tf.function(both, input_signature=specs)(*inputs), both(*inputs))
+    both = compute_gradients(OPTIONS[option].call)
+    assert_close(tf.function(both, input_signature=specs)(*inputs), both(*inputs))
 
 
 def test_a_graph_that_knows_no_shape_of_a_bandwidth():
@@ -83,13 +83,13 @@ def test_a_graph_that_knows_no_shape_of_a_bandwidth():
     def call(x, width):
         return qkv.attend(x, x, x, score=qkv.scores.Gaussian(width))
 
-    close(tf.function(call, input_signature=specs)(x, width), call(x, width))
+    assert_close(tf.function(call, input_signature=specs)(x, width), call(x, width))
 
 
 def test_gradients_of_blocks_that_are_mapped_over():
     import tensorflow as tf
 
-    inputs = made(OPTIONS["sigmoid"], tf.constant)(5)
+    inputs = build_arguments(OPTIONS["sigmoid"], tf.constant)(5)
 
     def call(*x):
         return OPTIONS["sigmoid"].call(*x, engine="streaming")
@@ -98,7 +98,7 @@ def test_gradients_of_blocks_that_are_mapped_over():
         stacked = [tf.stack([y] * 2) for y in x]
         return tf.vectorized_map(lambda y: call(*y), stacked)[1]
 
-    close(slopes(mapped)(*inputs), slopes(call)(*inputs))
+    assert_close(compute_gradients(mapped)(*inputs), compute_gradients(call)(*inputs))
 
 
 LOADED = """

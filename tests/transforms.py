@@ -126,7 +126,7 @@ def arrays(n: int, lead: tuple[int, ...] = (2, 4), width: int = 3) -> list[np.nd
     return [rng.normal(size=(*lead, rows, width)) for rows in (n, n + 2, n + 2)]
 
 
-def made(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Make:
+def build_arguments(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Make:
     """The arguments of an option's call, each turned into an array of a framework."""
     return lambda n: [array(x) for x in (*arrays(n, lead), *option.extra(n))]
 

@@ -56,7 +56,7 @@ class TestWeights:
         assert result.stderr == f"wrote {png}\nwrote {page}\n"
         assert png.read_bytes().startswith(b"\x89PNG")
         actual = data("weights", "<b> & 'the' king")
-        (words, alpha), text = drawn(page), page.read_text(encoding="utf-8")
+        (words, alpha), text = read_page_weights(page), page.read_text(encoding="utf-8")
         assert words == actual["words"] == weights.split_words("<b> & 'the' king")
         np.testing.assert_allclose(alpha[0, 0], actual["weights"], atol=0.005)
         assert "default-src 'none'" in text and "<b>" not in text.partition("<script")[0]
@@ -73,11 +73,14 @@ class TestWeights:
         dog = words.index("dog")
         assert [words[i] for i in np.flatnonzero(alpha.argmax(axis=1) == dog)].count("he") == 2
         assert words[int(alpha[words.index("happy")].argmax())] == "tail"
-        assert png.read_bytes().startswith(b"\x89PNG") and drawn(page)[1].shape[:2] == (1, 1)
+        assert png.read_bytes().startswith(b"\x89PNG") and read_page_weights(page)[1].shape[:2] == (
+            1,
+            1,
+        )
         output = qkv("weights", "--model", text, "--html", page)
         assert "layer 5, head 11 of all-MiniLM-L6-v2" in output.stdout  # it looks farthest
         assert output.stderr == f"wrote {page}\n"
-        names, every = drawn(page)
+        names, every = read_page_weights(page)
         assert names == words and every.shape[:2] == (6, 12)
         np.testing.assert_allclose(every[5, 11], alpha, atol=0.005)
 
@@ -120,7 +123,7 @@ class TestWeights:
         assert [line.plain for line in lines][1:] == ["a ##  ", "b ::::"]
 
 
-def drawn(page: Path) -> tuple[list[str], np.ndarray]:
+def read_page_weights(page: Path) -> tuple[list[str], np.ndarray]:
     """The words and the weights (layers, heads, n, n) of a page."""
     result = re.search('id="qkv-page">([^<]*)<', page.read_text(encoding="utf-8"))
     assert result is not None

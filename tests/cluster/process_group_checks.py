@@ -344,7 +344,7 @@ PAIRS = sample([(name, size) for name in CHECKS for size in _sizes(name)], 40)
 """The names of the checks, each with a number of processes."""
 
 
-def work(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     file = Path(folder, "meet").as_uri()
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=WORLD)
@@ -361,8 +361,10 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def together(folder: Path) -> list[dict[tuple[str, int], str]]:
+def run_ranks(folder: Path) -> list[dict[tuple[str, int], str]]:
     """What went wrong on each process, by the check and the size of the group; "" is nothing."""
     multiprocessing.set_forkserver_preload([__name__])  # torch is imported once, not four times
-    multiprocessing.start_processes(work, (str(folder),), nprocs=WORLD, start_method="forkserver")
+    multiprocessing.start_processes(
+        run_rank, (str(folder),), nprocs=WORLD, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

@@ -42,11 +42,11 @@ def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with Cluster(path, shards=2, timeout=600) as c:
                 answers_and_gradients(D, c)
                 deaths(D, c)
-                written(D, c)
+                check_writes(D, c)
             replicas(D, path)
-        served(path)
-        lost(path, tmp_path)
-        refused(path, tmp_path)
+        check_served(path)
+        check_lost_stores(path, tmp_path)
+        check_errors(path, tmp_path)
     finally:
         ray.shutdown()
 
@@ -97,7 +97,7 @@ def deaths(D: qkv.Database, c: Cluster) -> None:
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
-def written(D: qkv.Database, c: Cluster) -> None:
+def check_writes(D: qkv.Database, c: Cluster) -> None:
     c.add(np.ones((2, 8), "f4"), np.zeros((2, 3), "f4"))
     assert len(c) == len(D) == 602
     np.testing.assert_array_equal(c[np.ones(8, "f4")], np.zeros(3))
@@ -117,7 +117,7 @@ def replicas(D: qkv.Database, path: Path) -> None:
         assert len(stopped) == 2
 
 
-def served(path: Path) -> None:
+def check_served(path: Path) -> None:
     served = open_sources([path], shards=1)
     try:
         with TestClient(
@@ -133,7 +133,7 @@ def served(path: Path) -> None:
         served.close()
 
 
-def lost(path: Path, folder: Path) -> None:
+def check_lost_stores(path: Path, folder: Path) -> None:
     """Stores whose disk is gone: an error, or a partial answer."""
     places = [folder / f"{i}.qkv" for i in range(2)]
     qkv.cluster.split(path, places)
@@ -150,7 +150,7 @@ def lost(path: Path, folder: Path) -> None:
             c.ask(QUERY[0])
 
 
-def refused(path: Path, folder: Path) -> None:
+def check_errors(path: Path, folder: Path) -> None:
     with pytest.raises(ArgumentError, match="Ray has"):
         Cluster(path, shards=99)
     with pytest.raises(qkv.QkvError, match="does not exist"):

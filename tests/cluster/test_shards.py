@@ -67,7 +67,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def made(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
+def build_shards(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
     """The database, and the paths of the stores that hold its rows."""
     place = folder / str(next(NUMBERS))
     full = f"{place}-all.qkv"
@@ -97,7 +97,7 @@ def test_equal_rows_of_huge_scores_share_their_weight(tmp_path: Path) -> None:
 @settings(max_examples=40, **QUIET)
 @given(cases())
 def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any]) -> None:
-    D, places = made(tmp_path, case)
+    D, places = build_shards(tmp_path, case)
     options: dict[str, Any] = {"score": case["pair"][0], "weighting": case["pair"][1], "top": 4}
     if case["where"]:
         options["where"] = "n < 12"
@@ -219,7 +219,7 @@ def test_a_partial_answer_is_within_its_bound(
     score, weighting = case["pair"]
     if not weightings.resolve(weighting).is_convex:
         weighting = "softmax"
-    D, places = made(tmp_path, case)
+    D, places = build_shards(tmp_path, case)
     with D, cluster(places, case["shards"], partial=True) as c:
         held = sorted({shard for shard, _ in c._view.snapshot.slices})
         lost = data.draw(st.sets(st.sampled_from(held), min_size=1))

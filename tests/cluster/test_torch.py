@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 
 from qkv.cluster import custom_op  # noqa: E402
 from qkv.cluster import torch as cluster  # noqa: E402
-from tests.cluster.process_group_checks import PAIRS, together  # noqa: E402
+from tests.cluster.process_group_checks import PAIRS, run_ranks  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
     """What each of four processes finds wrong, in groups of one to four."""
-    return together(tmp_path_factory.mktemp("ranks"))
+    return run_ranks(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("name", "size"), PAIRS)

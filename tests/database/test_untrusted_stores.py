@@ -73,15 +73,15 @@ def places(tree, path=()):
             yield from places(tree[name], (*path, name))
 
 
-def put(tree, path, value):
+def replace_at(tree, path, value):
     if not path:
         return value
     changed = dict(tree) if isinstance(tree, dict) else list(tree)
-    changed[path[0]] = put(tree[path[0]], path[1:], value)
+    changed[path[0]] = replace_at(tree[path[0]], path[1:], value)
     return changed
 
 
-def learned():
+def build_learned_database():
     D = Database({key: key for key in KEYS}, encoder=Characters(32))
     D.learn([("Zang", "Zhang"), ("Liptn", "Lipton"), ("Ly", "Li")], epochs=1)
     return D
@@ -95,7 +95,7 @@ STORES = {
     "numbers": lambda: Database({1.0: 2.0, 3.0: 4.0}),
     "arrays": lambda: Database(np.eye(3), np.arange(3.0)),
     "columns": lambda: Database([(("a", 1.0), "x"), (("b", 2.0), "y")], key=("k", "n")),
-    "learned": learned,
+    "learned": build_learned_database,
 }
 
 
@@ -114,7 +114,7 @@ def test_nothing_in_a_store_is_executable(name, evil):
         ]
     for path in places(settings):
         for value in hostile(evil):
-            changed = put(settings, path, value)
+            changed = replace_at(settings, path, value)
             if not isinstance(changed, dict):
                 continue
             with Store() as store:

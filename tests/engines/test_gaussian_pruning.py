@@ -223,7 +223,7 @@ def test_leading_axes(lead):
     assert left_out(call).shape == (*lead[0], 20)
 
 
-def loss(out, lse):
+def compute_loss(out, lse):
     torch = pytest.importorskip("torch")
     return (out * torch.arange(1.0, 3.0)).sum() + (lse * torch.arange(45.0)[:, None]).sum()
 
@@ -261,7 +261,7 @@ def test_gradients_on_torch(lead, sigma, dtype):
     actual = []
     for engine, kind in ((near, dtype), (dense, "float64")):
         inputs = [torch.tensor(x.astype(kind), requires_grad=True) for x in host]
-        loss(*engine.run(request(*inputs, sigma, lse=True))[:2]).backward()
+        compute_loss(*engine.run(request(*inputs, sigma, lse=True))[:2]).backward()
         actual.append([x.grad.double() for x in inputs])
     digits = 200 * torch.finfo(getattr(torch, dtype)).eps
     spread = gradient_tolerance(*(torch.tensor(x).double() for x in host), sigma)
@@ -280,7 +280,7 @@ def test_one_key_has_all_the_weight_to_the_last_digits(seed):
         for shape in ((45, 3), (300, 3), (300, 2))
     )
     sigma = 1e-4
-    loss(*near.run(request(query, key, value, sigma, lse=True))[:2]).backward()
+    compute_loss(*near.run(request(query, key, value, sigma, lse=True))[:2]).backward()
     with torch.no_grad():
         apart = query[:, None] - key
         first, second = apart.norm(dim=-1).topk(2, largest=False).values.T / sigma

@@ -196,7 +196,7 @@ def test_a_traced_graph_of_torch_is_refused():
 # Stored rows
 
 
-def stored(key=KEY, value=VALUE, allowed=None):
+def store_rows(key=KEY, value=VALUE, allowed=None):
     parts = [RowChunk(*x) for x in zip(np.split(key, 2), np.split(value, 2), strict=True)]
     return StoredRows(lambda: parts, key.shape, value.shape[1], allowed)
 
@@ -218,7 +218,7 @@ def test_stored_rows(fw, name, masked, monkeypatch):
 
     def attend(query, w):
         score = SCORES[name](w)
-        return attention.attend_rows(stored(key, value, allowed), query, score=score, **RAW)
+        return attention.attend_rows(store_rows(key, value, allowed), query, score=score, **RAW)
 
     def dense(query, w):
         arrays = make(key[live]), make(value[live])
@@ -251,7 +251,7 @@ def test_few_queries_and_sums_that_are_not_finite_need_the_scores():
     value = VALUE.copy()
     value[5] = np.inf
     for query, values in ((QUERY[:2], VALUE), (QUERY, value)):
-        rows = stored(value=values)
+        rows = store_rows(value=values)
         call = attention.Call(query, rows.key, rows.value, scores.Dot(), qkv.weightings.Raw())
         with call.fw.compute_context():
             assert linear.run_stored(call) is None

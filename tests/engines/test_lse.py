@@ -17,7 +17,7 @@ ARRAYS = rng.normal(size=(N, D)), rng.normal(size=(M, D)), rng.normal(size=(M, 2
 SIXTEEN = [(fw, x) for fw in FRAMEWORKS for x in ("float16", "bfloat16") if x in fw.dtypes]
 
 
-def merged(parts):
+def merge_parts(parts):
     """Of outputs and log-sum-exps, in float64."""
     outs, lses = (
         [to_numpy(x).astype("float64") for x in column] for column in zip(*parts, strict=True)
@@ -56,4 +56,4 @@ def check_two_halves(fw, dtype, score, engine):
             to_numpy(actual), half, atol=1e-2 if dtype == "bfloat16" else 2e-3
         )
     bits = {"float16": 2e-3, "bfloat16": 1e-2}[dtype]
-    np.testing.assert_allclose(merged(parts), want, atol=bits * np.abs(want).max())
+    np.testing.assert_allclose(merge_parts(parts), want, atol=bits * np.abs(want).max())

@@ -60,7 +60,7 @@ def truth(inputs: Any, options: dict[str, Any]) -> np.ndarray:
     return host(qkv.attend(*(host(x).copy() for x in inputs), **options, engine="dense"))
 
 
-def agree(inputs: Any, options: dict[str, Any], **more: Any) -> Any:
+def check_attend(inputs: Any, options: dict[str, Any], **more: Any) -> Any:
     """`attend` is right on these arrays; what it gave."""
     result = qkv.attend(*inputs, **options, **more)
     within = TOLERANCE[get_framework(inputs[0]).dtype_name(inputs[0])]
@@ -75,7 +75,7 @@ def agree(inputs: Any, options: dict[str, Any], **more: Any) -> Any:
 @with_every_option_set
 def test_every_length(make, options):
     for n, m in [(1, m) for m in range(22)] + [(0, 3), (3, 0), (2, 40), (17, 5), (40, 40), (1, 1)]:
-        agree([make(x) for x in three(n, m)], options)
+        check_attend([make(x) for x in three(n, m)], options)
 
 
 @every_framework
@@ -95,14 +95,14 @@ def test_every_length(make, options):
 def test_lengths_of_one_size_under_a_rule_of_positions(make, mask):
     sizes = [(5, 5), *itertools.product(range(4, 8), repeat=2), (5, 5)]
     for n, m in sizes:
-        agree([make(x) for x in three(n, m)], {"mask": mask})
+        check_attend([make(x) for x in three(n, m)], {"mask": mask})
 
 
 @with_every_option_set
 def test_every_dtype(options):
     for _ in range(2):
         for dtype in (torch.float32, torch.float16, torch.float64, torch.bfloat16):
-            agree([torch.as_tensor(x).to(dtype) for x in three(5, 6)], options)
+            check_attend([torch.as_tensor(x).to(dtype) for x in three(5, 6)], options)
 
 
 @every_framework
@@ -110,28 +110,28 @@ def test_every_dtype(options):
 def test_every_rank_and_number_of_heads(make, options):
     q, k, v = three(5, 6, (2, 4))
     for heads in (4, 2, 1, 4):
-        agree([make(q), make(k[:, :heads]), make(v[:, :heads])], options)
-    agree([make(q[:1]), make(k), make(v)], options)
-    agree([make(q[0]), make(k[0]), make(v[0])], options)
-    agree([make(q[0, 0]), make(k[0, 0]), make(v[0, 0])], options)
-    agree([make(q), make(k[0, 0]), make(v[0, 0])], options)
-    agree([make(q[..., :3]), make(k[..., :3]), make(v)], options)
+        check_attend([make(q), make(k[:, :heads]), make(v[:, :heads])], options)
+    check_attend([make(q[:1]), make(k), make(v)], options)
+    check_attend([make(q[0]), make(k[0]), make(v[0])], options)
+    check_attend([make(q[0, 0]), make(k[0, 0]), make(v[0, 0])], options)
+    check_attend([make(q), make(k[0, 0]), make(v[0, 0])], options)
+    check_attend([make(q[..., :3]), make(k[..., :3]), make(v)], options)
 
 
 @every_framework
 @with_every_option_set
 def test_every_layout(make, options):
     q, k, v = (make(x) for x in three(6, 6, (3, 2)))
-    agree([q, k, v], options)
+    check_attend([q, k, v], options)
     wide = make(np.concatenate(three(6, 6, (3, 2)), axis=-1))
-    agree([wide[..., :4], wide[..., 4:8], wide[..., 8:]], options)  # cut from one
-    agree([q[..., ::2, :], k[..., ::3, :], v[..., ::3, :]], options)
-    agree([x.swapaxes(-3, -2) for x in (q, k, v)], options)  # (heads after positions)
-    agree([x.swapaxes(-2, -1) for x in (q, k, v)], options)
+    check_attend([wide[..., :4], wide[..., 4:8], wide[..., 8:]], options)  # cut from one
+    check_attend([q[..., ::2, :], k[..., ::3, :], v[..., ::3, :]], options)
+    check_attend([x.swapaxes(-3, -2) for x in (q, k, v)], options)  # (heads after positions)
+    check_attend([x.swapaxes(-2, -1) for x in (q, k, v)], options)
     still = [np.broadcast_to(x, (3, *x.shape)) for x in three(4, 5)]
-    agree([make(x.copy()) for x in still], options)
+    check_attend([make(x.copy()) for x in still], options)
     if make is np.asarray:
-        agree(still, options)  # of stride 0 and not to be written to
+        check_attend(still, options)  # of stride 0 and not to be written to
 
 
 # What numbers there are
@@ -144,7 +144,7 @@ def test_what_is_not_finite_is_seen_wherever_it_is(make, bad, options):
     options = OPTION_SETS[options]
     for m in (1, 2, 7, 15, 16, 17, 33):
         n = min(m, 3)
-        agree([make(x) for x in three(n, m, (2,))], options)
+        check_attend([make(x) for x in three(n, m, (2,))], options)
         for which, at in itertools.product(range(3), (0, -1)):
             inputs = three(n, m, (2,))
             inputs[which][1, at, 2] = bad
@@ -177,7 +177,7 @@ def test_what_is_masked_out_is_not_seen(make, bad, kind):
         np.testing.assert_allclose(result, truth(clean, {"mask": rule}), atol=1e-9)
 
 
-def shown(kind: str, n: int, m: int) -> Any:
+def build_mask(kind: str, n: int, m: int) -> Any:
     """A mask of each form that torch's kernel takes as it is; no query sees the last key, and the
     second sees none."""
     seen = np.random.default_rng(n + m).random((n, m)) < 0.7
@@ -203,7 +203,7 @@ every_beside = pytest.mark.parametrize("weights", [False, True, "mean"])
 @every_beside
 def test_under_a_mask_of_torchs_own_form_too(bad, kind, weights):
     for n, m in ((5, 5), (5, 18), (18, 18)):
-        options = {"mask": shown(kind, n, m), "return_weights": weights}
+        options = {"mask": build_mask(kind, n, m), "return_weights": weights}
         for which, at in itertools.product(range(3), (0, 2, -1)):
             inputs = three(n, m)
             qkv.attend(*map(torch.as_tensor, inputs), **options)  # its plan is kept
@@ -252,22 +252,24 @@ def test_nothing_leaks_past_a_causal_mask_whichever_kernel_torch_takes(kernels, 
 @every_beside
 def test_a_gradient_is_not_spoiled_by_what_is_masked_out(bad, kind, weights):
     for n, m in ((5, 6), (5, 18), (18, 19)):
-        mask = shown(kind, n, m)
+        mask = build_mask(kind, n, m)
         clean, spoiled = three(n, m), three(n, m)
         if kind in ("two axes", "causal"):
             spoiled[0][:, :, 1] = spoiled[0][:, :, 1] if kind == "causal" else bad
         if kind != "four axes":  # where the other half sees the last key
             spoiled[1][:, :, -1], spoiled[2][:, :, -1] = bad, bad
 
-        def slopes(inputs: Any, mask: Any = mask, n: int = n, **more: Any) -> Any:
+        def compute_gradients(inputs: Any, mask: Any = mask, n: int = n, **more: Any) -> Any:
             leaves = [torch.as_tensor(x).requires_grad_() for x in inputs]
             result = qkv.attend(*leaves, mask=mask, return_weights=weights, **more)
             result = result if weights else (result,)
             along = [torch.as_tensor(normal(*x.shape, seed=7)) for x in result]
             return torch.autograd.grad(result, leaves, along)
 
-        slopes(clean)
-        for one, two in zip(slopes(spoiled), slopes(clean, engine="dense"), strict=True):
+        compute_gradients(clean)
+        for one, two in zip(
+            compute_gradients(spoiled), compute_gradients(clean, engine="dense"), strict=True
+        ):
             np.testing.assert_allclose(host(one), host(two), atol=1e-9)
 
 
@@ -324,9 +326,9 @@ def test_a_short_gaussian_looks_at_its_numbers_in_every_call(dtype):
 @every_framework
 def test_scores_beyond_every_range(make):
     q, k, v = three(3, 5)
-    agree([make(q), make(k), make(v)], {})
-    agree([make(q * 1e30), make(k), make(v)], {})
-    agree([make(q * -1e30), make(k), make(v)], {"mask": masks.causal})
+    check_attend([make(q), make(k), make(v)], {})
+    check_attend([make(q * 1e30), make(k), make(v)], {})
+    check_attend([make(q * -1e30), make(k), make(v)], {"mask": masks.causal})
 
 
 # What changes between two calls of one kind
@@ -340,7 +342,7 @@ def test_a_mask_that_is_written_to(make, kind):
     mask = make(normal(*shape) if kind == "float" else np.ones(shape, bool))
     corner = np.tri(4, 6, dtype=bool)
     for step in range(4):
-        agree(inputs, {"mask": mask})
+        check_attend(inputs, {"mask": mask})
         result = qkv.attend(*inputs, mask=masks.causal & mask)
         now = host(mask)
         both = np.where(corner, now, -np.inf) if kind == "float" else corner & (now > 0)
@@ -355,8 +357,8 @@ def test_masks_of_other_shapes_and_kinds(make):
     inputs = [make(x) for x in three(4, 4)]
     seen = normal(2, 2, 4, 4) > -0.5
     for part in (seen, seen[0], seen[0, 0], seen[:, :1], seen[..., :1, :], seen[..., :1], seen):
-        agree(inputs, {"mask": make(part)})
-        agree(inputs, {"mask": make(np.where(part, 0.25, -np.inf))})
+        check_attend(inputs, {"mask": make(part)})
+        check_attend(inputs, {"mask": make(np.where(part, 0.25, -np.inf))})
         actual = qkv.attend(*inputs, mask=masks.causal | ~masks.array(make(part)))
         want = truth(inputs, {"mask": np.tri(4, dtype=bool) | ~part})
         np.testing.assert_allclose(host(actual), want, atol=1e-9)
@@ -367,17 +369,17 @@ def test_rules_of_other_numbers(make):
     """The numbers are NumPy's, whatever the framework of the call."""
     inputs = [make(x) for x in three(4, 4)]
     for lengths in ([1, 4], [0, 0], [4, 2]):
-        agree(inputs, {"mask": masks.lengths(lengths)})
-        agree(inputs, {"mask": masks.causal & masks.lengths(lengths)})
+        check_attend(inputs, {"mask": masks.lengths(lengths)})
+        check_attend(inputs, {"mask": masks.causal & masks.lengths(lengths)})
     for ids in ([0, 0, 1, 1], [0, 1, 2, 3]):
-        agree(inputs, {"mask": masks.documents(ids)})
+        check_attend(inputs, {"mask": masks.documents(ids)})
     for layout in ([[1, 0], [0, 1]], [[1, 1], [0, 1]]):
-        agree(inputs, {"mask": masks.blocks(layout, 2)})
+        check_attend(inputs, {"mask": masks.blocks(layout, 2)})
     for offset in ([0, 1], [2, 3], [-1, 0]):
-        agree(inputs, {"mask": masks.causal(offset=np.array(offset))})
+        check_attend(inputs, {"mask": masks.causal(offset=np.array(offset))})
     for limit in (1, 2):
-        agree(inputs, {"mask": masks.custom(lambda b, h, i, j, limit=limit: i - j < limit)})
-        agree(inputs, {"mask": masks.window(limit)})
+        check_attend(inputs, {"mask": masks.custom(lambda b, h, i, j, limit=limit: i - j < limit)})
+        check_attend(inputs, {"mask": masks.window(limit)})
 
 
 @every_framework
@@ -515,11 +517,11 @@ def test_numbers_that_are_equal_and_not_the_same(make):
     inputs = [make(x) for x in three(4, 6)]
     for number in (1, 1.0, np.float32(1.0), np.float64(1.0), True, np.float64(2.0), 2):
         if number is not True:
-            agree(inputs, {"score": scores.ScaledDot(number)})
-            agree(inputs, {"weighting": weightings.Softmax(number)})
-            agree(inputs, {"score": scores.Gaussian(number)})
+            check_attend(inputs, {"score": scores.ScaledDot(number)})
+            check_attend(inputs, {"weighting": weightings.Softmax(number)})
+            check_attend(inputs, {"score": scores.Gaussian(number)})
     for zero in (0.0, -0.0, 0):
-        agree(inputs, {"score": scores.ScaledDot(zero)})
+        check_attend(inputs, {"score": scores.ScaledDot(zero)})
 
 
 @every_framework
@@ -530,7 +532,7 @@ def test_weights_and_lse_are_returned_with_the_output(make):
         *(host(x) for x in inputs), **options, engine="dense", return_lse=True, return_weights=True
     )
     for _ in range(2):
-        np.testing.assert_allclose(host(agree(inputs, options)), want, atol=1e-9)
+        np.testing.assert_allclose(host(check_attend(inputs, options)), want, atol=1e-9)
         for flags in itertools.product([False, True], repeat=2):
             actual = qkv.attend(*inputs, **options, return_lse=flags[0], return_weights=flags[1])
             actual = actual if isinstance(actual, tuple) else (actual,)
@@ -544,17 +546,17 @@ def test_weights_and_lse_are_returned_with_the_output(make):
 def test_dropout_comes_and_goes(make):
     inputs = [make(x) for x in three(4, 6)]
     once = host(qkv.attend(*inputs, dropout_p=0.5, seed=3))
-    agree(inputs, {})
+    check_attend(inputs, {})
     assert (host(qkv.attend(*inputs, dropout_p=0.5, seed=3)) == once).all()
     assert (host(qkv.attend(*inputs, dropout_p=0.5, seed=4)) != once).any()
-    agree(inputs, {})
+    check_attend(inputs, {})
     assert not host(qkv.attend(*inputs, dropout_p=1.0, seed=0)).any()
 
 
 @every_framework
 def test_what_is_wrong_is_refused_the_second_time_too(make):
     q, k, v = (make(x) for x in three(4, 6))
-    agree([q, k, v], {})
+    check_attend([q, k, v], {})
     for bad in ((q[..., :3], k, v), (q, k, v[..., :5, :]), (q, k[:, :0], v), (q[0, 0, 0], k, v)):
         with pytest.raises(ShapeError):
             qkv.attend(*bad)
@@ -585,13 +587,13 @@ def test_what_is_wrong_is_refused_the_second_time_too(make):
         with pytest.raises(QkvError, match="no key"):
             qkv.attend(q + 99.0, k, v, score="boxcar", weighting=weightings.Normalized("raise"))
         qkv.attend(k, k, v, score="boxcar", weighting=weightings.Normalized("raise"))
-    agree([q, k, v], {})
+    check_attend([q, k, v], {})
 
 
 # Gradients wanted and not
 
 
-def slopes(out: Any, leaves: list[Any]) -> list[Any]:
+def compute_gradients(out: Any, leaves: list[Any]) -> list[Any]:
     """The gradients of Σ out² for the leaves, 0 where the output does not move with one."""
     result: Any = [None] * len(leaves)
     if out.requires_grad:
@@ -603,16 +605,18 @@ def slopes(out: Any, leaves: list[Any]) -> list[Any]:
 def test_gradients_come_and_go(options):
     inputs = [torch.as_tensor(x) for x in three(5, 6)]
     leaves = [x.clone().requires_grad_() for x in inputs]
-    want = slopes(qkv.attend(*leaves, **options, engine="dense"), leaves)
+    want = compute_gradients(qkv.attend(*leaves, **options, engine="dense"), leaves)
     for flags in itertools.product([False, True], repeat=3):
         leaves = [x.clone().requires_grad_(flag) for x, flag in zip(inputs, flags, strict=True)]
         with torch.no_grad():
-            assert not agree(leaves, options).requires_grad
+            assert not check_attend(leaves, options).requires_grad
         with torch.inference_mode():
-            agree([x.clone() for x in inputs], options)
+            check_attend([x.clone() for x in inputs], options)
         correct = [x for x in leaves if x.requires_grad]
         expected = [x for x, flag in zip(want, flags, strict=True) if flag]
-        for a, b in zip(slopes(agree(leaves, options), correct), expected, strict=True):
+        for a, b in zip(
+            compute_gradients(check_attend(leaves, options), correct), expected, strict=True
+        ):
             torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
 
 
@@ -633,7 +637,9 @@ def test_gradients_of_a_mask_and_of_a_score_come_and_go():
         for out, want in zip(calls(*leaves), calls(*leaves, engine="dense"), strict=True):
             assert out.requires_grad == flag
             torch.testing.assert_close(out, want)
-            for a, b in zip(slopes(out, leaves), slopes(want, leaves), strict=True):
+            for a, b in zip(
+                compute_gradients(out, leaves), compute_gradients(want, leaves), strict=True
+            ):
                 torch.testing.assert_close(a, b)
 
 
@@ -647,9 +653,9 @@ def test_compiling_comes_and_goes(options):
     )
     for seed in range(3):
         inputs = [torch.as_tensor(x).float() + seed for x in three(5, 6)]
-        want = agree(inputs, options)
+        want = check_attend(inputs, options)
         torch.testing.assert_close(compiled(*inputs), want, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(agree(inputs, options), want)
+        torch.testing.assert_close(check_attend(inputs, options), want)
     leaves = [x.clone().requires_grad_() for x in inputs]
     actual = torch.autograd.grad(compiled(*leaves).sum(), leaves)
     want = torch.autograd.grad(qkv.attend(*leaves, **options).sum(), leaves)
@@ -669,7 +675,9 @@ def test_compiling_takes_every_length_in_two_graphs(options):
     compiled = torch.compile(lambda *x: qkv.attend(*x, **options), backend=backend, fullgraph=True)
     for n in (5, 6, 7, 9):
         inputs = [torch.as_tensor(x).float() for x in three(n, n)]
-        torch.testing.assert_close(compiled(*inputs), agree(inputs, options), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            compiled(*inputs), check_attend(inputs, options), atol=1e-5, rtol=1e-5
+        )
     assert len(graphs) == 2  # the first length as it stands, then any
 
 
@@ -687,12 +695,12 @@ print(torch.compile(lambda x: qkv.attend(x, x, x), backend="eager", fullgraph=Tr
 
 def test_autocast_comes_and_goes():
     inputs = [torch.as_tensor(x).float() for x in three(5, 6)]
-    want = agree(inputs, {})
+    want = check_attend(inputs, {})
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             actual = qkv.attend(*inputs)
         torch.testing.assert_close(actual.float(), want, atol=0.05, rtol=0.05)
-        torch.testing.assert_close(agree(inputs, {}), want)
+        torch.testing.assert_close(check_attend(inputs, {}), want)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
@@ -728,7 +736,7 @@ def test_threads_of_different_kinds():
         for i in order:
             make, options, n, m = kinds[i]
             try:
-                agree([make(x) for x in three(n, m)], options)
+                check_attend([make(x) for x in three(n, m)], options)
             except Exception as error:
                 wrong.append((i, error))
 

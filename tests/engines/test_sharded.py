@@ -64,7 +64,7 @@ def arrays():
     return [torch.randn(2, *x, dtype=torch.float64, generator=chance) for x in shapes]
 
 
-def together(options, rows=()):
+def attend_in_threads(options, rows=()):
     """Output and gradients of Σ out², put together from what each thread finds."""
     query, key, value = arrays()
     n, m, board, barrier = sum(QUERIES), sum(KEYS), [None] * len(KEYS), threading.Barrier(len(KEYS))
@@ -96,7 +96,7 @@ def test_what_several_hold_is_attended_to_as_one(options, rows):
     inputs = [x.requires_grad_() for x in arrays()]
     out = qkv.attend(*inputs, **options, engine="dense")
     slopes = torch.autograd.grad((out**2).sum(), inputs, materialize_grads=True)
-    for actual, want in zip(together(options, rows), (out.detach(), *slopes), strict=True):
+    for actual, want in zip(attend_in_threads(options, rows), (out.detach(), *slopes), strict=True):
         torch.testing.assert_close(actual, want, rtol=1e-9, atol=1e-9)
 
 

@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("name", list(dates.MODELS))
 TEXTS = ["3 Mar 2021", "Wednesday, 3rd of September 2021", "1999/12/31"]
 
 
-def small(name: str) -> dates.Model:
+def build_small_model(name: str) -> dates.Model:
     torch.manual_seed(0)
     return dates.MODELS[name](32)
 
@@ -81,7 +81,7 @@ def test_letters_are_numbers() -> None:
 
 @BOTH
 def test_decoding_is_the_full_pass_letter_by_letter(name: str) -> None:
-    model, source = small(name).eval(), dates.read(TEXTS)
+    model, source = build_small_model(name).eval(), dates.read(TEXTS)
     with torch.inference_mode():
         result = model.translate(source)
         assert result.shape == (3, dates.LENGTH)
@@ -90,7 +90,7 @@ def test_decoding_is_the_full_pass_letter_by_letter(name: str) -> None:
 
 @BOTH
 def test_neighbours_in_a_batch_do_not_count(name: str) -> None:
-    model, target = small(name).eval(), dates.read(["2021-03-03"], dates.SIGNS)
+    model, target = build_small_model(name).eval(), dates.read(["2021-03-03"], dates.SIGNS)
     with torch.no_grad():
         alone = model(dates.read(TEXTS[:1]), target)
         other = model(dates.read(TEXTS), target.expand(3, -1))
@@ -101,7 +101,7 @@ def test_neighbours_in_a_batch_do_not_count(name: str) -> None:
 def test_an_alignment_is_made_of_weights(name: str) -> None:
     source, target = dates.read(TEXTS), dates.read(["2021-03-03"], dates.SIGNS).expand(3, -1)
     with torch.no_grad():
-        alpha = small(name).alignment(source, target)
+        alpha = build_small_model(name).alignment(source, target)
     assert alpha.shape == (3, dates.LENGTH, source.shape[1])
     torch.testing.assert_close(alpha.sum(-1), torch.ones(3, dates.LENGTH))
     assert not alpha[(source == 0)[:, None].expand_as(alpha)].any()
@@ -111,12 +111,14 @@ def test_an_alignment_is_made_of_weights(name: str) -> None:
 @BOTH
 def test_a_few_days_are_learned_by_heart(name: str) -> None:
     days = [date(2021, 3, 3), date(1987, 11, 25), date(2049, 6, 30)]
-    result = dates.learn(lambda: small(name), dates.Split(days, days, days), 60, 24, 1e-2)
+    result = dates.learn(
+        lambda: build_small_model(name), dates.Split(days, days, days), 60, 24, 1e-2
+    )
     assert result.curve[0].loss > 1.5
     assert result.curve[-1].loss < 0.05
     assert result.curve[-1].right == 1.0
-    again = dates.learn(lambda: small(name), dates.Split(days, days, days), 2, 24, 1e-2)
-    same = dates.learn(lambda: small(name), dates.Split(days, days, days), 2, 24, 1e-2)
+    again = dates.learn(lambda: build_small_model(name), dates.Split(days, days, days), 2, 24, 1e-2)
+    same = dates.learn(lambda: build_small_model(name), dates.Split(days, days, days), 2, 24, 1e-2)
     assert again.curve == same.curve
 
 

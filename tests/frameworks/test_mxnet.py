@@ -20,7 +20,7 @@ def array(x: Any) -> Any:
     return mx.np.array(x, dtype=np.asarray(x).dtype)
 
 
-def both(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
+def run_both(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
     """The same call on MXNet and on NumPy; an option that is a function makes it of an array."""
 
     def run(make: Any) -> Any:
@@ -31,7 +31,7 @@ def both(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
 
 
 def test_the_mean_of_heads_keeps_its_digits() -> None:
-    actual, expected = both(X[0], return_weights="mean")
+    actual, expected = run_both(X[0], return_weights="mean")
     np.testing.assert_allclose(actual[1].asnumpy(), expected[1], rtol=1e-13)
 
 
@@ -44,7 +44,7 @@ def test_the_mean_of_heads_keeps_its_digits() -> None:
     ids=["alpha", "lengths"],
 )
 def test_an_array_without_axes(options: dict[str, Any]) -> None:
-    actual, expected = both(X[0, 0, 0], **options)
+    actual, expected = run_both(X[0, 0, 0], **options)
     np.testing.assert_allclose(actual.asnumpy(), expected, rtol=1e-12)
 
 
@@ -63,7 +63,7 @@ def test_a_learned_alpha_without_axes_has_a_gradient() -> None:
 
 def test_three_leading_axes_and_a_score_that_compares_pairs() -> None:
     held = [RNG.normal(size=shape) for shape in ((6, 3), (6, 3), (6,))]
-    actual, expected = both(X, score=lambda make: scores.Additive(*map(make, held)))
+    actual, expected = run_both(X, score=lambda make: scores.Additive(*map(make, held)))
     np.testing.assert_allclose(actual.asnumpy(), expected, rtol=1e-12)
 
 

@@ -52,7 +52,7 @@ def test_parts_are_joined_and_cut_again() -> None:
     assert lists(concat_ragged([ROWS[2:], ROWS])[1:3][1:]) == [[10, 11]]
 
 
-def both(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
+def random_sparse(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Vectors with few numbers, dense and sparse, and the places that stand for their columns."""
     dense = RNG.normal(size=(rows, width)).astype(np.float32) * (RNG.random((rows, width)) < 0.2)
     place = np.sort(RNG.choice(2**32, width, replace=False).astype(np.uint32))
@@ -61,7 +61,7 @@ def both(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
 
 
 def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
-    key, kept, place = both(50, 40)
+    key, kept, place = random_sparse(50, 40)
     query = np.zeros((3, 40), np.float32)
     query[:, 5:12] = RNG.normal(size=(3, 7))
     positions = place[5:12]
@@ -74,7 +74,7 @@ def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
 
 
 def test_entries_are_given_back_to_the_last_bit() -> None:
-    _, kept, _ = both(5, 9)
+    _, kept, _ = random_sparse(5, 9)
     row = np.repeat(np.arange(5), np.diff(kept.starts))
     again = build_sparse(row, entry_positions(kept), entry_values(kept), 5)
     np.testing.assert_array_equal(again.flat, kept.flat)
@@ -91,7 +91,7 @@ def test_places_that_share_their_low_bits_are_distinguished() -> None:
 
 
 def test_a_wide_array_is_cut_before_it_is_made() -> None:
-    _, kept, place = both(20, 30)
+    _, kept, place = random_sparse(20, 30)
     dense = RNG.normal(size=(20, 4)).astype(np.float16)
     full = DenseAndSparse(dense, kept, place[3:9])
     assert full.shape == np.asarray(full).shape == (20, 11) and len(full) == 20

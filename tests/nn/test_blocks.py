@@ -25,14 +25,14 @@ PADDED = torch.tensor([[False] * L, [False] * 3 + [True] * 2])
 MEMORY = torch.tensor([[False] * M, [False] * 2 + [True] * 2])
 
 
-def made(kind, cross, **options):
+def build_layer(kind, cross, **options):
     torch.manual_seed(4)
     if kind is TransformerBlock:
         return kind(D, H, HIDDEN, cross=cross, dtype=torch.float64, **options)
     return kind(D, H, HIDDEN, batch_first=True, dtype=torch.float64, **options)
 
 
-def slopes(out, layer, x):
+def compute_gradients(out, layer, x):
     torch.manual_seed(6)
     return torch.autograd.grad((out * torch.randn_like(out)).sum(), [x, *layer.parameters()])
 
@@ -52,8 +52,10 @@ OPTIONS = [
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_encoder_block_equals_torch(options, train):
-    theirs = made(torch.nn.TransformerEncoderLayer, False, dropout=0.0, **options).train(train)
-    ours = made(TransformerBlock, False, dropout=0.0, **options).train(train)
+    theirs = build_layer(torch.nn.TransformerEncoderLayer, False, dropout=0.0, **options).train(
+        train
+    )
+    ours = build_layer(TransformerBlock, False, dropout=0.0, **options).train(train)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -67,14 +69,16 @@ def test_encoder_block_equals_torch(options, train):
         (theirs(x[0]), ours(x[0])),
     ):
         torch.testing.assert_close(got, want)
-        for a, b in zip(slopes(got, ours, x), slopes(want, theirs, x), strict=True):
+        for a, b in zip(
+            compute_gradients(got, ours, x), compute_gradients(want, theirs, x), strict=True
+        ):
             torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_decoder_block_equals_torch(options):
-    theirs = made(torch.nn.TransformerDecoderLayer, True, dropout=0.0, **options)
-    ours = made(TransformerBlock, True, dropout=0.0, **options)
+    theirs = build_layer(torch.nn.TransformerDecoderLayer, True, dropout=0.0, **options)
+    ours = build_layer(TransformerBlock, True, dropout=0.0, **options)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     x, memory = draw(L), draw(M)
     want = theirs(
@@ -85,7 +89,9 @@ def test_decoder_block_equals_torch(options):
     )
     got = ours(x, memory, is_causal=True, memory_key_padding_mask=MEMORY)
     torch.testing.assert_close(got, want)
-    for a, b in zip(slopes(got, ours, x), slopes(want, theirs, x), strict=True):
+    for a, b in zip(
+        compute_gradients(got, ours, x), compute_gradients(want, theirs, x), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 

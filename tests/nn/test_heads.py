@@ -99,7 +99,7 @@ def run(layer, inputs, **options):
     return [out, *([] if alpha is None else [alpha]), *(x for x in slopes if x is not None)]
 
 
-def same(got, want, tolerance):
+def assert_same(got, want, tolerance):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
@@ -134,7 +134,7 @@ def test_every_option_equals_torch(options):
             "key_padding_mask": padding(pad, layout[1]),
             "attn_mask": pairs_mask(attn, layout[1], n),
         }
-        same(run(ours, arguments, **settings), run(theirs, arguments, **settings), 1e-10)
+        assert_same(run(ours, arguments, **settings), run(theirs, arguments, **settings), 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_float32_equals_torch(options, weight_options):
             "key_padding_mask": padding(pad, True),
             "attn_mask": pairs_mask(attn, True, L),
         }
-        same(run(ours, arguments, **settings), run(theirs, arguments, **settings), 1e-6)
+        assert_same(run(ours, arguments, **settings), run(theirs, arguments, **settings), 1e-6)
 
 
 @pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
@@ -179,8 +179,8 @@ def test_causal_hint_equals_torch(weight_options, extra):
     for pad in ("none", "bool"):
         options = weight_options | {"key_padding_mask": padding(pad, True)}
         want = run(theirs, arguments, **options, attn_mask=causal, **read)
-        same(run(ours, arguments, **options, attn_mask=causal, is_causal=True), want, 1e-10)
-        same(run(ours, arguments, **options, is_causal=True), want, 1e-10)
+        assert_same(run(ours, arguments, **options, attn_mask=causal, is_causal=True), want, 1e-10)
+        assert_same(run(ours, arguments, **options, is_causal=True), want, 1e-10)
 
 
 def test_a_float_mask_has_a_gradient():
@@ -221,9 +221,9 @@ def test_weights_in_pieces_equal_torch(monkeypatch, average, attn):
     arguments = inputs(theirs, ("apart", True))
     options = {"average_attn_weights": average, "attn_mask": pairs_mask(attn, True, L)}
     want = run(theirs, arguments, **options)
-    same(run(ours, arguments, **options), want, 1e-10)
+    assert_same(run(ours, arguments, **options), want, 1e-10)
     with torch.no_grad():
-        same(list(ours(*arguments, **options)), want[:2], 1e-10)
+        assert_same(list(ours(*arguments, **options)), want[:2], 1e-10)
 
 
 @pytest.mark.parametrize("options", CONSTRUCTORS[:4] + CONSTRUCTORS[-4:], ids=describe_options)

@@ -14,8 +14,8 @@ from qkv import Database, scores, weightings
 from qkv.page import to_html
 from qkv.page.views import build_views
 from qkv.util.formatting import format_one_line
-from tests.browser import until
-from tests.page.test_html_file import number, weights
+from tests.browser import wait_until
+from tests.page.test_html_file import read_number, weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def rows_of(page: Any) -> list[tuple[str, str]]:
 def shown_as(page: Any, D: Any, query: Any, **options: Any) -> None:
     result, rows = D.ask(query, **options), len(D)
     assert weights(page, rows) == pytest.approx(result.weights.tolist(), abs=1e-6)
-    assert number(page, "answer-effective") == pytest.approx(result.effective_rows, abs=1e-5)
+    assert read_number(page, "answer-effective") == pytest.approx(result.effective_rows, abs=1e-5)
     shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
     if isinstance(result.value, float):
         assert float(shown_value) == pytest.approx(result.value, rel=1e-6)
@@ -209,14 +209,14 @@ def test_a_notebooks_theme_counts_more_than_the_systems(view: Any) -> None:
     assert box.get_attribute("data-theme") == "light"
 
 
-def opened(page: Any, D: Any, query: Any, path: Path, **options: Any) -> None:
+def open_answer(page: Any, D: Any, query: Any, path: Path, **options: Any) -> None:
     to_html(D.ask(query, **options), path)
     page.goto(path.as_uri())
 
 
 def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
     D: Any = Database(np.eye(3), np.array([[1.0, 2.0], [3.0, 5.0], [8.0, 13.0]]))
-    opened(page, D, np.array([1.0, 0.5, 0.0]), tmp_path / "p.html")
+    open_answer(page, D, np.array([1.0, 0.5, 0.0]), tmp_path / "p.html")
     result = D.ask(np.array([1.0, 0.5, 0.0]))
     assert weights(page, 3) == pytest.approx(result.weights.tolist(), abs=1e-6)
     page.get_by_test_id("query").fill("0, 0, 9")
@@ -231,7 +231,7 @@ def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
 def test_keys_of_several_columns_and_values_that_are_records(page: Any, tmp_path: Path) -> None:
     rows = {("Li", 1): {"a": [1, None]}, ("Hu", 2): None, ("Smola", 3): "<b>"}
     D: Any = Database(rows)
-    opened(page, D, ("Li", 1), tmp_path / "p.html")
+    open_answer(page, D, ("Li", 1), tmp_path / "p.html")
     result = D.ask(("Li", 1))
     alpha = [result.weights[0], result.weights[2]]
     assert result.total == 2
@@ -252,7 +252,7 @@ def test_vectors_among_the_columns_of_a_value(page: Any, tmp_path: Path) -> None
         key="name",
         encoder="characters",
     )
-    opened(page, D, "a", tmp_path / "p.html")
+    open_answer(page, D, "a", tmp_path / "p.html")
     vectors = "short: 1.5, 2, long: 0, 1, 2, 3, 4, 5, 6, 7, …"
     assert page.get_by_test_id("answer-value").inner_text() == f"note: two lines, {vectors}"
     assert page.get_by_test_id("row-0-value").input_value() == f"note: two⏎lines, {vectors}"
@@ -264,10 +264,10 @@ def test_a_score_of_ones_own_is_shown_as_python_found_it(page: Any, tmp_path: Pa
     def near(q: Any, k: Any) -> Any:
         return -3 * abs(q - np.swapaxes(k, -1, -2))
 
-    opened(page, D, 1.5, tmp_path / "p.html", score=near)
+    open_answer(page, D, 1.5, tmp_path / "p.html", score=near)
     result = D.ask(1.5, score=near)
     assert weights(page, 3) == pytest.approx(result.weights.tolist())
-    assert number(page, "answer-value") == pytest.approx(result.value)
+    assert read_number(page, "answer-value") == pytest.approx(result.value)
     assert "which the page cannot compute" in page.get_by_test_id("note").inner_text()
     page.get_by_test_id("query").fill("3")
     assert "chosen above" in page.get_by_test_id("note").inner_text()
@@ -343,7 +343,7 @@ def pooled(page: Any, D: Any, query: str, **options: Any) -> None:
     assert shown.inner_text() == format_one_line(shown_value, 100)
     hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
     assert hard == pytest.approx(best.value)
-    assert number(page, "answer-effective") == pytest.approx(result.effective_rows, rel=1e-4)
+    assert read_number(page, "answer-effective") == pytest.approx(result.effective_rows, rel=1e-4)
     for name in ("answer", "hard"):
         assert page.get_by_test_id(f"{name}-effective").inner_text().endswith(f" of {len(D):,}")
     assert page.locator(".database svg.line").count() == 0
@@ -401,7 +401,7 @@ def test_an_answer_that_does_not_come_is_reported(page: Any, live: Any) -> None:
     calls = live(descriptor, {"wares": D})
     page.evaluate("() => { window.held = new Promise((go) => { window.answer = go; }); }")
     page.get_by_test_id("query").fill("orchard lantern 699")
-    until(page, lambda: calls)
+    wait_until(page, lambda: calls)
     page.clock.run_for(10_000)
     trouble = page.get_by_test_id("trouble")
     trouble.filter(has_text="Python has not answered yet").wait_for()
@@ -422,7 +422,7 @@ def test_a_query_among_numbers_is_a_number(view: Any) -> None:
 
 def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
     D: Any = Database({date(2023, 12, 31): 1.0, date(2024, 2, 10): 3.0, date(2024, 3, 1): 4.0})
-    opened(page, D, "2024-02-10", tmp_path / "p.html")
+    open_answer(page, D, "2024-02-10", tmp_path / "p.html")
     page.get_by_test_id("query").fill("2024-01-01")
     assert weights(page, 3) == pytest.approx(D.ask("2024-01-01").weights.tolist(), abs=1e-6)
     for query in ("2024", "2024-02-30", "2023-02-29", "2024-13-01"):
@@ -433,7 +433,7 @@ def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
 
 def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
     D: Any = Database({"Li": "Mu\nof Amazon", "Hu": "Rachel"}, encoder="characters")
-    opened(page, D, "Li", tmp_path / "p.html")
+    open_answer(page, D, "Li", tmp_path / "p.html")
     value = page.get_by_test_id("row-0-value")
     assert value.input_value() == "Mu⏎of Amazon"
     value.fill("Mu⏎of Boson")
@@ -455,7 +455,7 @@ def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None
 
 def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) -> None:
     D: Any = Database({1.0: 3.0, -2.0: 5.0, 1e6: 2.0})
-    opened(page, D, -1e6, tmp_path / "p.html", score="dot", weighting="raw")
+    open_answer(page, D, -1e6, tmp_path / "p.html", score="dot", weighting="raw")
     shown_weights = [page.get_by_test_id(f"row-{i}-weight").inner_text() for i in range(3)]
     assert shown_weights == ["4.444e+11", "4.444e+11", "−8.889e+11"]
     assert page.get_by_test_id("row-2-score").inner_text().endswith("−8.889e+11")
@@ -475,13 +475,13 @@ def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) ->
     # A spread, or a percent of all, means nothing to weights that are no shares.
     assert "±" not in page.get_by_test_id("view-database").inner_text()
     named: Any = Database({1.0: "a", 2.0: "b", 4.0: "b"})
-    opened(page, named, 3.0, tmp_path / "q.html", score="constant", weighting="raw")
+    open_answer(page, named, 3.0, tmp_path / "q.html", score="constant", weighting="raw")
     assert page.locator(".answer.soft .legend").inner_text().split() == ["b", "2.000", "a", "1.000"]
 
 
 def test_rows_without_a_value_are_counted(page: Any, tmp_path: Path) -> None:
     D: Any = Database({"a": None, "b": 1.0, "c": float("nan"), "d": 2.0})
-    opened(page, D, "b", tmp_path / "p.html")
+    open_answer(page, D, "b", tmp_path / "p.html")
     note = page.get_by_test_id("note")
     assert note.inner_text() == "2 rows without a value are ignored."
     page.get_by_test_id("row-0-value").fill("")
@@ -491,7 +491,7 @@ def test_rows_without_a_value_are_counted(page: Any, tmp_path: Path) -> None:
 def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
     D: Any = Database({1.0: 3.0, 2.0: 5.0, 6.0: 2.0})
     formula = page.get_by_test_id("formulas").locator("span").first
-    opened(page, D, 4.0, tmp_path / "p.html", score="dot", weighting="raw")
+    open_answer(page, D, 4.0, tmp_path / "p.html", score="dot", weighting="raw")
     assert D.ask(4.0, score="dot", weighting="raw").weights == pytest.approx([-2.0, -1.0, 3.0])
     assert " ".join(formula.inner_text().split()) == "s = qᵀk, q and k minus the mean of the keys"
     for score, formula_text in (
@@ -499,7 +499,7 @@ def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
         (scores.Boxcar(2.0), "s = 1 where ‖q − k‖ ≤ w, else 0, w = 2"),
         (scores.Cosine(0.5), "s = qᵀk / (‖q‖ ‖k‖ τ), τ = 0.5, q and k minus the mean of the keys"),
     ):
-        opened(page, D, 4.0, tmp_path / "p.html", score=score)
+        open_answer(page, D, 4.0, tmp_path / "p.html", score=score)
         assert " ".join(formula.inner_text().split()) == formula_text
 
 

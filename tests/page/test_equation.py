@@ -58,7 +58,7 @@ WEIGHTINGS: list[dict[str, Any]] = [
 ]
 
 
-def built(names: Any, spec: dict[str, Any]) -> Any:
+def build_record(names: Any, spec: dict[str, Any]) -> Any:
     settings = {
         name: np.array(x) if isinstance(x, list) else x
         for name, x in spec.items()
@@ -148,7 +148,7 @@ def test_every_score_and_weighting(run: Any) -> None:
                     key += 9.0  # nothing within a window
                 options = {"score": score, "weighting": weighting}
                 cases.append({"query": query[0], "keys": key, "values": value, "how": options})
-                correct.append(expected(query, key, value, options))
+                correct.append(expected_answer(query, key, value, options))
     for case, actual, wanted in zip(cases, run(ATTEND, cases), correct, strict=True):
         label = str(case["how"])
         if wanted is None:
@@ -163,10 +163,10 @@ def test_every_score_and_weighting(run: Any) -> None:
                 np.testing.assert_allclose(actual[name], x, err_msg=f"{label}: {name}", **CLOSE)
 
 
-def expected(query: Any, key: Any, value: Any, options: Any) -> dict[str, Any] | None:
+def expected_answer(query: Any, key: Any, value: Any, options: Any) -> dict[str, Any] | None:
     """What Python gives; None where it refuses."""
-    score = built(scores.NAMES, options["score"])
-    weighting = built(weightings.NAMES, options["weighting"])
+    score = build_record(scores.NAMES, options["score"])
+    weighting = build_record(weightings.NAMES, options["weighting"])
     if weighting.incompatible_reason(score, biased=False):
         return None
     rows = StoredRows(lambda: [RowChunk(key, value)], key.shape, 2)
@@ -217,7 +217,7 @@ def test_rows_on_the_edge(run: Any) -> None:
         rows = [(np.abs(s).tolist() if positive else s, live) for s, live in ROWS]
         cases.append({"spec": spec, "rows": rows})
     for case, actual in zip(cases, run(body, cases), strict=True):
-        weighting = built(weightings.NAMES, case["spec"])
+        weighting = build_record(weightings.NAMES, case["spec"])
         for (s, live), (alpha, lse) in zip(case["rows"], actual, strict=True):
             label = f"{weighting} {s} {live}"
             x, at = np.array([s]), np.arange(len(s))[None]
@@ -249,7 +249,7 @@ def test_pairs_on_the_edge(run: Any) -> None:
     all_found = run(body, {"scores": SCORES, "query": query, "key": key})
     for spec, actual in zip(SCORES, all_found, strict=True):
         with np.errstate(all="ignore"):
-            expected = built(scores.NAMES, spec)(query, key)
+            expected = build_record(scores.NAMES, spec)(query, key)
         np.testing.assert_allclose(actual, expected, err_msg=str(spec), **CLOSE)
 
 
@@ -281,7 +281,7 @@ def test_bad_settings_are_refused(run: Any) -> None:
         assert message, spec
         assert spec["name"] in message
         with pytest.raises(QkvError):
-            built(getattr(qkv, f"{what}s").NAMES, spec)
+            build_record(getattr(qkv, f"{what}s").NAMES, spec)
 
 
 def test_unknown_names_are_refused(run: Any) -> None:
@@ -348,7 +348,7 @@ def test_encoders(run: Any) -> None:
         )
         np.testing.assert_allclose(vectors, key, err_msg=name, **CLOSE)
         np.testing.assert_allclose(asked, query, err_msg=name, **CLOSE)
-        ours, own = built(scores.NAMES, score), encoder.default_score(len(keys))
+        ours, own = build_record(scores.NAMES, score), encoder.default_score(len(keys))
         assert type(ours) is type(own)
         for field in ("scale", "bandwidth"):
             if getattr(own, field, None) is not None:
@@ -401,7 +401,9 @@ def test_a_database_answers_alike(run: Any) -> None:
         for rows, query, e, options in ASKED
     ]
     for (rows, query, encoder, options), result in zip(ASKED, run(body, cases), strict=True):
-        made = {name: built(getattr(qkv, f"{name}s").NAMES, x) for name, x in options.items()}
+        made = {
+            name: build_record(getattr(qkv, f"{name}s").NAMES, x) for name, x in options.items()
+        }
         answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
         label = f"{query} {encoder} {options}"
         if isinstance(answer.value, float):

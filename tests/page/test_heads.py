@@ -13,7 +13,7 @@ from qkv.errors import DtypeError
 from qkv.page import to_html
 from qkv.page.heads import heads_view
 from qkv.page.views import build_views
-from tests.browser import until
+from tests.browser import wait_until
 
 RNG = np.random.default_rng(14)
 TOKENS = ["the", "dog", "<img src=x onerror=alert(1)>", "was", "happy"]
@@ -188,7 +188,7 @@ def test_a_head_is_zoomed_and_dragged_by_hand(page: Any, tmp_path: Path) -> None
     page.keyboard.down("Control")
     page.mouse.wheel(0, -400)  # e² times as large, about the pointer
     page.keyboard.up("Control")
-    until(page, lambda: cell(x + 120, y + 120) != aside)  # a wheel is not waited for
+    wait_until(page, lambda: cell(x + 120, y + 120) != aside)  # a wheel is not waited for
     near = cell(x + 120, y + 120)
     assert cell(x, y) == middle
     for i in (0, 1):

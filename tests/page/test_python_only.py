@@ -19,7 +19,7 @@ from qkv.page.views import build_views
 from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.security import Access
 from tests.page.test_database import salaries, shown_as
-from tests.page.test_scores import KEYS, SHOWN, column, typed
+from tests.page.test_scores import KEYS, SHOWN, column, type_number
 from tests.serve.test_page import at_work
 
 
@@ -149,7 +149,7 @@ def test_an_error_of_python_is_shown(page: Any, live: Any) -> None:
 def test_the_view_of_scores_draws_them(page: Any, live: Any) -> None:
     live({"view": "scores"}, {})
     page.get_by_test_id("score-stretched").click()
-    typed(page, "scores-q", 0.9)
+    type_number(page, "scores-q", 0.9)
     page.get_by_test_id("scores-formula").filter(has_text="stretched").wait_for()
     expected = Stretched()(np.array([[0.9]]), KEYS[:, None])[0]
     page.wait_for_timeout(500)

@@ -34,16 +34,16 @@ def opened(page: Any, tmp_path: Path) -> Any:
 def move_query(page: Any, share: float) -> float:
     """Moves the query to about a share of the range, and gives it."""
     at = round(float(LOW + (HIGH - LOW) * share), 2)
-    typed(page, "regression-query", at)
+    type_number(page, "regression-query", at)
     return at
 
 
-def typed(page: Any, name: str, to: float) -> None:
+def type_number(page: Any, name: str, to: float) -> None:
     page.get_by_test_id(f"{name}-number").fill(str(to))
     page.get_by_test_id(f"{name}-number").press("Enter")
 
 
-def number(page: Any, name: str) -> float:
+def read_number(page: Any, name: str) -> float:
     text = page.get_by_test_id(name).inner_text().split()[0].rstrip(",")
     return float(text.replace("−", "-"))
 
@@ -57,7 +57,7 @@ def test_what_is_said_of_the_query_touches_no_point(page: Any, tmp_path: Path) -
     to_html({"view": "regression"}, tmp_path / "r.html")
     page.goto((tmp_path / "r.html").as_uri())
     for query in (1.2, 2, 3.4):
-        typed(page, "regression-query", query)
+        type_number(page, "regression-query", query)
         wait_for_frame(page)
         label = page.get_by_test_id("regression-label").bounding_box()
         label |= {"y": label["y"] + 5, "height": label["height"] - 10}  # its letters, not its line
@@ -77,7 +77,7 @@ def points(page: Any) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(some.evaluate_all(read)) for some in both)  # type: ignore[return-value]
 
 
-def shown(page: Any) -> np.ndarray:
+def read_weights(page: Any) -> np.ndarray:
     result = page.locator("[data-testid^='point-'][data-testid$='-weight']").all_inner_texts()
     return np.array([float(text.replace("none", "nan")) for text in result])
 
@@ -94,12 +94,14 @@ def check(page: Any, at: float, options: dict[str, Any]) -> None:
     x, y = points(page)
     query, key = np.array([[at]]), x[:, None]
     out, alpha = qkv.attend(query, key, y[:, None], return_weights=True, engine="dense", **options)
-    np.testing.assert_allclose(shown(page), alpha[0], **SHOWN)
-    np.testing.assert_allclose(number(page, "regression-value"), out[0, 0], rtol=1e-3, **SHOWN)
+    np.testing.assert_allclose(read_weights(page), alpha[0], **SHOWN)
+    np.testing.assert_allclose(read_number(page, "regression-value"), out[0, 0], rtol=1e-3, **SHOWN)
     p = alpha[0][alpha[0] > 0]
     expected = np.exp(-(p * np.log(p)).sum())
-    np.testing.assert_allclose(number(page, "regression-effective"), expected, atol=6e-3)
-    np.testing.assert_allclose(number(page, "regression-loo"), held_out(x, y, options), rtol=1e-3)
+    np.testing.assert_allclose(read_number(page, "regression-effective"), expected, atol=6e-3)
+    np.testing.assert_allclose(
+        read_number(page, "regression-loo"), held_out(x, y, options), rtol=1e-3
+    )
 
 
 def held_out(x: np.ndarray, y: np.ndarray, options: dict[str, Any]) -> float:
@@ -119,13 +121,13 @@ def test_every_kernel_gives_pythons_numbers(opened: Any, share: float) -> None:
         opened.get_by_test_id("regression-kernel").select_option(name)
         wait_for_frame(opened)
         if name != "constant":
-            typed(opened, "regression-bandwidth", width)
+            type_number(opened, "regression-bandwidth", width)
         check(opened, at, kernel(name, width))
 
 
 def test_a_query_without_neighbours(opened: Any) -> None:
     opened.get_by_test_id("regression-kernel").select_option("boxcar")
-    typed(opened, "regression-bandwidth", 0.01)
+    type_number(opened, "regression-bandwidth", 0.01)
     at = move_query(opened, 0.02)
     wait_for_frame(opened)
     assert opened.get_by_test_id("regression-value").inner_text() == "no value"
@@ -195,7 +197,7 @@ def test_the_best_bandwidth_has_the_least_error(opened: Any) -> None:
     wait_for_frame(opened)
     opened.get_by_test_id("regression-best").click()
     wait_for_frame(opened)
-    actual = number(opened, "regression-loo")
+    actual = read_number(opened, "regression-loo")
     widths = (HIGH - LOW) * 0.01 ** np.linspace(1, 0, 41)
     expected = min(held_out(X, Y, kernel("gaussian", width)) for width in widths)
     np.testing.assert_allclose(actual, expected, rtol=2e-3)
@@ -220,9 +222,9 @@ def test_a_table_of_numbers_answers_as_the_database_does(page: Any, tmp_path: Pa
     page.goto((tmp_path / "d.html").as_uri())
     page.get_by_test_id("tab-regression").click()
     for at in (3.0, 3.55):
-        typed(page, "regression-query", at)
+        type_number(page, "regression-query", at)
         wait_for_frame(page)
-        value = number(page, "regression-value")
+        value = read_number(page, "regression-value")
         np.testing.assert_allclose(value, D.ask(at).value, rtol=1e-3)
     assert "gpa" in page.get_by_test_id("regression-plot").text_content()
     with pytest.raises(qkv.QkvError, match="numbers"):

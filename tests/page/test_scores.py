@@ -53,17 +53,17 @@ def column(page: Any, name: str) -> np.ndarray:
     return np.array([float(text.replace("−", "-").replace("none", "nan")) for text in result])
 
 
-def typed(page: Any, name: str, to: float) -> None:
+def type_number(page: Any, name: str, to: float) -> None:
     page.get_by_test_id(f"{name}-number").fill(str(to))
     page.get_by_test_id(f"{name}-number").press("Enter")
 
 
-def number(page: Any, name: str) -> float:
+def read_number(page: Any, name: str) -> float:
     return float(page.get_by_test_id(name).inner_text().split()[0].replace("−", "-"))
 
 
 def test_every_score_is_pythons(opened: Any) -> None:
-    typed(opened, "scores-q", 0.9)
+    type_number(opened, "scores-q", 0.9)
     query = np.array([[0.9]])
     for name, score in SIMILARITIES.items():
         opened.get_by_test_id(f"score-{name}").click()
@@ -73,15 +73,15 @@ def test_every_score_is_pythons(opened: Any) -> None:
         alpha = qkv.weights(query, KEYS[:, None], score=score)[0]
         np.testing.assert_allclose(column(opened, "weight"), alpha, err_msg=name, **SHOWN)
         entropy = -(alpha * np.log(alpha)).sum()
-        np.testing.assert_allclose(number(opened, "scores-entropy"), entropy, **SHOWN)
+        np.testing.assert_allclose(read_number(opened, "scores-entropy"), entropy, **SHOWN)
         np.testing.assert_allclose(
-            number(opened, "scores-effective"), np.exp(entropy), atol=6e-3, err_msg=name
+            read_number(opened, "scores-effective"), np.exp(entropy), atol=6e-3, err_msg=name
         )
 
 
 def test_every_weighting_is_pythons(opened: Any) -> None:
     opened.get_by_test_id("score-triangular").click()
-    typed(opened, "scores-q", 1.2)
+    type_number(opened, "scores-q", 1.2)
     query, score = np.array([[1.2]]), scores.Triangular(1.5)
     made = {name: kind(3) if name == "topk" else kind() for name, kind in weightings.NAMES.items()}
     for name, weighting in made.items():
@@ -92,9 +92,9 @@ def test_every_weighting_is_pythons(opened: Any) -> None:
 
 def test_settings_are_slid_and_typed(opened: Any) -> None:
     opened.get_by_test_id("score-gaussian").click()
-    typed(opened, "scores-q", -0.75)
-    typed(opened, "setting-bandwidth", 1.7)
-    typed(opened, "setting-temperature", 0.25)
+    type_number(opened, "scores-q", -0.75)
+    type_number(opened, "setting-bandwidth", 1.7)
+    type_number(opened, "setting-temperature", 0.25)
     query = np.array([[-0.75]])
     options = {"score": scores.Gaussian(1.7), "weighting": weightings.Softmax(0.25)}
     alpha = qkv.weights(query, KEYS[:, None], **options)[0]
@@ -110,7 +110,7 @@ def test_settings_are_slid_and_typed(opened: Any) -> None:
 def test_angles_are_unit_vectors(opened: Any) -> None:
     opened.get_by_test_id("score-cosine").click()
     opened.get_by_test_id("scores-space").select_option("angles")
-    typed(opened, "scores-q", 54)
+    type_number(opened, "scores-q", 54)
     turn = np.radians(np.linspace(-180, 180, 41))
     vectors = np.stack([np.cos(turn), np.sin(turn)], axis=1)
     query = np.array([[np.cos(np.radians(54)), np.sin(np.radians(54))]])
@@ -141,7 +141,7 @@ def test_a_surface_moves_the_query(opened: Any) -> None:
         opened.keyboard.press(key)
     q, k = KEYS[2], KEYS[1]
     np.testing.assert_allclose(column(opened, "score"), q * KEYS, **SHOWN)
-    np.testing.assert_allclose(number(opened, "scores-pair"), q * k, rtol=1e-3)
+    np.testing.assert_allclose(read_number(opened, "scores-pair"), q * k, rtol=1e-3)
     opened.get_by_test_id("scores-weights").hover()
     wait_for_frame(opened)
     readout = opened.get_by_test_id("scores-weights-readout").inner_text().replace("−", "-").split()

@@ -28,7 +28,7 @@ def post(client: TestClient, path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def alike(actual: Any, answer: Answer) -> None:
+def check_same_answer(actual: Any, answer: Answer) -> None:
     """The same answer, but for the last digits that a batch of another size may change."""
     near = partial(pytest.approx, rel=1e-4, abs=1e-6)
     expected = answer.to_dict()
@@ -75,15 +75,15 @@ def test_ask(
     if isinstance(expected, list):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
-            alike(one, other)
+            check_same_answer(one, other)
     else:
-        alike(actual, expected)
+        check_same_answer(actual, expected)
 
 
 def test_a_key_of_several_columns_is_a_list(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["places"].database
     result = post(client, "/v1/databases/places/ask", query=["Li", 1])
-    alike(result, database.ask(("Li", 1)))
+    check_same_answer(result, database.ask(("Li", 1)))
     many = post(client, "/v1/databases/places/ask", query=[["Li", 1], ["Hu", 2]])
     assert [one["value"] for one in many] == ["Mu", "Rachel"]
     assert client.get('/v1/databases/places/rows/["Hu", 2]').json()["value"] == "Rachel"

@@ -8,12 +8,12 @@ import pytest
 
 from tests.test_entry_points import (
     LIVE,
+    assert_close,
     build_options,
-    close,
     descends,
     leaves,
     pairs,
-    poisoned,
+    poison_keys,
     query_numbers,
     tensors,
     truth,
@@ -33,13 +33,13 @@ MODEL = SimpleNamespace(config=SimpleNamespace(output_attentions=True), is_causa
 @pairs
 def test_a_model_and_its_gradients(score, weighting):
     rows = query_numbers(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
+    arrays = tensors(poison_keys(leaves(score, weighting)))
     attend = AttentionInterface()[
         register("entry_points", **build_options(arrays, score, weighting))
     ]
     inputs = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
     actual, alpha = attend(MODEL, *(x[None, None] for x in inputs), training=True)
     out, want = truth(score, weighting)
-    close(actual[0, :, 0], out[rows])
-    close(alpha[0, 0], want[rows])
+    assert_close(actual[0, :, 0], out[rows])
+    assert_close(alpha[0, 0], want[rows])
     descends(actual[0, :, 0], arrays, score, weighting)

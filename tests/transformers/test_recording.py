@@ -16,8 +16,8 @@ from tests.interrupt import stopped
 from tests.transformers.models import (
     SENTENCE,
     TINY,
+    assert_close,
     build,
-    close,
     gemma,
     llama,
     minilm,
@@ -33,7 +33,7 @@ pytest.importorskip("matplotlib")
 ours = pytest.importorskip("qkv.transformers")
 
 
-def passing(model: Any, ids: Any, **options: Any) -> Any:
+def run_model(model: Any, ids: Any, **options: Any) -> Any:
     with torch.no_grad(), ours.capture(model, **options) as seen:
         model(ids)
     return seen
@@ -52,7 +52,7 @@ def test_the_grid_of_heads_is_the_models_own(
         during = model(**inputs).last_hidden_state
     assert seen.weights.shape == (6, 12, 19, 19)
     np.testing.assert_allclose(seen.weights, expected, atol=1e-5)
-    close(during, before, 1e-5)
+    assert_close(during, before, 1e-5)
     assert model.config._attn_implementation == implementation
     assert [layer.name for layer in seen.layers][1] == "encoder.layer.1.attention.self"
 
@@ -70,22 +70,22 @@ def test_a_decoders_weights_are_eagers(make: Any) -> None:
     ids = tokens()
     with torch.no_grad():
         result = build(make, "eager")(ids, output_attentions=True).attentions
-    seen = passing(build(make, "sdpa" if make is llama else "eager"), ids)
+    seen = run_model(build(make, "sdpa" if make is llama else "eager"), ids)
     np.testing.assert_allclose(seen.weights, torch.cat(result).numpy(), atol=1e-6)
 
 
 def test_a_capture_keeps_the_models_own_weighting() -> None:
     ours.register("qkv-one", weighting="hard")
-    seen = passing(build(llama, "qkv-one"), tokens())
+    seen = run_model(build(llama, "qkv-one"), tokens())
     assert set(np.unique(seen.weights)) == {0.0, 1.0}
 
 
 def test_top_and_pool_and_budget() -> None:
     model, ids = build(llama, "sdpa"), tokens(1, 40)
-    full = passing(model, ids).weights
+    full = run_model(model, ids).weights
     assert full.shape == (2, 4, 40, 40)
 
-    top = passing(model, ids, top=3)
+    top = run_model(model, ids, top=3)
     alpha, keys = top.top
     assert alpha.shape == keys.shape == (2, 4, 40, 3)
     np.testing.assert_allclose(alpha, np.sort(full, -1)[..., ::-1][..., :3], atol=1e-7)
@@ -94,7 +94,7 @@ def test_top_and_pool_and_budget() -> None:
     np.testing.assert_allclose(top.weights, truncated, atol=1e-7)
     assert top.plot(layer=0, head=0).axes
 
-    pooled = passing(model, ids, pool=10)
+    pooled = run_model(model, ids, pool=10)
     np.testing.assert_allclose(
         pooled.weights, full.reshape(2, 4, 10, 4, 10, 4).max((3, 5)), atol=1e-7
     )
@@ -106,7 +106,7 @@ def test_top_and_pool_and_budget() -> None:
     with pytest.raises(ArgumentError, match="largest of each 4 × 4"):
         plot.data.entropy(pooled)
 
-    small = passing(model, ids, budget=2 * 4 * 4 * 20 * 20)
+    small = run_model(model, ids, budget=2 * 4 * 4 * 20 * 20)
     assert small.weights.shape == (2, 4, 20, 20)
     assert small.nbytes <= 2 * 4 * 4 * 20 * 20
     np.testing.assert_allclose(
@@ -120,10 +120,10 @@ def test_top_and_pool_and_budget() -> None:
 
 def test_a_small_budget_works_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(gemma, "eager"), tokens(1, 23)
-    full = passing(model, ids)
+    full = run_model(model, ids)
     monkeypatch.setattr("qkv.transformers.recording.MAX_WORKING_BYTES", 4 * 4 * 23 * 5)
-    np.testing.assert_allclose(passing(model, ids).weights, full.weights, atol=1e-7)
-    pooled = passing(model, ids, pool=4)
+    np.testing.assert_allclose(run_model(model, ids).weights, full.weights, atol=1e-7)
+    pooled = run_model(model, ids, pool=4)
     groups = np.arange(23) * 4 // 23
     for i, j in np.ndindex(4, 4):
         block = full.weights[..., groups == i, :][..., groups == j]
@@ -134,7 +134,7 @@ def test_budget_that_cannot_be_kept() -> None:
     model = build(llama, "sdpa")
     for options, hint in (({"top": 11}, "smaller top"), ({"pool": 11}, "smaller pool"), ({}, "")):
         with pytest.raises(ArgumentError, match=f"larger budget.*{hint}"):
-            passing(model, tokens(), budget=8, **options)
+            run_model(model, tokens(), budget=8, **options)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -149,9 +149,9 @@ def test_one_module_that_serves_as_many_layers() -> None:
     model, ids = build(albert, "eager"), tokens(1, 16)
     with torch.no_grad():
         expected = torch.cat(model(ids, output_attentions=True).attentions).numpy()
-    np.testing.assert_allclose(passing(model, ids).weights, expected, atol=1e-6)
+    np.testing.assert_allclose(run_model(model, ids).weights, expected, atol=1e-6)
     budget = 4 * 4 * 4 * 8 * 8
-    small = passing(model, ids, budget=budget)
+    small = run_model(model, ids, budget=budget)
     assert small.nbytes <= budget
     halves = expected.reshape(4, 4, 8, 2, 8, 2).max((3, 5))
     np.testing.assert_allclose(small.weights, halves, atol=1e-6)
@@ -275,7 +275,7 @@ def test_gradients_and_checkpoints_inside_a_capture() -> None:
         model(tokens(), labels=tokens(), use_cache=False).loss.backward()
     assert seen.weights.shape == (2, 4, 11, 11)
     for x, gradient in zip(model.parameters(), expected, strict=True):
-        close(x.grad, gradient, 1e-8)
+        assert_close(x.grad, gradient, 1e-8)
 
 
 def test_models_that_cannot_be_captured() -> None:
@@ -310,8 +310,8 @@ def linear() -> Any:
 
 
 def test_what_attends_in_a_way_of_its_own_is_named() -> None:
-    seen = passing(build(linear, "eager", torch.float32), tokens(5))
+    seen = run_model(build(linear, "eager", torch.float32), tokens(5))
     assert [layer.name for layer in seen.layers] == ["layers.1.self_attn"]
     assert seen.unseen == seen.select("layers.1").unseen == ("layers.0.self_attn",)
     assert repr(seen).endswith("; not recorded: layers.0.self_attn)")
-    assert not passing(build(llama, "eager"), tokens(5)).unseen
+    assert not run_model(build(llama, "eager"), tokens(5)).unseen

@@ -26,7 +26,7 @@ LIVE = rng.random(SCORES.shape) > 0.3
 LIVE[3] = False
 
 
-def slopes(alpha, scores=SCORES, live=None):
+def compute_gradients(alpha, scores=SCORES, live=None):
     """Σ α · ALONG, and its gradients to the scores and to alpha."""
     s = torch.tensor(scores, requires_grad=True)
     a = torch.tensor(alpha, dtype=s.dtype, requires_grad=True)
@@ -57,8 +57,8 @@ def test_values(alpha, made):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_the_gradient_of_alpha_is_that_of_differences(alpha):
-    (_, _, got), step = slopes(alpha), 1e-6
-    ahead, behind = (float(slopes(alpha + side * step)[0]) for side in (1, -1))
+    (_, _, got), step = compute_gradients(alpha), 1e-6
+    ahead, behind = (float(compute_gradients(alpha + side * step)[0]) for side in (1, -1))
     assert abs(float(got) - (ahead - behind) / (2 * step)) < 1e-7 * (1 + abs(float(got)))
 
 
@@ -72,11 +72,11 @@ def test_the_gradient_of_alpha_is_that_of_the_paper(alpha):
     h = -p * np.log(np.where(p > 0, p, 1))
     c = alpha - 1
     want = (p - lean) / c**2 + (h - lean * h.sum(-1, keepdims=True)) / c
-    assert abs(float(slopes(alpha)[2]) - (want * ALONG).sum()) < 1e-10 / c**2
+    assert abs(float(compute_gradients(alpha)[2]) - (want * ALONG).sum()) < 1e-10 / c**2
 
 
 def test_at_one_it_is_softmax_and_its_gradient_a_series():
-    actual, ds, da = slopes(1.0)
+    actual, ds, da = compute_gradients(1.0)
     soft = torch.tensor(SCORES, requires_grad=True)
     want = (torch.softmax(soft, -1) * torch.tensor(ALONG)).sum()
     assert abs(float(actual - want.detach())) < 1e-14
@@ -91,7 +91,7 @@ def test_the_same_as_a_library_of_its_own(alpha):
     s = torch.tensor(SCORES, requires_grad=True)
     a = torch.tensor(alpha, dtype=s.dtype, requires_grad=True)
     theirs = (entmax.entmax_bisect(s, a, n_iter=100) * torch.tensor(ALONG)).sum()
-    ours = slopes(alpha)
+    ours = compute_gradients(alpha)
     assert abs(float(theirs.detach() - ours[0])) < 1e-11
     for got, want in zip(ours[1:], torch.autograd.grad(theirs, (s, a)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-8)

@@ -33,7 +33,7 @@ ROWS = {
 WINDOWS = ["boxcar", "triangular", "epanechnikov"]
 
 
-def expected(score, on_empty):
+def expected_weights(score, on_empty):
     inside = scores.resolve(score)(QUERY[:1], KEY)
     return np.array([(inside / inside.sum())[0], ROWS[on_empty][0], [0.0] * 5, ROWS[on_empty][1]])
 
@@ -63,7 +63,7 @@ def test_rows_without_weights(fw, engine, on_empty, score, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))
     monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 10)
     out, alpha = attend(fw, score, on_empty, engine, return_weights=True)
-    want = expected(score, on_empty)
+    want = expected_weights(score, on_empty)
     np.testing.assert_allclose(qkv.frameworks.to_numpy(alpha), want, atol=1e-12)
     np.testing.assert_allclose(qkv.frameworks.to_numpy(out), want @ VALUE, atol=1e-12)
 

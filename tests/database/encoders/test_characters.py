@@ -14,13 +14,13 @@ def wrap(number: int) -> int:
     return number & 0xFFFFFFFF
 
 
-def scrambled(code: int) -> int:
+def scramble(code: int) -> int:
     code = wrap((code ^ code >> 16) * 0x85EBCA6B)
     code = wrap((code ^ code >> 13) * 0xC2B2AE35)
     return code ^ code >> 16
 
 
-def plainly(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndarray:
+def encode_by_definition(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndarray:
     """The definition, one n-gram at a time."""
     out = np.zeros(width)
 
@@ -35,7 +35,7 @@ def plainly(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndar
                 code = seed
                 for letter in gram:
                     code = wrap((code ^ ord(letter)) * 16777619)
-                code = scrambled(code)
+                code = scramble(code)
                 out[code * width >> 32] += weight * (1 if code & 1 else -1)
 
     words = text.lower().split()
@@ -56,7 +56,9 @@ def test_it_is_its_definition(n: tuple[int, int], sounds: float) -> None:
     texts += ["".join(rng.choices("abcé ", k=rng.randrange(12))) for _ in range(40)]
     texts = [text.replace("é", "q") for text in texts]
     got = Characters(100, n, sounds).encode(texts)
-    np.testing.assert_allclose(got, [plainly(t, 100, n, sounds) for t in texts], atol=1e-6)
+    np.testing.assert_allclose(
+        got, [encode_by_definition(t, 100, n, sounds) for t in texts], atol=1e-6
+    )
 
 
 def test_the_hash_never_changes() -> None:

@@ -53,16 +53,16 @@ def negated(x: Passed) -> Passed:
     return Passed(x.known & ~x.true, x.known)
 
 
-def both(x: Passed, y: Passed) -> Passed:
+def combine_both(x: Passed, y: Passed) -> Passed:
     false = (x.known & ~x.true) | (y.known & ~y.true)
     return Passed(x.true & y.true, (x.known & y.known) | false)
 
 
 def either(x: Passed, y: Passed) -> Passed:
-    return negated(both(negated(x), negated(y)))
+    return negated(combine_both(negated(x), negated(y)))
 
 
-def made(rng: random.Random) -> pd.DataFrame:
+def random_table(rng: random.Random) -> pd.DataFrame:
     """A table, each cell of which may be missing."""
     rows = rng.choice([1, 7, 40, 150])
     day = datetime.date(2024, 1, 1)
@@ -104,7 +104,7 @@ def draw_cell(rng: random.Random, kind: str) -> Any:
     return datetime.date(2024, 1, 1) + datetime.timedelta(days=rng.randrange(60))
 
 
-def spelled(rng: random.Random, cell: Any) -> str:
+def format_cell(rng: random.Random, cell: Any) -> str:
     """A cell as a condition writes it, in any of its forms."""
     if isinstance(cell, datetime.date):
         return repr(cell.isoformat())
@@ -119,7 +119,7 @@ def spelled(rng: random.Random, cell: Any) -> str:
     return repr(cell)
 
 
-def named(rng: random.Random, name: str) -> str:
+def format_name(rng: random.Random, name: str) -> str:
     return name if name.isidentifier() and rng.random() < 0.8 else f"`{name}`"
 
 
@@ -137,26 +137,26 @@ def equal(column: pd.Series, cells: list[Any]) -> pd.Series:
 def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passed]:
     name = rng.choice(list(COLUMNS))
     kind, column = COLUMNS[name], table[name]
-    own, known = named(rng, name), column.notna()
+    own, known = format_name(rng, name), column.notna()
     gap = rng.choice(["", " "])
     form = rng.random()
     if form < 0.3:
         cell = draw_cell(rng, kind)
         sign = rng.choice(["==", "=", "!=", "<>"])
         result = known_all(equal(column, [cell]))
-        text = f"{own}{gap}{sign}{gap}{spelled(rng, cell)}"
+        text = f"{own}{gap}{sign}{gap}{format_cell(rng, cell)}"
         return text, result if "=" in sign[0] else negated(result)
     if form < 0.5 and kind != "bool":
         cell, sign = draw_cell(rng, kind), rng.choice(list(ORDERS))
         true = known & column.map(lambda x: x is not None and ORDERS[sign](x, cell)).astype(bool)
         if rng.random() < 0.3:
-            return f"{spelled(rng, cell)} {TURNED[sign]} {own}", Passed(true, known)
-        return f"{own}{gap}{sign}{gap}{spelled(rng, cell)}", Passed(true, known)
+            return f"{format_cell(rng, cell)} {TURNED[sign]} {own}", Passed(true, known)
+        return f"{own}{gap}{sign}{gap}{format_cell(rng, cell)}", Passed(true, known)
     if form < 0.6:
         cells = [draw_cell(rng, kind) for _ in range(rng.randrange(1, 4))]
         cells += [None] * (rng.random() < 0.2)
         open_, close = rng.choice(["[]", "()"])
-        text = f"{open_}{', '.join(spelled(rng, x) for x in cells)},{close}"
+        text = f"{open_}{', '.join(format_cell(rng, x) for x in cells)},{close}"
         word = rng.choice(["in", "IN", "not in", "NOT IN"])
         result = known_all(equal(column, cells))
         return f"{own} {word} {text}", negated(result) if "not" in word.lower() else result
@@ -169,7 +169,7 @@ def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passe
     if form < 0.8 and kind == "text":
         part = rng.choice(["tea", "and", "'", "=", "x", "T"])
         true = known & column.map(lambda x: x is not None and part in x).astype(bool)
-        return f"{spelled(rng, part)} in {own}", Passed(true, known)
+        return f"{format_cell(rng, part)} in {own}", Passed(true, known)
     if form < 0.9:
         others = [x for x in COLUMNS if COLUMNS[x] == kind and x != name]
         if others and kind != "bool":
@@ -178,10 +178,10 @@ def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passe
             pairs = list(zip(column, right, strict=True))
             if rng.random() < 0.4:
                 same = pd.Series([x == y for x, y in pairs], table.index)
-                return f"{own} == {named(rng, other)}", known_all(same)
+                return f"{own} == {format_name(rng, other)}", known_all(same)
             sign, some = rng.choice(list(ORDERS)), known & right.notna()
             true = [x is not None and y is not None and ORDERS[sign](x, y) for x, y in pairs]
-            text = f"{own} {sign} {named(rng, other)}"
+            text = f"{own} {sign} {format_name(rng, other)}"
             return text, Passed(pd.Series(true, table.index), some)
     if kind == "bool":
         return own, Passed(known & column.map(bool), known)
@@ -201,7 +201,7 @@ def draw_condition(rng: random.Random, table: pd.DataFrame, depth: int) -> tuple
         return f"{rng.choice(['not', 'NOT', 'Not'])} ({text})", negated(result)
     one, two = (draw_condition(rng, table, depth - 1) for _ in range(2))
     word = rng.choice(["and", "or"])
-    result = (both if word == "and" else either)(one[1], two[1])
+    result = (combine_both if word == "and" else either)(one[1], two[1])
     word = rng.choice([word, word.upper()])
     return f"({one[0]}) {word} ({two[0]})", result
 
@@ -253,7 +253,7 @@ def check(made: qkv.Database, table: pd.DataFrame, where: Any, passed: pd.Series
 @pytest.mark.parametrize("seed", range(TABLES))
 def test_conditions_pass_the_rows_that_pandas_finds(seed):
     rng = random.Random(seed)
-    table = made(rng)
+    table = random_table(rng)
     stored = database(table, parts=rng.choice([1, 3]))
     for _ in range(-(-CASES // TABLES)):
         text, result = draw_condition(rng, table, depth=3)
@@ -268,6 +268,6 @@ def test_conditions_pass_the_rows_that_pandas_finds(seed):
 
 
 def test_an_array_of_booleans_is_refused_with_what_to_write():
-    stored = database(made(random.Random(1)), 1)
+    stored = database(random_table(random.Random(1)), 1)
     with pytest.raises(DtypeError, match=re.escape("where must be a mapping of columns")):
         stored.count(np.ones(len(stored), bool))

@@ -49,7 +49,7 @@ class Product(Custom):
 ENCODER = Product(lambda names: np.array([KEYS[int(name[4:])] for name in names]), width=3)
 
 
-def made(values: Any, rows: Any = range(12), **more: Any) -> qkv.Database:
+def build_database(values: Any, rows: Any = range(12), **more: Any) -> qkv.Database:
     """Some of the rows under keys of text, so that a query may be a vector of float64."""
     columns = {"key": NAMES, "value": values, **more}
     cases = {
@@ -59,17 +59,17 @@ def made(values: Any, rows: Any = range(12), **more: Any) -> qkv.Database:
     return qkv.Database.from_columns(cases, key="key", value="value", encoder=ENCODER)
 
 
-def but(values: Any, *gone: int) -> qkv.Database:
-    return made(values, [i for i in range(12) if i not in gone])
+def build_without(values: Any, *gone: int) -> qkv.Database:
+    return build_database(values, [i for i in range(12) if i not in gone])
 
 
 @pytest.mark.parametrize("values", [NUMBERS, VECTORS, WORDS], ids=["numbers", "vectors", "words"])
 @pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 def test_each_row_left_out_is_a_database_without_it(options: Any, values: Any) -> None:
-    answer = made(values).ask(QUERY, top=12, **options)
+    answer = build_database(values).ask(QUERY, top=12, **options)
     influence = answer.influence()
     for i in range(len(KEYS)):
-        left, want = answer.without(i), but(values, i).ask(QUERY, top=12, **options)
+        left, want = answer.without(i), build_without(values, i).ask(QUERY, top=12, **options)
         np.testing.assert_allclose(np.delete(left.weights, i), want.weights, atol=1e-10)
         assert left.weights[i] == 0 and left.total == want.total == 11
         assert [row.key for row in left.rows] == [row.key for row in want.rows]
@@ -98,8 +98,8 @@ def test_of_several_columns_it_is_a_mapping() -> None:
 
 @pytest.mark.parametrize("kept", [range(6), range(2)], ids=["masked", "picked"])
 def test_rows_that_were_not_asked_have_no_influence(kept: range) -> None:
-    answer = made(NUMBERS, n=list(range(12))).ask(QUERY, where=f"n < {len(kept)}")
-    alone = made(NUMBERS, kept).ask(QUERY)
+    answer = build_database(NUMBERS, n=list(range(12))).ask(QUERY, where=f"n < {len(kept)}")
+    alone = build_database(NUMBERS, kept).ask(QUERY)
     np.testing.assert_allclose(answer.influence()[: len(kept)], alone.influence(), atol=1e-10)
     assert not answer.influence()[len(kept) :].any()
     assert answer.without(1).value == pytest.approx(alone.without(1).value, abs=1e-10)
@@ -115,9 +115,9 @@ def test_missing_values_stay_left_out() -> None:
 
 
 def test_one_row_after_another() -> None:
-    answer = made(NUMBERS).ask(QUERY)
+    answer = build_database(NUMBERS).ask(QUERY)
     first, second = answer.rows[:2]
-    want = but(NUMBERS, first.index, second.index).ask(QUERY).value
+    want = build_without(NUMBERS, first.index, second.index).ask(QUERY).value
     assert answer.without(first).without(second).value == pytest.approx(want, abs=1e-10)
 
 
@@ -129,7 +129,7 @@ def test_without_the_only_row_there_is_no_answer() -> None:
 
 
 def test_an_answer_is_of_the_rows_that_were_there() -> None:
-    D = made(NUMBERS)
+    D = build_database(NUMBERS)
     answer = D.ask(QUERY)
     before = answer.without(0).value
     D.remove("row 1")
@@ -189,10 +189,10 @@ def test_worth_is_the_growth_of_the_loss(options: Any, values: Any) -> None:
                 actual += float(np.sum((answer.value - want) ** 2))
         return actual / len(queries)
 
-    D = made(values)
+    D = build_database(values)
     actual = D.value_of_rows(zip(queries, right, strict=True), **options)
     assert actual.loss == pytest.approx(loss(D), abs=1e-10)
-    want = [loss(but(values, i)) - loss(D) for i in range(12)]
+    want = [loss(build_without(values, i)) - loss(D) for i in range(12)]
     np.testing.assert_allclose(actual.worth, want, atol=1e-8)
 
 

@@ -34,7 +34,7 @@ def write(folder: Path, name: str, data: str | bytes) -> Path:
     return path
 
 
-def refused(source: Any, **options: Any) -> SourceError:
+def catch_source_error(source: Any, **options: Any) -> SourceError:
     with pytest.raises(SourceError) as caught:
         read(source, **options)
     assert isinstance(caught.value, QkvError) and isinstance(caught.value, ValueError)
@@ -198,12 +198,12 @@ def test_names_for_a_table_without_any(tmp_path):
     write(tmp_path, "u.csv", "Rome,2\n")
     both = read(str(tmp_path / "*.csv"), names=("city", "people"))
     assert both.columns["people"] == [3.6, 2.1, 2.0]
-    says = refused(path, names=["city"])
+    says = catch_source_error(path, names=["city"])
     assert "line 1: this line has 2 cells, but names= has 1" in str(says)
-    assert "are all named 'a'" in str(refused(path, names=["a", "a"]))
+    assert "are all named 'a'" in str(catch_source_error(path, names=["a", "a"]))
     headed = write(tmp_path, "v.csv", "city,people\nRome,2\n")
     assert "line 1: this line contains the same names already" in str(
-        refused(headed, names=["city", "people"])
+        catch_source_error(headed, names=["city", "people"])
     )
     with pytest.raises(DtypeError, match="names must be a list of names"):
         read(path, names="city,people")  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_names_for_a_table_without_any(tmp_path):
     with pytest.raises(CombinationError, match="has column names: leave names= out"):
         read(lines, names=["a"])
     twice = write(tmp_path, "iris.csv", "5.1,3.5,3.5,setosa\n4.9,3.0,1.4,setosa\n")
-    assert "if this is a row, give names=" in str(refused(twice))
+    assert "if this is a row, give names=" in str(catch_source_error(twice))
 
 
 def test_one_column_needs_no_delimiter(tmp_path):
@@ -236,10 +236,14 @@ def test_columns_without_a_name_that_say_nothing_are_left_out(tmp_path):
     by_pandas = ",a,b\n0,x,1\n1,y,2\n"
     assert columns(tmp_path, "t.csv", by_pandas) == {"a": ["x", "y"], "b": [1, 2]}
     assert columns(tmp_path, "t.csv", "a, ,b,\nx,,1,\ny, ,2,\n") == {"a": ["x", "y"], "b": [1, 2]}
-    assert "column 1 of 2 has no name" in str(refused(write(tmp_path, "t.csv", ",a\n0,x\n2,y\n")))
-    assert "column 2 of 2 has no name" in str(refused(write(tmp_path, "t.csv", "a,\nx,0\ny,1\n")))
-    assert "no columns" in str(refused(write(tmp_path, "t.csv", ",\n,\n")))
-    assert "no rows" in str(refused(write(tmp_path, "t.csv", "a,\n")))
+    assert "column 1 of 2 has no name" in str(
+        catch_source_error(write(tmp_path, "t.csv", ",a\n0,x\n2,y\n"))
+    )
+    assert "column 2 of 2 has no name" in str(
+        catch_source_error(write(tmp_path, "t.csv", "a,\nx,0\ny,1\n"))
+    )
+    assert "no columns" in str(catch_source_error(write(tmp_path, "t.csv", ",\n,\n")))
+    assert "no rows" in str(catch_source_error(write(tmp_path, "t.csv", "a,\n")))
 
 
 def test_tsv_keeps_commas(tmp_path):
@@ -250,7 +254,7 @@ def test_csv_on_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a;b\n1;2\n")))
     assert read("-") == Table("stdin", {"a": [1], "b": [2]})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x1f\x8b\x08")))
-    assert "gzip" in str(refused("-"))
+    assert "gzip" in str(catch_source_error("-"))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_csv_on_standard_input(monkeypatch):
     ],
 )
 def test_broken_csv_is_placed(tmp_path, text, line, column, says):
-    error = refused(write(tmp_path, "t.csv", text))
+    error = catch_source_error(write(tmp_path, "t.csv", text))
     assert (error.line, error.column) == (line, column)
     assert says in str(error)
     assert str(error).startswith(str(tmp_path / "t.csv"))
@@ -281,28 +285,30 @@ def test_broken_csv_is_placed(tmp_path, text, line, column, says):
 
 
 def test_ragged_rows_are_found_in_a_later_batch(tmp_path):
-    error = refused(write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000 + "1,2,3\n" + "1,2\n" * 9))
+    error = catch_source_error(
+        write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000 + "1,2,3\n" + "1,2\n" * 9)
+    )
     assert (error.line, error.column) == (40_002, 5)
 
 
 @pytest.mark.parametrize("before", ["café\n", ""])
 def test_wrong_encoding_names_byte_and_place(tmp_path, before):
     data = b"a,b\n" + before.encode() + b"1,caf\xe9\n"
-    error = refused(write(tmp_path, "t.csv", data))
+    error = catch_source_error(write(tmp_path, "t.csv", data))
     assert (error.line, error.column) == (3 if before else 2, 6)
     assert "0xe9" in str(error) and "iconv" in str(error)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 def test_other_unicode_is_named(tmp_path, encoding):
-    error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode(encoding)))
+    error = catch_source_error(write(tmp_path, "t.csv", "a,b\n1,2\n".encode(encoding)))
     assert f"iconv -f {encoding.upper()}" in str(error)
 
 
 def test_utf16_without_mark_is_suspected(tmp_path):
-    error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode("utf-16-le")))
+    error = catch_source_error(write(tmp_path, "t.csv", "a,b\n1,2\n".encode("utf-16-le")))
     assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
-    error = refused(write(tmp_path, "t.csv", "a,b\n1,é\n".encode("utf-16-le")))
+    error = catch_source_error(write(tmp_path, "t.csv", "a,b\n1,é\n".encode("utf-16-le")))
     assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
 
 
@@ -310,7 +316,9 @@ def test_utf16_without_mark_is_suspected(tmp_path):
 def test_huge_fields(tmp_path, quote):
     text = f"a,b\n1,{quote}{'x' * (16 * 2**20)}{quote}\n"
     assert len(columns(tmp_path, "t.csv", text)["b"][0]) == 16 * 2**20
-    error = refused(write(tmp_path, "t.csv", f"a,b\n1,{quote}{'x' * (16 * 2**20 + 1)}{quote}\n"))
+    error = catch_source_error(
+        write(tmp_path, "t.csv", f"a,b\n1,{quote}{'x' * (16 * 2**20 + 1)}{quote}\n")
+    )
     assert (error.line, error.column) == (2, 3) and "16,777,216" in str(error)
 
 
@@ -472,19 +480,21 @@ def test_json_not_a_number(tmp_path):
     ],
 )
 def test_broken_json_is_placed(tmp_path, text, line, column, says):
-    error = refused(write(tmp_path, "t.jsonl", text))
+    error = catch_source_error(write(tmp_path, "t.jsonl", text))
     assert (error.line, error.column) == (line, column)
     assert says in str(error)
 
 
 def test_names_that_are_data_do_not_fill_the_memory(tmp_path):
     text = "\n".join(json.dumps({f"id{i}": i}) for i in range(5000))
-    error = refused(write(tmp_path, "t.jsonl", text))
+    error = catch_source_error(write(tmp_path, "t.jsonl", text))
     assert error.line == 4097 and "4,096" in str(error)
 
 
 def test_huge_json_field(tmp_path):
-    error = refused(write(tmp_path, "t.jsonl", json.dumps({"a": "x" * (16 * 2**20 + 1)})))
+    error = catch_source_error(
+        write(tmp_path, "t.jsonl", json.dumps({"a": "x" * (16 * 2**20 + 1)}))
+    )
     assert "row 1 of column 'a'" in str(error)
 
 
@@ -575,7 +585,7 @@ def test_truncated_arrow_formats(tmp_path, ending):
     pa = pytest.importorskip("pyarrow")
     path = write_arrow(tmp_path / f"t.{ending}", pa.table({"a": list(range(1000))}))
     path.write_bytes(path.read_bytes()[:700])
-    error = refused(path)
+    error = catch_source_error(path)
     assert "again" in str(error) and error.file == str(path)
 
 
@@ -596,9 +606,9 @@ def test_a_date_that_python_has_not_is_reported_with_its_column(tmp_path, kind):
 def test_parquet_without_rows_or_with_double_names(tmp_path):
     pa = pytest.importorskip("pyarrow")
     empty = pa.table({"a": pa.array([], pa.int64())})
-    assert "no rows" in str(refused(write_arrow(tmp_path / "t.arrow", empty)))
+    assert "no rows" in str(catch_source_error(write_arrow(tmp_path / "t.arrow", empty)))
     double = pa.table([[1], [2]], names=["a", "a"])
-    assert "all named 'a'" in str(refused(write_arrow(tmp_path / "t.arrow", double)))
+    assert "all named 'a'" in str(catch_source_error(write_arrow(tmp_path / "t.arrow", double)))
 
 
 def test_missing_pyarrow_says_what_to_install(tmp_path, monkeypatch):
@@ -647,17 +657,19 @@ def test_sqlite_addresses(tmp_path, monkeypatch):
         read("sqlite:///my shop.db?table=books", table="other")
     with pytest.raises(CombinationError, match="pass only one of them"):
         read(query, table="books")
-    assert "three slashes" in str(refused("sqlite://shop.db"))
-    assert "no such file: did you mean 'my shop.db'?" in str(refused("sqlite:///my shp.db"))
+    assert "three slashes" in str(catch_source_error("sqlite://shop.db"))
+    assert "no such file: did you mean 'my shop.db'?" in str(
+        catch_source_error("sqlite:///my shp.db")
+    )
 
 
 def test_sqlite_tables_are_listed(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS + "create table magazines (a);")
-    assert "2 tables (books, magazines): choose one" in str(refused(path))
-    assert "did you mean 'books'?" in str(refused(path, table="boks"))
-    assert "no rows" in str(refused(path, table="magazines"))
+    assert "2 tables (books, magazines): choose one" in str(catch_source_error(path))
+    assert "did you mean 'books'?" in str(catch_source_error(path, table="boks"))
+    assert "no rows" in str(catch_source_error(path, table="magazines"))
     empty = write_sqlite(tmp_path / "e.db", "create table a (b); drop table a;")
-    assert "no tables" in str(refused(empty))
+    assert "no tables" in str(catch_source_error(empty))
 
 
 def test_sqlite_names_are_quoted(tmp_path):
@@ -669,10 +681,10 @@ def test_sqlite_names_are_quoted(tmp_path):
 def test_sqlite_is_only_read(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS)
     before = path.read_bytes()
-    assert "readonly" in str(refused(f"sqlite:///{path}?query=delete from books"))
-    assert "syntax error" in str(refused(f"sqlite:///{path}?query=selekt"))
+    assert "readonly" in str(catch_source_error(f"sqlite:///{path}?query=delete from books"))
+    assert "syntax error" in str(catch_source_error(f"sqlite:///{path}?query=selekt"))
     assert "all named 'year'" in str(
-        refused(f"sqlite:///{path}?query=select year, year from books")
+        catch_source_error(f"sqlite:///{path}?query=select year, year from books")
     )
     assert path.read_bytes() == before
 
@@ -680,11 +692,11 @@ def test_sqlite_is_only_read(tmp_path):
 def test_damaged_sqlite(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS)
     path.write_bytes(path.read_bytes()[:100])
-    assert "SQLite cannot read the file" in str(refused(path))
+    assert "SQLite cannot read the file" in str(catch_source_error(path))
     path = write_sqlite(tmp_path / "u.db", "create table a (b); insert into a values "
                         "(cast(x'ff41' as text));")  # fmt: skip
-    assert "UTF-8" in str(refused(path))
-    assert "not SQLite" in str(refused(write(tmp_path, "v.db", "a,b\n1,2\n")))
+    assert "UTF-8" in str(catch_source_error(path))
+    assert "not SQLite" in str(catch_source_error(write(tmp_path, "v.db", "a,b\n1,2\n")))
 
 
 # Frames
@@ -823,7 +835,7 @@ def test_cells_are_plain():
 )
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "t.db", "t"])
 def test_strangers_are_known_by_their_first_bytes(tmp_path, magic, says, name):
-    assert says in str(refused(write(tmp_path, name, magic)))
+    assert says in str(catch_source_error(write(tmp_path, name, magic)))
 
 
 @pytest.mark.parametrize(
@@ -835,11 +847,11 @@ def test_text_may_be_packed(tmp_path, ending, pack):
     path = write(tmp_path, f"t.jsonl.{ending}", pack(b'{"a": 1}\n{"a": 2}\n'))
     assert read(path).columns == {"a": [1, 2]}
     bad = write(tmp_path, f"cut.csv.{ending}", path.read_bytes()[:-5])
-    assert "cannot be decompressed" in str(refused(bad))
-    assert "is empty" in str(refused(write(tmp_path, f"none.csv.{ending}", pack(b""))))
+    assert "cannot be decompressed" in str(catch_source_error(bad))
+    assert "is empty" in str(catch_source_error(write(tmp_path, f"none.csv.{ending}", pack(b""))))
     packed = write(tmp_path, f"t.parquet.{ending}", pack(b"PAR1 PAR1"))
-    assert "Parquet in a compressed file: decompress it first" in str(refused(packed))
-    assert f"rename it to .{ending}" in str(refused(path.rename(tmp_path / "t.csv")))
+    assert "Parquet in a compressed file: decompress it first" in str(catch_source_error(packed))
+    assert f"rename it to .{ending}" in str(catch_source_error(path.rename(tmp_path / "t.csv")))
 
 
 def test_first_bytes_win_over_the_ending(tmp_path):
@@ -853,12 +865,12 @@ def test_unknown_ending_is_sniffed(tmp_path):
     assert columns(tmp_path, "t", ' [{"a": 1}]') == {"a": [1]}
     assert columns(tmp_path, "t.log", '{"a": 1}\n{"a": 2}') == {"a": [1, 2]}
     for data in (b"just words", bytes(range(1, 256)), b"a,b\n1\n"):
-        assert ".ndjson" in str(refused(write(tmp_path, "t.data", data)))
+        assert ".ndjson" in str(catch_source_error(write(tmp_path, "t.data", data)))
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json", "t.parquet", "t.arrow", "t.db", "t"])
 def test_empty_files(tmp_path, name):
-    assert "empty" in str(refused(write(tmp_path, name, b"")))
+    assert "empty" in str(catch_source_error(write(tmp_path, name, b"")))
 
 
 def test_a_pattern_is_all_files_that_fit(tmp_path):
@@ -873,31 +885,31 @@ def test_a_pattern_is_all_files_that_fit(tmp_path):
     assert seen == [(1, 2), (2, 2)]
     assert read(f"{tmp_path}/[ac].?sv").columns == {"id": [1, 2, 3], "y": [None] * 3}
     assert read(f"{tmp_path}/[ad].*").columns == {"id": [1, 2, 4]}
-    assert "no file matches" in str(refused(f"{tmp_path}/*.parquet"))
+    assert "no file matches" in str(catch_source_error(f"{tmp_path}/*.parquet"))
     for name in "ab":
         write(tmp_path, f"{name}.csv.gz", gzip.compress((tmp_path / f"{name}.csv").read_bytes()))
     assert read(f"{tmp_path}/*.gz").columns == result.columns
     write(tmp_path, "f.csv", "id,x\n1\n")
-    assert str(refused(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
+    assert str(catch_source_error(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
     assert read(write(tmp_path, "[a].csv", "id\n9\n")).columns == {"id": [9]}
 
 
 def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     write(tmp_path, "books.csv", "a\n1\n")
-    assert "did you mean 'books.csv'?" in str(refused(tmp_path / "book.csv"))
-    assert "check the name" in str(refused(tmp_path / "zzz.parquet"))
-    assert "there is no folder" in str(refused(tmp_path / "no" / "books.csv"))
-    assert "there is no folder" in str(refused(tmp_path / "books.csv" / "x"))
-    assert "qkv.open" in str(refused(tmp_path))
-    assert "cannot be opened" in str(refused(tmp_path / ("x" * 5000)))
-    assert "cannot be opened" in str(refused("a\0b.csv"))
-    assert "the name of the source is empty" in str(refused(" "))
+    assert "did you mean 'books.csv'?" in str(catch_source_error(tmp_path / "book.csv"))
+    assert "check the name" in str(catch_source_error(tmp_path / "zzz.parquet"))
+    assert "there is no folder" in str(catch_source_error(tmp_path / "no" / "books.csv"))
+    assert "there is no folder" in str(catch_source_error(tmp_path / "books.csv" / "x"))
+    assert "qkv.open" in str(catch_source_error(tmp_path))
+    assert "cannot be opened" in str(catch_source_error(tmp_path / ("x" * 5000)))
+    assert "cannot be opened" in str(catch_source_error("a\0b.csv"))
+    assert "the name of the source is empty" in str(catch_source_error(" "))
 
     def deny(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", deny)
-    assert "chmod" in str(refused(tmp_path / "books.csv"))
+    assert "chmod" in str(catch_source_error(tmp_path / "books.csv"))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
@@ -909,7 +921,7 @@ def test_a_pipe_is_read_once(tmp_path, name):
     writer = threading.Thread(target=path.write_bytes, args=(data,))
     writer.start()
     if name.endswith("parquet"):
-        assert "save it to a file first" in str(refused(path))
+        assert "save it to a file first" in str(catch_source_error(path))
     else:
         assert read(path).columns == {"a": [1] * 100_000, "b": [2] * 100_000}
     writer.join()
@@ -920,8 +932,8 @@ def test_sources_that_are_no_source(tmp_path):
         read(5)  # type: ignore[arg-type]
     with pytest.raises(CombinationError, match="table='x'"):
         read(write(tmp_path, "t.csv", "a\n1\n"), table="x")
-    assert "download" in str(refused("https://example.org/books.csv"))
-    assert "qkv reads files" in str(refused("mysql://host/shop"))
+    assert "download" in str(catch_source_error("https://example.org/books.csv"))
+    assert "qkv reads files" in str(catch_source_error("mysql://host/shop"))
     assert read(f"file://{tmp_path}/t.csv").columns == {"a": [1]}
 
 

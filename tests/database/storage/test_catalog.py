@@ -29,7 +29,7 @@ def open_to_all() -> Iterator[Path]:
         yield Path(name)
 
 
-def logged(folder: Path) -> Path:
+def create_logged_file(folder: Path) -> Path:
     """A file with a log: commits, one that shrinks the file, and one that did not finish."""
     path, copy = folder / "a.sqlite", folder / "copy.sqlite"
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
@@ -75,7 +75,7 @@ def by_sqlite(path: Path, folder: Path) -> list[tuple[int, bytes]] | None:
 
 def test_the_log_by_hand_is_the_log_by_sqlite(tmp_path):
     """Whole, cut anywhere, and with any byte of it changed."""
-    path = logged(tmp_path)
+    path = create_logged_file(tmp_path)
     log = Path(f"{path}-wal")
     full = log.read_bytes()
     assert [i for i, _ in rows(_read_with_log(path)) or []] == list(range(9))
@@ -93,7 +93,7 @@ def test_the_log_by_hand_is_the_log_by_sqlite(tmp_path):
 
 
 def test_a_log_that_says_anything_takes_no_more_memory_than_it_has(tmp_path):
-    path = logged(tmp_path)
+    path = create_logged_file(tmp_path)
     log = Path(f"{path}-wal")
     full = log.read_bytes()
     for size in (0, 1, 7, 2**32 - 1):

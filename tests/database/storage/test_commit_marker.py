@@ -31,7 +31,7 @@ def content(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def copied(source, target, *without):
+def copy_store(source, target, *without):
     target.mkdir()
     for file in source.iterdir():
         if file.name not in without:
@@ -66,8 +66,8 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
     with Store(tmp_path / "s") as store:
         add(store)
         add(store)
-        copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
-        full = copied(tmp_path / "s", tmp_path / "whole")
+        copy = copy_store(tmp_path / "s", tmp_path / "copy", *LOG)
+        full = copy_store(tmp_path / "s", tmp_path / "whole")
     before = content(copy)
     for _ in range(2):
         with pytest.raises(
@@ -90,7 +90,7 @@ def test_without_a_mark_unknown_files_stay_and_keep_their_names(tmp_path, small)
     with Store(tmp_path / "s") as store:
         add(store)
         add(store)
-        copy = copied(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
+        copy = copy_store(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
     segments = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
     assert len(segments) == 2
     assert ["move it elsewhere" in problem.what for problem in check_store(copy)] == [True, True]
@@ -130,7 +130,7 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
     with Store(tmp_path / "s") as store:
         add(store)
         add(store, 2)
-        copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
+        copy = copy_store(tmp_path / "s", tmp_path / "copy", *LOG)
     problems = check_store(copy, repair=True)
     assert any("the versions from 2 to 3 are lost" in problem.what for problem in problems)
     with Store(copy) as store:

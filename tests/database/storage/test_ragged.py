@@ -55,7 +55,7 @@ def words_by_id(store: Store, version: int | None = None) -> dict[int, list[int]
     return result
 
 
-def expected(ids: range | set[int]) -> dict[int, list[int]]:
+def expected_rows(ids: range | set[int]) -> dict[int, list[int]]:
     return {i: row(i) for i in ids}
 
 
@@ -66,24 +66,24 @@ def test_rows_come_and_go(tmp_path: Path, place: str) -> None:
     with Store(path) as store:
         for count in (3, 1, 9, 30):
             add(store, count)
-        assert words_by_id(store) == expected(range(43))
+        assert words_by_id(store) == expected_rows(range(43))
         before = store.version
         store.commit(remove=[0, 7, 42])
         left = set(range(43)) - {0, 7, 42}
-        assert words_by_id(store) == expected(left) and words_by_id(store, before) == expected(
-            range(43)
-        )
+        assert words_by_id(store) == expected_rows(left) and words_by_id(
+            store, before
+        ) == expected_rows(range(43))
         store.compact()
-        assert words_by_id(store) == expected(left)
+        assert words_by_id(store) == expected_rows(left)
         ids = store.open_snapshot().live_ids()
         halves = [(part, {"words": ragged(part.tolist())}) for part in (ids[:5], ids[5:])]
         store.rewrite_tensors(halves)
-        assert words_by_id(store) == expected(left)
+        assert words_by_id(store) == expected_rows(left)
         assert store.open_snapshot().tensor_names == ("words",)
     if path is not None:
         assert check_store(path) == []
         with Store(path) as store:
-            assert words_by_id(store) == expected(left)
+            assert words_by_id(store) == expected_rows(left)
 
 
 @pytest.mark.usefixtures("limits")
@@ -96,7 +96,7 @@ def test_a_lost_catalogue_is_made_again(tmp_path: Path) -> None:
     path.write_bytes(content)
     check_store(tmp_path, repair=True)
     with Store(tmp_path) as store:
-        assert words_by_id(store).items() <= expected(range(9)).items()
+        assert words_by_id(store).items() <= expected_rows(range(9)).items()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
     connection.close()

@@ -15,7 +15,7 @@ from qkv.database.storage import Store, check_store, limits, records
 from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.database.storage.segments import IDS_TENSOR
 from qkv.errors import ArgumentError, DtypeError
-from tests.database.storage.test_store import add, expected, flip, read_rows
+from tests.database.storage.test_store import add, expected_rows, flip, read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_rows_of_a_bundle_live_and_die_as_others_do(store):
         (store.open_snapshot(), left),
         (store.open_snapshot(3), range(34)),
     ):
-        assert read_rows(snap) == expected(ids)
+        assert read_rows(snap) == expected_rows(ids)
         for i in (3, 7, 20, 21, 25, 33):
             assert snap.find_ids(b"digest %d" % i) == ([i] if i in ids else [])
             assert snap.find_newest(b"digest %d" % i) == ((i, f"record {i}") if i in ids else None)
@@ -79,7 +79,9 @@ def test_a_compaction_forgets_the_dead_of_a_bundle(store):
                     snapshot.find_ids(b"digest 5") == []
                     and snapshot.find_newest(b"digest 5") is None
                 )
-                assert read_rows(snapshot) == expected([i for i in range(20) if i not in (0, 5)])
+                assert read_rows(snapshot) == expected_rows(
+                    [i for i in range(20) if i not in (0, 5)]
+                )
     store.commit(remove=[i for i in range(20) if i not in (0, 5)])
     store.compact()
     assert len(store.open_snapshot()) == 0 and not [
@@ -94,10 +96,10 @@ def test_bundles_stay_few(tmp_path):
         assert len(files(tmp_path)) == 1
         add(store, 10)
         assert len(files(tmp_path)) == 2
-        assert read_rows(store.open_snapshot()) == expected(
+        assert read_rows(store.open_snapshot()) == expected_rows(
             range(90)
         ) and store.open_snapshot().find_ids(b"digest 4") == [4]
-        assert read_rows(store.open_snapshot(3)) == expected(range(30))
+        assert read_rows(store.open_snapshot(3)) == expected_rows(range(30))
     assert check_store(tmp_path) == []
 
 
@@ -266,7 +268,7 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
     with Store(tmp_path) as store:
         # Deleted rows are recorded twice, so that one lost line does not restore them.
         left = [i for i in range(20) if i != 5 or harm == "catalogue"]
-        assert read_rows(store.open_snapshot()) == expected(
+        assert read_rows(store.open_snapshot()) == expected_rows(
             left
         ) and store.open_snapshot().settings == {"key": "title"}
         add(store, 3)

@@ -111,7 +111,7 @@ def read_rows(snap):
     return {int(i): (rows[int(i)], tuple(k)) for i, k in zip(ids, key.tolist(), strict=True)}
 
 
-def expected(ids):
+def expected_rows(ids):
     return {int(i): (f"record {i}", (float(i), -float(i))) for i in ids}
 
 
@@ -125,7 +125,7 @@ def test_what_goes_in_comes_out(make):
         )
         add(s, 3, settings={"key": "title"})
         snap = s.open_snapshot()
-        assert read_rows(snap) == expected(range(3))
+        assert read_rows(snap) == expected_rows(range(3))
         assert snap.find_ids(b"digest 1") == [1] and snap.find_ids(b"none") == []
         assert (
             snap.find_newest(b"digest 2") == (2, "record 2") and snap.find_newest(b"none") is None
@@ -141,8 +141,8 @@ def test_what_goes_in_comes_out(make):
 def test_it_is_there_after_reopening(make):
     add(make(), 5)
     make().commit(remove=[1, 3])
-    assert read_rows(make().open_snapshot()) == expected([0, 2, 4])
-    assert read_rows(make().open_snapshot(1)) == expected(range(5))
+    assert read_rows(make().open_snapshot()) == expected_rows([0, 2, 4])
+    assert read_rows(make().open_snapshot(1)) == expected_rows(range(5))
 
 
 def test_a_repeated_digest_is_found_oldest_first(make):
@@ -177,11 +177,11 @@ def test_small_segments_become_one(make, small, monkeypatch):
     s = make()
     for _ in range(60):
         add(s, 3)
-    assert read_rows(s.open_snapshot()) == expected(range(180))
+    assert read_rows(s.open_snapshot()) == expected_rows(range(180))
     for version in (1, 7, 31, 60):
-        assert read_rows(s.open_snapshot(version)) == expected(range(3 * version))
+        assert read_rows(s.open_snapshot(version)) == expected_rows(range(3 * version))
     assert len(s._blob_storage.list_files()) < 180 / 9
-    assert read_rows(make().open_snapshot()) == expected(range(180))
+    assert read_rows(make().open_snapshot()) == expected_rows(range(180))
 
 
 def test_a_large_commit_is_cut(make, small):
@@ -190,8 +190,8 @@ def test_a_large_commit_is_cut(make, small):
     add(s, 100)
     add(s, 1)
     assert [len(part.ids) for part in s.open_snapshot().iterate_segments()] == [20] * 5 + [2, 1]
-    assert read_rows(s.open_snapshot()) == expected(range(103))
-    assert read_rows(s.open_snapshot(1)) == expected(range(2))
+    assert read_rows(s.open_snapshot()) == expected_rows(range(103))
+    assert read_rows(s.open_snapshot(1)) == expected_rows(range(2))
 
 
 def test_windows(make, small):
@@ -243,7 +243,7 @@ def test_unique_names_the_position(make):
     assert caught.value.position == 1
     with pytest.raises(DuplicateKeyError, match="position 1 repeats the key at position 0"):
         s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
-    assert s.version == 1 and read_rows(s.open_snapshot()) == expected(range(2))
+    assert s.version == 1 and read_rows(s.open_snapshot()) == expected_rows(range(2))
 
 
 def test_files_of_rows_that_are_refused_go(tmp_path):
@@ -282,7 +282,7 @@ def test_bad_input_changes_nothing(make):
     bad(ArgumentError, "settings must consist of JSON values", settings={"a": object()})
     s.commit(remove=[0])
     bad(RowNotFoundError, "row 0 cannot be removed", remove=[0])
-    assert s.version == 2 and read_rows(s.open_snapshot()) == expected([1])
+    assert s.version == 2 and read_rows(s.open_snapshot()) == expected_rows([1])
     with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
         s.open_snapshot().read_records([1, 0])
     with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
@@ -379,9 +379,9 @@ def test_recode_is_a_new_generation(make, small):
         and s.open_snapshot().read_arrays()["b"] == 3.0
     )
     np.testing.assert_array_equal(s.open_snapshot(2).read_arrays()["w"], np.eye(2))
-    assert read_rows(s.open_snapshot(2)) == expected(ids) and read_rows(
+    assert read_rows(s.open_snapshot(2)) == expected_rows(ids) and read_rows(
         s.open_snapshot(1)
-    ) == expected(range(30))
+    ) == expected_rows(range(30))
     assert before.version == 2
     s.commit(records=["r"], digests=[b"d"], tensors={"key": keys([30])})
     np.testing.assert_array_equal(
@@ -407,14 +407,14 @@ def test_recode_wants_every_row_in_order(make):
     bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
         s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
-    assert s.version == 2 and read_rows(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
+    assert s.version == 2 and read_rows(s.open_snapshot()) == expected_rows([0, 1, 3, 4, 5])
 
 
 def test_recode_of_nothing(make):
     s = make()
     assert s.rewrite_tensors([], settings={"a": 1}).version == 1
     add(s, 2)
-    assert read_rows(make().open_snapshot()) == expected(range(2))
+    assert read_rows(make().open_snapshot()) == expected_rows(range(2))
 
 
 def test_compaction_drops_the_dead_and_the_past(make, small):
@@ -430,7 +430,7 @@ def test_compaction_drops_the_dead_and_the_past(make, small):
     assert (report.rows, report.dropped_rows, report.dropped_versions) == (65, 85, 5)
     assert report.held == () and report.files_after < report.files_before
     assert "dropped 85 deleted rows" in str(report)
-    assert read_rows(s.open_snapshot()) == expected(left) and s.version == 6
+    assert read_rows(s.open_snapshot()) == expected_rows(left) and s.version == 6
     with pytest.raises(VersionNotFoundError, match=r"version 3 was dropped.*oldest is 6"):
         s.open_snapshot(3)
     with pytest.raises(VersionNotFoundError, match="version 9 does not exist: the newest is 6"):
@@ -454,7 +454,7 @@ def test_compaction_leaves_alone_what_is_good(tmp_path, small):
         s.commit(remove=range(20, 40))
         s.compact()
         assert sorted(tmp_path.glob("*.safetensors")) == [before[0], before[2]]
-        assert read_rows(s.open_snapshot()) == expected([*range(20), *range(40, 60)])
+        assert read_rows(s.open_snapshot()) == expected_rows([*range(20), *range(40, 60)])
 
 
 def test_compaction_keeps_what_is_read_here(make, small):
@@ -471,12 +471,15 @@ def test_compaction_keeps_what_is_read_here(make, small):
     merged_ids = np.concatenate([first.ids, *(part.ids for part in half)])
     assert merged_ids.tolist() == list(range(40))
     assert (
-        read_rows(old) == read_rows(unread) == read_rows(s.open_snapshot(1)) == expected(range(40))
+        read_rows(old)
+        == read_rows(unread)
+        == read_rows(s.open_snapshot(1))
+        == expected_rows(range(40))
     )
     ids = s.open_snapshot().live_ids()
     s.rewrite_tensors([(ids, {"key": keys(ids) + 1})])
     s.compact()
-    assert read_rows(old) == expected(range(40))
+    assert read_rows(old) == expected_rows(range(40))
     old.close()
     del unread
     assert s.compact().held == ()
@@ -548,10 +551,10 @@ def test_one_writer(tmp_path):
             StoreLockedError, match=r"books.qkv is locked by this process \(\d+\).*twice.*close"
         ):
             add(two, 1)
-        assert read_rows(two.open_snapshot()) == expected([0])  # reading needs no lock
+        assert read_rows(two.open_snapshot()) == expected_rows([0])  # reading needs no lock
         one.close()
         add(two, 1)
-        assert read_rows(two.open_snapshot()) == expected([0, 1])
+        assert read_rows(two.open_snapshot()) == expected_rows([0, 1])
 
 
 HOLDER = """
@@ -616,7 +619,7 @@ def test_threads(tmp_path, small):
             try:
                 while not done.is_set():
                     snap = s.open_snapshot()
-                    assert read_rows(snap) == expected(snap.live_ids())
+                    assert read_rows(snap) == expected_rows(snap.live_ids())
             except BaseException as error:
                 failures.append(error)
 
@@ -798,7 +801,7 @@ def test_creation_that_was_cut_short_goes_on(tmp_path):
         add(s, 1)
 
 
-def filled(path):
+def fill_store(path):
     """Three segments of 20 rows, 3 resting rows; gives the segments' paths."""
     with Store(path) as s:
         add(s, 60, settings={"key": "title"}, arrays={"w": np.eye(2)})
@@ -839,7 +842,7 @@ LEFT = sorted(set(range(63)) - {5, 61})
 
 @pytest.mark.parametrize("harm", ["missing", "short", "long", "header", "empty", "length"])
 def test_a_damaged_segment(tmp_path, small, harm):
-    path = filled(tmp_path)[1]
+    path = fill_store(tmp_path)[1]
     content = path.read_bytes()
     match harm:
         case "missing":
@@ -885,12 +888,12 @@ def test_a_damaged_segment(tmp_path, small, harm):
         ids = s.open_snapshot().live_ids()
         # Other tensors for every row: the damaged file is not needed any more.
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
-        assert read_rows(s.open_snapshot()) == expected(ids)
+        assert read_rows(s.open_snapshot()) == expected_rows(ids)
     assert set(before) <= set(os.listdir(tmp_path))  # nothing was deleted
 
 
 def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
-    path = filled(tmp_path)[0]
+    path = fill_store(tmp_path)[0]
     flip(path, path.stat().st_size - 3)
     [problem] = check_store(tmp_path)
     assert problem.file == path.name and "checksum" in problem.what
@@ -915,7 +918,7 @@ def test_arrays_that_are_cut_while_they_are_used(tmp_path):
 
 
 def test_damaged_arrays(tmp_path):
-    filled(tmp_path)
+    fill_store(tmp_path)
     [path] = tmp_path.glob("arrays*")
     flip(path, path.stat().st_size - 1)
     [problem] = check_store(tmp_path)
@@ -928,7 +931,7 @@ def test_damaged_arrays(tmp_path):
 @pytest.mark.parametrize("tensors", ["no bytes", 7])
 def test_a_resting_row_of_another_type(tmp_path, small, tensors):
     # As a page of zeros in the catalogue makes them: SQLite reads cells of any type.
-    filled(tmp_path)
+    fill_store(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db, db:
         db.execute("UPDATE resting SET tensors = ? WHERE id = 62", (tensors,))
     [problem] = check_store(tmp_path)
@@ -938,7 +941,7 @@ def test_a_resting_row_of_another_type(tmp_path, small, tensors):
 
 
 def test_a_resting_row_that_stands_twice(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     with Store(tmp_path) as s:
         shot, good = s.open_snapshot(), keys([1]).tobytes()
         lines = [(1, good, crc32(good)), (1, good, 0)]
@@ -947,7 +950,7 @@ def test_a_resting_row_that_stands_twice(tmp_path, small):
 
 
 def test_a_damaged_resting_row(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     path = tmp_path / "catalogue.sqlite"
     flip(path, path.read_bytes().index(np.array([62.0, -62.0], np.float32).tobytes()))
     [problem] = check_store(tmp_path)
@@ -967,12 +970,12 @@ def test_a_damaged_resting_row(tmp_path, small):
             s.open_snapshot().read_tensor("key", [62])
         ids = s.open_snapshot().live_ids()
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
-        assert read_rows(s.open_snapshot()) == expected(LEFT)
+        assert read_rows(s.open_snapshot()) == expected_rows(LEFT)
     assert check_store(tmp_path) == []
 
 
 def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     with Store(tmp_path) as s:
         following = s._reader_catalog.fetch_value("SELECT files FROM counters")
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
@@ -991,7 +994,7 @@ def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
     left = tmp_path / f"segment-{following:08d}.safetensors"
     with Store(tmp_path) as s:
         assert (
-            read_rows(s.open_snapshot()) == expected(LEFT) and left.exists()
+            read_rows(s.open_snapshot()) == expected_rows(LEFT) and left.exists()
         )  # a reader removes nothing
         add(s, 1)
     assert own_file.exists() and unknown.exists() and not left.exists()
@@ -1002,7 +1005,7 @@ def test_a_full_disk_changes_nothing(tmp_path, small):
         def fsync(self, file, path):
             raise OSError(28, "No space left on device")
 
-    filled(tmp_path)
+    fill_store(tmp_path)
     before = sorted(os.listdir(tmp_path))
     with Store(tmp_path, files=Full()) as s:
         with pytest.raises(StoreUnwritableError, match=r"No space left.*nothing was changed"):
@@ -1011,7 +1014,7 @@ def test_a_full_disk_changes_nothing(tmp_path, small):
         add(s, 1)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "lock"]) or "lock" in before
     with Store(tmp_path) as s:
-        assert read_rows(s.open_snapshot()) == expected([*LEFT, 63])
+        assert read_rows(s.open_snapshot()) == expected_rows([*LEFT, 63])
     assert check_store(tmp_path) == []
 
 
@@ -1046,7 +1049,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_catalogue(tmp_path, small, harm):
-    filled(tmp_path)
+    fill_store(tmp_path)
     path = tmp_path / "catalogue.sqlite"
     HARMS[harm](path)
     broken = path.read_bytes() if path.exists() else None
@@ -1087,11 +1090,11 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
         assert result == {i: f"record {i}" for i in result}
         assert s.version == 4 or harm == "half"
         if harm in ("magic", "header", "first page", "settings") or "schema" in harm:
-            assert read_rows(snap) == expected(LEFT) and again == []
+            assert read_rows(snap) == expected_rows(LEFT) and again == []
             assert snap.settings == {"key": "title"}
             np.testing.assert_array_equal(snap.read_arrays()["w"], np.eye(2))
         if harm == "record":
-            assert read_rows(snap) == expected(set(LEFT) - {17}) and again == []
+            assert read_rows(snap) == expected_rows(set(LEFT) - {17}) and again == []
             assert any("60 of 61 rows could be read" in problem.what for problem in found_problems)
         add(s, 1)
 
@@ -1145,12 +1148,12 @@ def harm_somewhere(path, rng):
 @pytest.mark.filterwarnings("ignore::qkv.database.errors.SkippedRowsWarning")
 @pytest.mark.parametrize("seed", range(1000 if FULL else 40))
 def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, seed):
-    filled(tmp_path)
+    fill_store(tmp_path)
     harm_somewhere(tmp_path, random.Random(seed))
     problems = check_store(tmp_path)
     try:
         with Store(tmp_path) as s, s.open_snapshot() as snap:
-            same = snap.settings == {"key": "title"} and read_rows(snap) == expected(LEFT)
+            same = snap.settings == {"key": "title"} and read_rows(snap) == expected_rows(LEFT)
     except QkvError:
         same = False
     except AssertionError:  # the ways to read do not agree
@@ -1168,13 +1171,13 @@ def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, see
 
 
 def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     tmp_path.chmod(0o555)
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("this user may write everywhere")
         with Store(tmp_path) as s:
-            assert read_rows(s.open_snapshot()) == expected(LEFT)
+            assert read_rows(s.open_snapshot()) == expected_rows(LEFT)
             with pytest.raises(StoreUnwritableError, match="permissions"):
                 add(s, 1)
         assert check_store(tmp_path) == []
@@ -1188,7 +1191,7 @@ def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
 def test_reading_on_a_full_disk(tmp_path, small):
     """What may not grow any file, as on a full disk, reads a store that was closed, and what
     somebody writes to it meanwhile."""
-    filled(tmp_path)
+    fill_store(tmp_path)
     child = subprocess.Popen(
         [sys.executable, "-c", _ON_A_FULL_DISK, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -1289,7 +1292,7 @@ else:
 
 def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
     inside, outside = tmp_path / "s", tmp_path / "segment-00000001.safetensors"
-    first = filled(inside)[0]
+    first = fill_store(inside)[0]
     first.rename(outside)
     connection = sqlite3.connect(inside / "catalogue.sqlite", isolation_level=None)
     connection.execute("UPDATE segments SET file = '../' || file WHERE first = 0")
@@ -1305,7 +1308,7 @@ def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
 
 
 def test_a_layout_that_cannot_be_read(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)
     connection.execute("UPDATE generations SET layout = '[[1]]'")
     connection.close()
@@ -1317,7 +1320,7 @@ def test_a_layout_that_cannot_be_read(tmp_path, small):
     assert problem.what == "a layout in it cannot be read"
     check_store(tmp_path, repair=True)
     with Store(tmp_path) as s:
-        assert read_rows(s.open_snapshot()) == expected(LEFT)
+        assert read_rows(s.open_snapshot()) == expected_rows(LEFT)
 
 
 def test_an_unreferenced_store_releases_its_lock(tmp_path):
@@ -1337,13 +1340,13 @@ def test_many_dead_rows_over_many_versions(make, small):
     for _ in range(12):
         s.commit(remove=rng.choice(left[-1], 3, replace=False))
         left.append(s.open_snapshot().live_ids().tolist())
-        assert read_rows(s.open_snapshot()) == expected(left[-1])
+        assert read_rows(s.open_snapshot()) == expected_rows(left[-1])
     for version in rng.permutation(13):
-        assert read_rows(s.open_snapshot(int(version) + 1)) == expected(left[version])
+        assert read_rows(s.open_snapshot(int(version) + 1)) == expected_rows(left[version])
 
 
 def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
 
     def stop(done, total):
         raise KeyboardInterrupt
@@ -1351,14 +1354,14 @@ def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
     with Store(tmp_path) as s:
         with pytest.raises(KeyboardInterrupt):
             s.compact(stop)
-        assert read_rows(s.open_snapshot()) == expected(LEFT) and read_rows(
+        assert read_rows(s.open_snapshot()) == expected_rows(LEFT) and read_rows(
             s.open_snapshot(1)
-        ) == expected(range(60))
+        ) == expected_rows(range(60))
     assert check_store(tmp_path) == []
 
 
 def test_opening_is_cheap(tmp_path):
-    filled(tmp_path)
+    fill_store(tmp_path)
     started = time.thread_time()  # others may keep the machine busy
     for _ in range(10):
         Store(tmp_path).close()
@@ -1366,7 +1369,7 @@ def test_opening_is_cheap(tmp_path):
 
 
 def test_notes_are_json(tmp_path, small):
-    path = filled(tmp_path)[0]
+    path = fill_store(tmp_path)[0]
     notes, entry = segments.read_file_metadata(path)
     assert json.loads(notes["settings"]) == {"key": "title"} and entry.rows == 20
     assert Path(entry.file) == Path(path.name)

@@ -134,7 +134,7 @@ def files(path):
     return sorted(name for name in os.listdir(path) if "safetensors" in name)
 
 
-def opened(path, faults, monkeypatch):
+def open_faulty_store(path, faults, monkeypatch):
     """A store whose every write goes through the faults."""
     store = Store(path, files=FaultyFiles(faults))
     with store._write_session("look") as (catalogue, _):
@@ -168,7 +168,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
         shutil.copytree(base, path)
         faults = Faults(at, code, lasting)
         caplog.clear()
-        with pytest.MonkeyPatch.context() as patch, opened(path, faults, patch) as store:
+        with pytest.MonkeyPatch.context() as patch, open_faulty_store(path, faults, patch) as store:
             error = report = None
             try:
                 report = store.compact()
@@ -202,7 +202,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
 def test_a_catalogue_that_alone_would_shrink_and_cannot_is_an_error(base, monkeypatch):
     """It was said to be compacted, and was what it had been."""
     faults = Faults(0, errno.EIO)
-    with opened(base, faults, monkeypatch) as store:
+    with open_faulty_store(base, faults, monkeypatch) as store:
         monkeypatch.setattr(faults, "fails", lambda what: what == "sqlite VACUUM")
         report = store.compact()
         message = "the catalog could not be shrunk (disk: Input/output error)"

@@ -38,19 +38,19 @@ cell = st.recursive(
 )
 
 
-def same(a, b):
+def is_same(a, b):
     if isinstance(a, float) and math.isnan(a):
         return isinstance(b, float) and math.isnan(b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return isinstance(b, dict) and a.keys() == b.keys() and all(is_same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(is_same, a, b))
     return type(a) is type(b) and a == b
 
 
 @given(cell)
 def test_a_row_comes_back_as_it_was(x):
-    assert same(cells.load_row(cells.dump_row({"c": x}))["c"], x)
+    assert is_same(cells.load_row(cells.dump_row({"c": x}))["c"], x)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])

@@ -48,7 +48,7 @@ def unproven(engine):
     return "float64 is not precise enough" in engine
 
 
-def made(rng, kind, count=600):
+def random_keys(rng, kind, count=600):
     keys = rng.normal(size=(count, WIDTH))
     if kind == "near ties":
         keys = keys[:1] + 1e-7 * keys
@@ -81,7 +81,7 @@ KINDS = ["plain", "near ties", "all equal", "clusters", "one huge row", "of all 
 )
 def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tolerance, pooled):
     rng = np.random.default_rng(seed)
-    keys = made(rng, kind)
+    keys = random_keys(rng, kind)
     values = np.arange(len(keys), dtype=float) if pooled else [str(i) for i in range(len(keys))]
     D = qkv.Database(keys[:400], values[:400])
     D.add(keys[400:], values[400:])
@@ -120,7 +120,7 @@ def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tole
 def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, width, masked):
     """Rows that are scanned in blocks, some of them read again, others left out."""
     rng = np.random.default_rng(seed)
-    keys, value = made(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
+    keys, value = random_keys(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
     codes = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     allowed = rng.random(600) < 0.8 if masked else None
     rows = StoredRows(lambda: [RowChunk(keys, value, quantized=codes)], keys.shape, width, allowed)
@@ -168,9 +168,9 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
 )
 def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
     rng = np.random.default_rng(seed)
-    keys = made(rng, kind)
+    keys = random_keys(rng, kind)
     D = qkv.Database(keys, [str(i) for i in range(len(keys))])
-    query = keys[rng.integers(len(keys))] + 0.1 * made(rng, "plain")[0]
+    query = keys[rng.integers(len(keys))] + 0.1 * random_keys(rng, "plain")[0]
     for weighting in ["hard"] if k == 1 else [TopK(k)]:
         result = D.ask(query, score=score, weighting=weighting, tolerance=0.01)
         true = exact(keys, query, score, qkv.weightings.resolve(weighting))
@@ -188,7 +188,7 @@ def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
 def test_what_rounding_alone_takes_of_a_tolerance_leaves_no_row_out(monkeypatch):
     """The search for lighter rows ends where blocks without any weight are never found."""
     monkeypatch.setattr(quantized, "MAX_CODED_ROWS_PER_BLOCK", 100)
-    keys = made(np.random.default_rng(1), "plain")
+    keys = random_keys(np.random.default_rng(1), "plain")
     keys[100:] -= 50 * keys[3]
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2)
@@ -198,7 +198,7 @@ def test_what_rounding_alone_takes_of_a_tolerance_leaves_no_row_out(monkeypatch)
 
 
 def test_a_window_without_keys_next_to_one_that_8_bits_rounded():
-    keys = made(np.random.default_rng(1), "plain", 60)
+    keys = random_keys(np.random.default_rng(1), "plain", 60)
     score, query = scores.Epanechnikov(8.0), np.stack([keys[0] * 100, keys[0]])
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
@@ -216,7 +216,7 @@ def test_a_window_without_keys_next_to_one_that_8_bits_rounded():
 
 
 def test_a_window_without_keys_changes_nothing_of_another():
-    keys = made(np.random.default_rng(1), "plain", 300)
+    keys = random_keys(np.random.default_rng(1), "plain", 300)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
         {
@@ -246,7 +246,7 @@ def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
 
 @pytest.mark.parametrize("weighting", [Softmax(), TopK(3), "hard", Normalized()], ids=str)
 def test_where_no_row_is_allowed_no_row_has_weight(weighting):
-    keys = made(np.random.default_rng(0), "plain", 60)
+    keys = random_keys(np.random.default_rng(0), "plain", 60)
     near, allowed = (
         quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)}),
         np.zeros(60, bool),
@@ -259,7 +259,7 @@ def test_where_no_row_is_allowed_no_row_has_weight(weighting):
 
 @pytest.mark.parametrize("score", WINDOWS, ids=lambda s: type(s).__name__)
 def test_windows_under_normalized(score):
-    keys = made(np.random.default_rng(1), "plain")
+    keys = random_keys(np.random.default_rng(1), "plain")
     D = qkv.Database(keys, np.arange(len(keys), dtype=float))
     for query in (keys[0], keys[5] * 0.1, keys[5] * 100):
         result = D.ask(query, score=score, weighting="normalized", tolerance=0.02)
@@ -293,7 +293,7 @@ def test_rows_at_the_edge_of_a_window_are_those_of_the_exact_answer(size, kind, 
 
 
 def test_a_query_at_the_edge_changes_nothing_of_another():
-    keys = made(np.random.default_rng(1), "plain", 300)
+    keys = random_keys(np.random.default_rng(1), "plain", 300)
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2)
     query = keys[[3, 4]].copy()
@@ -319,7 +319,7 @@ def test_random_cases_keep_their_bounds(first):
 
 def test_conditions_and_missing_values_are_left_out():
     rng = np.random.default_rng(2)
-    keys = made(rng, "plain", 500)
+    keys = random_keys(rng, "plain", 500)
     values = [None if i % 7 == 0 else float(i) for i in range(500)]
     D = qkv.Database.from_columns(
         {"key": keys, "value": values, "group": [i % 3 for i in range(500)]},
@@ -422,7 +422,7 @@ def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
 
 def test_attend_is_exact_where_a_gradient_is_wanted():
     torch = pytest.importorskip("torch")
-    keys = made(np.random.default_rng(4), "plain")
+    keys = random_keys(np.random.default_rng(4), "plain")
     D = qkv.Database(keys, keys)
     query = torch.tensor(keys[:2], requires_grad=True)
     out = D.attend(query, tolerance=0.1)
@@ -434,7 +434,7 @@ def test_attend_is_exact_where_a_gradient_is_wanted():
 
 
 def test_other_scores_and_weightings_are_exact():
-    keys = made(np.random.default_rng(5), "plain", 100)
+    keys = random_keys(np.random.default_rng(5), "plain", 100)
     D = qkv.Database(keys, np.arange(100.0))
     for options in (
         {"score": "laplace"},
@@ -558,7 +558,7 @@ def test_what_float32_rounds_to_nothing_is_no_tie():
 
 
 def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
-    keys = (made(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
+    keys = (random_keys(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
         {
@@ -576,7 +576,7 @@ def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
 
 def test_a_weight_of_almost_1_is_rounded_too():
     rng = np.random.default_rng(4)
-    keys = made(rng, "plain")
+    keys = random_keys(rng, "plain")
     keys[7] *= 3
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
@@ -698,7 +698,7 @@ def test_a_bound_that_is_no_number_is_no_bound():
 )
 def test_codes_bound_what_they_have_lost(dtype, unit):
     rng = np.random.default_rng(8)
-    keys = (made(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
+    keys = (random_keys(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
     keys[::7] = (1e-25 * keys[::7].astype(float)).astype(dtype)
     result = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     code, scale = quantization.quantize_int8(keys)  # which a store keeps with the same bounds

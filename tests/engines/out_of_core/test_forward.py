@@ -39,7 +39,7 @@ def read():
         yield RowChunk(KEY[part], VALUE[part], LIVE[part] if start else None)
 
 
-def stored(**options):
+def store_rows(**options):
     return StoredRows(read, (int(LIVE.sum()), D), 3, **options)
 
 
@@ -94,7 +94,7 @@ cases = pytest.mark.parametrize(("score", "weighting"), CASES)
 each_allowed = pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "some"])
 
 
-def small(monkeypatch):
+def use_small_blocks(monkeypatch):
     """Cuts that do not divide what is stored, and more than one span of queries."""
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 64))
     monkeypatch.setattr(engine, "MAX_CACHED_SCORES", 256)
@@ -106,7 +106,7 @@ def dense(q, make, score, weighting, allowed):
     return qkv.attend(q, make(KEY[LIVE]), make(VALUE[LIVE]), return_weights=True, **options)
 
 
-def slopes(fw, loss, arrays):
+def compute_gradients(fw, loss, arrays):
     if fw.name != "jax":
         return fw.compute_gradients(loss, arrays)
     import jax
@@ -126,14 +126,14 @@ def slopes(fw, loss, arrays):
 @cases
 def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
     if fw.name == "torch":
-        small(monkeypatch)
+        use_small_blocks(monkeypatch)
     make, held = SCORES[score]
     resolved_weighting = WEIGHTINGS[weighting]
     arrays = [fw.make_array(x) for x in (QUERY, *held)]
     actual = []
     for attend in (
         lambda q, s: attention.attend_rows(
-            stored(allowed=allowed), q, score=s, weighting=resolved_weighting
+            store_rows(allowed=allowed), q, score=s, weighting=resolved_weighting
         ),
         lambda q, s: dense(q, fw.make_array, s, resolved_weighting, allowed)[0],
     ):
@@ -144,7 +144,7 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
             return xp.sum(out * fw.make_array(ALONG)) + xp.sum(q) * 0.0  # some have no backward
 
         actual.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])
-        actual[-1] += slopes(fw, loss, arrays)
+        actual[-1] += compute_gradients(fw, loss, arrays)
     for got, want in zip(*actual, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
@@ -164,7 +164,7 @@ def test_scores_that_are_held_give_the_same_gradient(score, weighting, allowed, 
         monkeypatch.setattr(engines_read, "MAX_SAVED_SCORES", most)
         q = torch.tensor(QUERY, requires_grad=True)
         out = attention.attend_rows(
-            stored(allowed=allowed), q, score=score, weighting=resolved_weighting
+            store_rows(allowed=allowed), q, score=score, weighting=resolved_weighting
         )
         for _ in range(2):  # the saved arrays serve a second backward too
             out.backward(torch.tensor(ALONG), retain_graph=True)
@@ -194,12 +194,15 @@ def test_a_score_that_only_inherits_from_a_product_is_scored_as_it_is():
 @pytest.mark.parametrize("apart", [False, True])
 @cases
 def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch):
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     make, held = SCORES[score]
     options, s = WEIGHTINGS[weighting], make(*held)
     out, alpha = dense(QUERY, np.asarray, s, options, allowed)
     got = attention.weigh_rows(
-        stored(allowed=allowed, reads_chunks_separately=apart), QUERY, score=s, weighting=options
+        store_rows(allowed=allowed, reads_chunks_separately=apart),
+        QUERY,
+        score=s,
+        weighting=options,
     )
     np.testing.assert_allclose(got.output, out, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(got.weights, alpha, rtol=1e-9, atol=1e-11)
@@ -217,7 +220,7 @@ def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch)
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     key = KEY.astype(dtype)
     key[:250] *= np.array(1e15 if dtype == "float32" else 1e150, dtype)  # whose squares overflow
     key[300], key[301], key[302:] = 0, key[301] * 1e-10, key[302:] * 1e-5
@@ -234,7 +237,7 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
 @pytest.mark.parametrize("fw", ["numpy", *WITH_GRADIENTS], ids=lambda fw: getattr(fw, "name", fw))
 def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
     """attend normalized all keys again in every call: 14 times the time of ask."""
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     key = np.array(KEY)
     key[:250] *= 1e150  # no terms, because the squares overflow
     key[300] = 0
@@ -271,7 +274,7 @@ def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
         score = scores.Cosine(t)
         return qkv.attend(q, make(key), make(VALUE), score=score, engine="dense")
 
-    got, want = (slopes(fw, loss(x), [query, temperature]) for x in (attend, dense))
+    got, want = (compute_gradients(fw, loss(x), [query, temperature]) for x in (attend, dense))
     for one, two in zip(got, want, strict=True):
         np.testing.assert_allclose(to_numpy(one), to_numpy(two), rtol=1e-8, atol=1e-10)
 
@@ -291,16 +294,16 @@ def test_what_means_nothing_is_refused():
     options = {"score": "dot", "weighting": "normalized"}
     for function in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(CombinationError, match="can be negative"):
-            function(stored(), QUERY, **options)
+            function(store_rows(), QUERY, **options)
         strict = {"score": "boxcar", "weighting": weightings.Normalized("raise")}
         with pytest.raises(ArgumentError, match="have no key within"):
-            function(stored(), QUERY, **strict)
+            function(store_rows(), QUERY, **strict)
 
 
 def test_a_trace_cannot_read():
     jax = pytest.importorskip("jax")
     with pytest.raises(FrameworkError, match="outside jit"):
-        jax.jit(lambda q: attention.attend_rows(stored(), q, score="dot", weighting="softmax"))(
+        jax.jit(lambda q: attention.attend_rows(store_rows(), q, score="dot", weighting="softmax"))(
             QUERY
         )
 
@@ -347,14 +350,14 @@ def test_how_often_the_rows_are_read(weighting, forth):
 def test_second_derivatives():
     torch = pytest.importorskip("torch")
     q = torch.tensor(QUERY[:2], requires_grad=True)
-    for rows in (stored(), stored(allowed=ALLOWED)):
+    for rows in (store_rows(), store_rows(allowed=ALLOWED)):
         assert torch.autograd.gradgradcheck(
             lambda q, rows=rows: attention.attend_rows(rows, q, score="dot", weighting="softmax"), q
         )
 
 
 def test_what_lies_apart_is_done_with_before_the_next(monkeypatch):
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     done = []
 
     class Watched(scores.Dot, new_formula=True):
@@ -402,7 +405,7 @@ def test_the_sum_keeps_the_values_digits():
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15"])
 def test_every_row_ruled_out_gives_nought(weighting):
     torch = pytest.importorskip("torch")
-    rows = stored(allowed=np.zeros(int(LIVE.sum()), bool))
+    rows = store_rows(allowed=np.zeros(int(LIVE.sum()), bool))
     q = torch.tensor(QUERY, requires_grad=True)
     out = attention.attend_rows(rows, q, score="dot", weighting=weighting)
     assert (out == 0).all()
@@ -419,9 +422,9 @@ def test_every_row_ruled_out_gives_nought(weighting):
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15", "average"])
 def test_no_queries(weighting):
     options = {"score": "dot", "weighting": weighting}
-    assert attention.attend_rows(stored(), QUERY[:0], **options).shape == (0, 3)
-    assert attention.attend_rows(stored(allowed=ALLOWED), QUERY[:0], **options).shape == (0, 3)
-    result = attention.weigh_rows(stored(), QUERY[:0], **options)
+    assert attention.attend_rows(store_rows(), QUERY[:0], **options).shape == (0, 3)
+    assert attention.attend_rows(store_rows(allowed=ALLOWED), QUERY[:0], **options).shape == (0, 3)
+    result = attention.weigh_rows(store_rows(), QUERY[:0], **options)
     assert result.output.shape == (0, 3) and result.weights.shape == (0, int(LIVE.sum()))
 
 
@@ -436,7 +439,7 @@ def test_a_function_s_own_array_has_its_gradient():
     got, want = (
         torch.autograd.grad((out * torch.tensor(ALONG)).sum(), w)[0]
         for out in (
-            attention.attend_rows(stored(), q, score=score, weighting="softmax"),
+            attention.attend_rows(store_rows(), q, score=score, weighting="softmax"),
             qkv.attend(q, k, v, score=score, engine="dense"),
         )
     )

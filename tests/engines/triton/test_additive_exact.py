@@ -71,7 +71,7 @@ def gradients(run, inputs, *rest, lse_too=True):
     return out, lse, *torch.autograd.grad(loss, inputs)
 
 
-def agree(run, inputs, *rest, rtol=2e-5, lse_too=True):
+def check_gradients(run, inputs, *rest, rtol=2e-5, lse_too=True):
     """Output, log-sum-exp and every gradient, each as far off as its largest number allows."""
     got = gradients(run, inputs, *rest, lse_too=lse_too)
     want = gradients(formula, [x.double() for x in inputs], *rest, lse_too=lse_too)
@@ -99,7 +99,7 @@ LENGTHS = torch.tensor([29, 0], dtype=torch.int32, device=DEVICE)
     ],
 )
 def test_values_and_gradients(shape, rest):
-    agree(attend_exactly, arrays(**shape), *rest)
+    check_gradients(attend_exactly, arrays(**shape), *rest)
 
 
 @pytest.mark.parametrize("scale", [8.0, 60.0])
@@ -108,7 +108,7 @@ def test_large_numbers(scale):
     a, b, v, value = arrays(scale=1.0)
     a[:, :, 3] *= scale
     b[:, :, ::2] *= scale
-    agree(attend_exactly, [a, b, v, value], None, 2, None)
+    check_gradients(attend_exactly, [a, b, v, value], None, 2, None)
 
 
 def test_infinite_numbers_are_saturated():
@@ -121,11 +121,11 @@ def test_infinite_numbers_are_saturated():
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
 def test_sixteen_bits(dtype, rtol):
-    agree(attend_exactly, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
+    check_gradients(attend_exactly, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
 
 
 def test_without_a_gradient_of_the_logarithm():
-    agree(attend_exactly, arrays(), lse_too=False)
+    check_gradients(attend_exactly, arrays(), lse_too=False)
 
 
 def test_the_gradient_of_the_logarithm_alone():
@@ -179,7 +179,7 @@ def test_the_gradient_is_the_same_each_time():
         assert torch.equal(one, two)
 
 
-def joined(a, b, v, value, *rest):
+def attend_joined(a, b, v, value, *rest):
     return attend_additive(a, b, v, value, TABLE, GRID, *rest)
 
 
@@ -193,7 +193,7 @@ def test_the_join(scale, rtol, rest):
     inputs = arrays(heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
     within = max(x.abs().max() for x in inputs[:2]) <= WIDEST
     assert within == (scale < 1)
-    agree(joined, inputs, *rest, rtol=rtol)
+    check_gradients(attend_joined, inputs, *rest, rtol=rtol)
 
 
 @pytest.mark.sample(1)
@@ -201,7 +201,9 @@ def test_the_join(scale, rtol, rest):
 def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
     inputs = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
     inputs[side][0, 0, 3, 2] = 3 * WIDEST
-    for one, two in zip(gradients(joined, inputs), gradients(attend_exactly, inputs), strict=True):
+    for one, two in zip(
+        gradients(attend_joined, inputs), gradients(attend_exactly, inputs), strict=True
+    ):
         assert torch.equal(one, two)
 
 
@@ -209,13 +211,13 @@ def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
 @pytest.mark.parametrize("scale", [0.6, 4.0])
 def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     inputs = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
-    want = gradients(joined, inputs, None, 5, LENGTHS)
+    want = gradients(attend_joined, inputs, None, 5, LENGTHS)
     a, b = inputs[:2]
     each = 4 * TANH_FUNCTION_PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
     for held, pieces in {1: 4, 2: 2, 3: 2, 4: 1, 100: 1}.items():
         monkeypatch.setattr(additive, "MAX_FEATURE_BYTES", held * each + 1)
         assert len(additive._split_pieces(a, b, TANH_FUNCTION_PAIRS)) == pieces
-        got = gradients(joined, inputs, None, 5, LENGTHS)
+        got = gradients(attend_joined, inputs, None, 5, LENGTHS)
         for one, two in zip(got[2:], want[2:], strict=True):
             atol = 0 if scale > 1 else 1e-3 * two.abs().max().item()
             torch.testing.assert_close(one, two, rtol=0, atol=atol)
@@ -224,26 +226,26 @@ def test_the_join_goes_back_in_pieces(scale, monkeypatch):
 @pytest.mark.parametrize(("n", "m", "b"), [(0, 3, 1), (3, 0, 1), (3, 3, 0)])
 def test_the_join_of_nothing(n, m, b):
     inputs = arrays(b=b, n=n, m=m, h=4, dtype=torch.float16)
-    for x in gradients(joined, inputs)[2:]:
+    for x in gradients(attend_joined, inputs)[2:]:
         assert not x.any()
 
 
 def test_the_join_has_no_second_derivative():
     inputs = [x.requires_grad_() for x in arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)]
-    (first,) = torch.autograd.grad(joined(*inputs)[0].sum(), inputs[:1], create_graph=True)
+    (first,) = torch.autograd.grad(attend_joined(*inputs)[0].sum(), inputs[:1], create_graph=True)
     with pytest.raises(EngineError, match="no second derivatives"):
         first.sum().backward()
 
 
 def test_the_join_takes_float32_exactly():
     inputs = arrays()
-    assert torch.equal(joined(*inputs)[0], attend_exactly(*inputs)[0])
+    assert torch.equal(attend_joined(*inputs)[0], attend_exactly(*inputs)[0])
 
 
 def test_the_join_has_a_gradient_of_the_logarithm_alone():
     inputs = [x.requires_grad_() for x in arrays(dtype=torch.float16, scale=0.6)]
     want = [x.detach().double().requires_grad_() for x in inputs]
-    got = torch.autograd.grad(joined(*inputs)[1].sum(), inputs[:3])
+    got = torch.autograd.grad(attend_joined(*inputs)[1].sum(), inputs[:3])
     for one, two in zip(got, torch.autograd.grad(formula(*want)[1].sum(), want[:3]), strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-2 * two.abs().max().item())
 
@@ -255,8 +257,8 @@ def test_the_operators_pass_opcheck():
 
 def test_torch_compile_sees_through():
     inputs = arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)
-    compiled = torch.compile(joined, backend="aot_eager", fullgraph=True)
-    for one, two in zip(gradients(compiled, inputs), gradients(joined, inputs), strict=True):
+    compiled = torch.compile(attend_joined, backend="aot_eager", fullgraph=True)
+    for one, two in zip(gradients(compiled, inputs), gradients(attend_joined, inputs), strict=True):
         assert torch.equal(one, two)
 
 

@@ -36,14 +36,14 @@ def features_grad(dphi, dpsi, moved_a, moved_b, known):
     return into
 
 
-def bent(x):
+def saturate(x):
     return x / (1 + x * x / 25) ** 0.5
 
 
 def polynomials(x, v, rows, key):
     """The features in float64 by the powers of T's definition, differentiable, and what is added
     for each row alone."""
-    z = bent(x) / bent(REACHES[rows])
+    z = saturate(x) / saturate(REACHES[rows])
     y = 2 * z * z - 1
     terms = [torch.ones_like(y), y]
     while len(terms) < SERIES.shape[-1]:
@@ -59,7 +59,7 @@ def polynomials(x, v, rows, key):
     return (columns * v if key else columns).flatten(-2), (main * v).sum(-1)
 
 
-def fitted(a, b, v):
+def fit_table_units(a, b, v):
     return fit_units(unit_ranges(a, b), v, TABLE, GRID)
 
 
@@ -90,11 +90,11 @@ def first_rows(*arrays):
 def test_each_unit_has_the_first_row_of_the_table_that_reaches(h, reach_a, reach_b, row):
     a, b = random_tensor(2, 7, h, scale=0.05), random_tensor(3, h, scale=0.05)
     a[1, 3, -2], b[2, -2] = -reach_a, reach_b
-    fit, beyond, _ = fitted(a, b, random_tensor(h))
+    fit, beyond, _ = fit_table_units(a, b, random_tensor(h))
     assert beyond.tolist() == [int(row is None)]
     rows = torch.zeros(h, dtype=torch.long, device=DEVICE)
     rows[-2] = LAST if row is None else row
-    torch.testing.assert_close(fit[0], 1 / bent(REACH[rows]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fit[0], 1 / saturate(REACH[rows]), rtol=1e-6, atol=0)
     assert torch.equal(fit[1:], TABLE[rows].reshape(h, -1).mT)
 
 
@@ -113,7 +113,7 @@ def test_the_width_is_that_of_the_fewest_pairs_that_are_near_enough(h, least, mo
     assert width.tolist() == [min(-(-2 * h * pairs // 64) * 64, 2 * h * TANH_FUNCTION_PAIRS)]
 
 
-def mixed(*shape, scale):
+def mixed_scale_tensor(*shape, scale):
     """Units of unlike reach, from a tenth of the scale to all of it."""
     return random_tensor(*shape, scale=scale) * torch.linspace(0.1, 1.0, shape[-1], device=DEVICE)
 
@@ -128,10 +128,14 @@ def mixed(*shape, scale):
     ],
 )
 def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, scale):
-    a, b, v = mixed(*shape_a, scale=scale), mixed(*shape_b, scale=scale), random_tensor(shape_a[-1])
+    a, b, v = (
+        mixed_scale_tensor(*shape_a, scale=scale),
+        mixed_scale_tensor(*shape_b, scale=scale),
+        random_tensor(shape_a[-1]),
+    )
     rows = first_rows(a, b)
     assert len(rows.unique()) > 1
-    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
+    known = FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
     width = int(known.width)
     exact = [x.double().requires_grad_() for x in (a, b, v)]
     sides = [polynomials(x, exact[2], rows, key=x is exact[1]) for x in exact[:2]]
@@ -159,9 +163,11 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, sca
     ("dtype", "error"), [(torch.float32, TANH_ERROR), (torch.bfloat16, 3 * TANH_ERROR)]
 )
 def test_their_product_is_the_score(dtype, error):
-    a, b = (mixed(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
+    a, b = (mixed_scale_tensor(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
     v = random_tensor(8)
-    actual = compute_features(FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS))
+    actual = compute_features(
+        FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
+    )
     assert actual[0].dtype == actual[1].dtype == dtype
     want = (torch.tanh(a.double()[:, None] + b.double()[None]) * v.double()).sum(-1)
     phi, psi, one, two = (x.double() for x in actual)
@@ -172,7 +178,7 @@ def test_their_product_is_the_score(dtype, error):
 def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
     a, b, v = random_tensor(4, 6), random_tensor(3, 6), random_tensor(6)
     b[1, 2] = 2 * WIDEST
-    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
+    known = FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
     result = compute_features(known)
     along = [torch.ones_like(x) for x in result]
     for x in (*result, *features_grad(*along, known)):
@@ -182,7 +188,7 @@ def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)])
 def test_no_rows(n, m):
     a, b, v = random_tensor(n, 6), random_tensor(m, 6), random_tensor(6)
-    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
+    known = FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
     result = compute_features(known)
     assert [tuple(x.shape) for x in result] == [
         (n, 12 * TANH_FUNCTION_PAIRS),
@@ -199,10 +205,13 @@ def test_no_rows(n, m):
 def test_arrays_need_not_be_contiguous():
     a, b, v = random_tensor(6, 10), random_tensor(6, 7), random_tensor(6)
     plain = a.mT.contiguous(), b.mT.contiguous(), v
-    fits = fitted(a.mT, b.mT, v)
+    fits = fit_table_units(a.mT, b.mT, v)
     for one, two in zip(
         (*fits, *compute_features(FeatureInputs(a.mT, b.mT, v, *fits, TANH_FUNCTION_PAIRS))),
-        (*fitted(*plain), *compute_features(FeatureInputs(*plain, *fits, TANH_FUNCTION_PAIRS))),
+        (
+            *fit_table_units(*plain),
+            *compute_features(FeatureInputs(*plain, *fits, TANH_FUNCTION_PAIRS)),
+        ),
         strict=True,
     ):
         assert torch.equal(one, two)

@@ -114,12 +114,12 @@ def dot(plain):
     return product
 
 
-def split(monkeypatch, processors=8):
+def split_loops(monkeypatch, processors=8):
     """Few programs for many processors, so that loops are split."""
     monkeypatch.setattr(launch, "count_processors", lambda device: processors)
 
 
-def agree(shape, options, rtol=2e-5, attend=formulas.attend):
+def check_attend(shape, options, rtol=2e-5, attend=formulas.attend):
     arrays = formulas.arrays_of(**shape, positive=options.get("weighting") == "normalized")
     errors = formulas.compare(attend, arrays, **options)
     assert max(errors.values()) < rtol, errors
@@ -128,22 +128,24 @@ def agree(shape, options, rtol=2e-5, attend=formulas.attend):
 @pytest.mark.sample(16)
 @pytest.mark.parametrize(("shape", "options"), list(battery()))
 def test_values_and_gradients(shape, options):
-    agree(shape, options)
+    check_attend(shape, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weighting", ["softmax", "sigmoid", "entmax15"])
 def test_16_bits(weighting, dtype):
     shape = SHAPE | {"b": 1, "w": 40, "d": 16, "dtype": dtype, "bias": True, "gate": True}
-    agree(shape, WEIGHTINGS[weighting] | {"upper": 3}, rtol=4e-2)
+    check_attend(shape, WEIGHTINGS[weighting] | {"upper": 3}, rtol=4e-2)
 
 
 def test_16_bits_where_the_width_is_chunked():
-    agree(SHAPE | {"b": 1, "w": 80, "d": 16, "dtype": torch.bfloat16}, {"upper": 3}, rtol=4e-2)
+    check_attend(
+        SHAPE | {"b": 1, "w": 80, "d": 16, "dtype": torch.bfloat16}, {"upper": 3}, rtol=4e-2
+    )
 
 
 def test_even_sizes_need_no_mask():
-    agree({"b": 1, "h": 1, "hk": 1, "n": 32, "m": 32, "w": 16, "d": 16}, {})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 32, "m": 32, "w": 16, "d": 16}, {})
 
 
 @pytest.mark.sample(4)
@@ -157,7 +159,7 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
     wide = w > tile_choice.MAX_FORWARD_TILE_WIDTH
     shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}
     seen = watch(monkeypatch, "TMA")
-    agree(shape, MASKS[mask])
+    check_attend(shape, MASKS[mask])
     assert seen == {True}
 
 
@@ -249,7 +251,7 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
 
 @pytest.mark.parametrize(("waves", "most"), [(1, 5), (2, 7)])
 def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     for name in ("pool", "split"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(waves=waves))
     seen = watch(monkeypatch, "SPLIT")
@@ -264,7 +266,7 @@ def test_rows_that_no_descriptor_fits(monkeypatch):
     for name in ("pool", "to_keys", "to_queries"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
-    agree(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
+    check_attend(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
     assert seen == {False}
 
 
@@ -282,11 +284,11 @@ def watch(monkeypatch, name):
 
 
 def test_one_column():
-    agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 1, "d": 1}, {"upper": 3})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 1, "d": 1}, {"upper": 3})
 
 
 def test_wide_values():
-    agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 16, "d": 300}, {"upper": 3})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 16, "d": 300}, {"upper": 3})
 
 
 def test_real_widths(monkeypatch):
@@ -294,19 +296,19 @@ def test_real_widths(monkeypatch):
     small = tile_choice.Tile(32, 32, 64, 4, 2)
     for name in ("pool", "split", "to_keys", "to_queries"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, small)
-    agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
 
 
 @pytest.mark.sample(4, always=("[softmax]",))
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_split_over_keys(weighting, monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 3, "m": 150, "w": 16, "d": 5, "gate": True}
-    agree(shape, WEIGHTINGS[weighting] | {"upper": 140})
+    check_attend(shape, WEIGHTINGS[weighting] | {"upper": 140})
 
 
 def test_no_split_of_a_few_tiles(monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 4 * 16)
     seen = watch(monkeypatch, "SPLIT")
     for m in (7 * 16, 8 * 16):
@@ -316,21 +318,21 @@ def test_no_split_of_a_few_tiles(monkeypatch):
 
 
 def test_split_without_groups(monkeypatch):
-    split(monkeypatch)
-    agree({"b": 1, "h": 1, "hk": 1, "n": 1, "m": 96, "w": 16, "d": 16, "bias": True}, {})
+    split_loops(monkeypatch)
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 1, "m": 96, "w": 16, "d": 16, "bias": True}, {})
 
 
 def test_split_of_a_layout_and_a_wide_score(monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 21, "m": 37, "w": 72, "d": 16}
-    agree(shape | {"bias": True, "gate": True}, MASKS["layout"])
+    check_attend(shape | {"bias": True, "gate": True}, MASKS["layout"])
 
 
 @pytest.mark.parametrize("options", [{}, {"weighting": "average"}], ids=str)
 def test_split_over_queries(options, monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 90, "m": 16, "w": 16, "d": 16, "bias": True}
-    agree(shape, options | {"lower": -80})
+    check_attend(shape, options | {"lower": -80})
 
 
 @pytest.mark.parametrize("scratch_bytes", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
@@ -339,7 +341,7 @@ def test_score_gradients_in_pieces(scratch_bytes, monkeypatch):
     monkeypatch.setattr(backward, "MAX_SCRATCH_BYTES", scratch_bytes)
     for name in ("pool", "to_keys"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, tile_choice.Tile(32, 64, 32, 4, 2))
-    agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
+    check_attend({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
 
 
 @pytest.mark.sample(4)
@@ -578,7 +580,7 @@ def spoiled_by_zero(query, key, value, scale):
 )
 def test_repair(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
-    split(monkeypatch, processors)
+    split_loops(monkeypatch, processors)
     monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "repair", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
@@ -682,7 +684,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         shape, options = case.values
         for dtype in (torch.float32, torch.bfloat16):
             for processors in (1, 64):
-                split(monkeypatch, processors)
+                split_loops(monkeypatch, processors)
                 monkeypatch.setattr(launch, "has_tma", lambda device, yes=processors == 1: yes)
                 for n, m in ((21, 37), (32, 48)):
                     arrays = formulas.arrays_of(**shape | {"n": n, "m": m}, dtype=dtype)

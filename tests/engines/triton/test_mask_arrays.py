@@ -31,7 +31,7 @@ def normal(*shape):
     return torch.randn(shape, generator=MADE)
 
 
-def holed(*shape):
+def normal_with_infinities(*shape):
     """With −∞ here and there."""
     return normal(*shape).masked_fill(torch.rand(shape, generator=MADE) < 0.3, -torch.inf)
 
@@ -39,12 +39,15 @@ def holed(*shape):
 RULE = torch.rand((N, M), generator=MADE) > 0.3
 CASES = {
     "a mask for all": {"mask": normal(N, M)},
-    "a mask of its own for each": {"mask": holed(2, 4, N, M), "and": masks.causal("bottom_right")},
-    "a mask for each key": {"mask": holed(2, 1, 1, M)},
+    "a mask of its own for each": {
+        "mask": normal_with_infinities(2, 4, N, M),
+        "and": masks.causal("bottom_right"),
+    },
+    "a mask for each key": {"mask": normal_with_infinities(2, 1, 1, M)},
     "a mask for each query, by entmax": {"mask": normal(N, 1), "weighting": "entmax15"},
     "one number": {"mask": normal(1, 1), "weighting": "sigmoid"},
-    "a mask and top-k": {"mask": holed(4, N, M), "weighting": weightings.TopK(3)},
-    "a mask and a Gaussian": {"mask": holed(N, M), "score": "gaussian"},
+    "a mask and top-k": {"mask": normal_with_infinities(4, N, M), "weighting": weightings.TopK(3)},
+    "a mask and a Gaussian": {"mask": normal_with_infinities(N, M), "score": "gaussian"},
     "a rule": {"mask": RULE, "weighting": "average"},
     "a rule and entmax": {"mask": RULE, "weighting": "entmax15"},
     "hard": {"mask": RULE, "weighting": "hard"},
@@ -64,7 +67,7 @@ CASES = {
     "a temperature for each head": {"temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5},
     "a temperature for each head, and a mask": {
         "temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5,
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "a temperature for each head, of a Gaussian whose keys are shared": {
         "temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5,
@@ -75,7 +78,7 @@ CASES = {
     "a temperature for each query of a softcap, and a mask": {
         "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
         "softcap": 2.0,
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "a softcap for each head, and its temperature": {
         "softcap": torch.rand((4, 1, 1), generator=MADE) + 1,
@@ -85,14 +88,14 @@ CASES = {
     "a learned softcap and a number for its temperature": {
         "softcap": torch.tensor(2.0),
         "weighting": weightings.Softmax(0.7),
-        "mask": holed(4, N, M),
+        "mask": normal_with_infinities(4, N, M),
     },
     "a learned softcap and entmax": {"softcap": torch.tensor(2.0), "weighting": "entmax15"},
     "a learned softcap and top-k": {"softcap": torch.tensor(1.0), "weighting": weightings.TopK(3)},
     "a learned softcap, hard": {"softcap": torch.tensor(1.0), "weighting": "hard"},
     "a gate over a softcap": {
         "score": scores.Gated(normal(8), normal(8), score=scores.ScaledDot(softcap=1.0)),
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "a gate over a softcap, by entmax": {
         "score": scores.Gated(normal(8), normal(8), score=scores.ScaledDot(softcap=1.0)),
@@ -101,11 +104,11 @@ CASES = {
     "a temperature for each query of a gate over a softcap": {
         "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
         "score": scores.Gated(normal(8), normal(8), score=scores.ScaledDot(softcap=1.0)),
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "a gate over a Gaussian": {
         "score": scores.Gated(normal(8), normal(8), score=scores.Gaussian(1.5)),
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "a gate over a Gaussian, by sigmoid": {
         "score": scores.Gated(normal(8), normal(8), score="gaussian"),
@@ -119,7 +122,7 @@ CASES = {
     "a temperature for each query of a Gaussian": {
         "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
         "score": scores.Gaussian(1.5),
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "a temperature for each query of an additive score": {
         "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
@@ -127,7 +130,7 @@ CASES = {
     },
     "hard, with softmax's gradient": {
         "weighting": weightings.Hard(straight_through=True),
-        "mask": holed(N, M),
+        "mask": normal_with_infinities(N, M),
     },
     "hard, with softmax's gradient, of a Gaussian": {
         "weighting": weightings.Hard(straight_through=True),
@@ -313,7 +316,7 @@ def test_a_row_whose_mask_is_the_lowest_number_is_the_mean_of_what_it_leaves():
     """As by the formula, which has no number below it; log₂e times it is none in float32."""
     make = torch.Generator(DEVICE).manual_seed(4)
     arrays = [torch.randn(1, 2, x, 8, generator=make) for x in (N, M, M)]
-    mask = holed(N, M)
+    mask = normal_with_infinities(N, M)
     mask[1:3] = torch.finfo(torch.float32).min
     mask[2, :7] = -torch.inf
     got = results(arrays, {"mask": mask}, "triton", torch.float32)

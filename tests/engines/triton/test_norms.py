@@ -20,14 +20,14 @@ def random_tensor(shape, dtype=torch.float32, seed=0):
     return x.to(dtype)
 
 
-def expected(function, x, grad):
+def compute_expected(function, x, grad):
     """The value and the gradient of a function, in float64."""
     x = x.detach().double().requires_grad_()
     out = function(x)
     return out.detach(), torch.autograd.grad(out, x, grad.double())[0]
 
 
-def close(got, want, dtype, size=0.0):
+def assert_close(got, want, dtype, size=0.0):
     """Equal but for rounding, of numbers as large as `size` that may have cancelled."""
     size = max(want.abs().max().item(), size) if want.numel() else 0.0
     torch.testing.assert_close(got.double(), want, rtol=CLOSE[dtype], atol=CLOSE[dtype] * size)
@@ -39,11 +39,11 @@ def test_unit(shape, dtype):
     x, grad = random_tensor(shape, dtype).requires_grad_(), random_tensor(shape, dtype, 1)
     out = norms.normalize_rows(x)
     assert out.dtype == dtype
-    want, slope = expected(product.unit_vectors, x, grad)
-    close(out.detach(), want, dtype)
+    want, slope = compute_expected(product.unit_vectors, x, grad)
+    assert_close(out.detach(), want, dtype)
     # Of one number alone the gradient is g / ‖x‖ less itself, 0 but for the rounding.
     size = (grad.double() / x.detach().double()).abs().max().item() if shape[-1] == 1 else 0.0
-    close(torch.autograd.grad(out, x, grad)[0], slope, dtype, size)
+    assert_close(torch.autograd.grad(out, x, grad)[0], slope, dtype, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,9 +52,9 @@ def test_square(shape, dtype):
     x, grad = random_tensor(shape, dtype).requires_grad_(), random_tensor((*shape[:-1], 1), seed=1)
     out = norms.squared_norms(x, -0.5)
     assert out.dtype == torch.float32
-    want, slope = expected(lambda x: -0.5 * (x * x).sum(-1, keepdim=True), x, grad)
-    close(out.detach(), want, torch.float32)
-    close(torch.autograd.grad(out, x, grad)[0], slope, dtype)
+    want, slope = compute_expected(lambda x: -0.5 * (x * x).sum(-1, keepdim=True), x, grad)
+    assert_close(out.detach(), want, torch.float32)
+    assert_close(torch.autograd.grad(out, x, grad)[0], slope, dtype)
 
 
 @pytest.mark.parametrize("size", [1e38, 1e16, 1e-16, 1e-30, 1e-42])
@@ -62,10 +62,10 @@ def test_unit_of_what_has_no_square(size):
     x = (random_tensor((4, 24)).clamp(-2, 2) * size).requires_grad_()
     grad = random_tensor((4, 24), seed=1)
     out = norms.normalize_rows(x)
-    want, slope = expected(product.unit_vectors, x, grad)
-    close(out.detach(), want, torch.float32)
+    want, slope = compute_expected(product.unit_vectors, x, grad)
+    assert_close(out.detach(), want, torch.float32)
     if size > 1e-38:  # else the slope is beyond float32
-        close(torch.autograd.grad(out, x, grad)[0] * size, slope * size, torch.float32)
+        assert_close(torch.autograd.grad(out, x, grad)[0] * size, slope * size, torch.float32)
 
 
 def test_unit_of_zero():
@@ -75,8 +75,8 @@ def test_unit_of_zero():
     x.requires_grad_()
     out = norms.normalize_rows(x)
     assert (out[1] == 0).all()
-    slope = expected(product.unit_vectors, x, grad)[1]
-    close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
+    slope = compute_expected(product.unit_vectors, x, grad)[1]
+    assert_close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
 
 
 def test_a_row_that_is_not_finite_hides_nothing():
@@ -112,21 +112,21 @@ def test_heads_side_by_side_are_not_copied():
     grad = random_tensor((2, 3, 9, 16), seed=1)
     out = norms.normalize_rows(x)
     assert out.stride() == x.stride()
-    want, slope = expected(product.unit_vectors, x, grad)
-    close(out.detach(), want, torch.float32)
-    close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
+    want, slope = compute_expected(product.unit_vectors, x, grad)
+    assert_close(out.detach(), want, torch.float32)
+    assert_close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
     total = norms.squared_norms(x, 2.0)
-    want, slope = expected(lambda x: 2 * (x * x).sum(-1, keepdim=True), x, grad[..., :1])
-    close(total.detach(), want, torch.float32)
-    close(torch.autograd.grad(total, x, grad[..., :1])[0], slope, torch.float32)
+    want, slope = compute_expected(lambda x: 2 * (x * x).sum(-1, keepdim=True), x, grad[..., :1])
+    assert_close(total.detach(), want, torch.float32)
+    assert_close(torch.autograd.grad(total, x, grad[..., :1])[0], slope, torch.float32)
 
 
 def test_a_view_with_gaps_and_an_expanded_gradient():
     x = random_tensor((4, 6, 16))[:, ::2, 3:11].requires_grad_()
-    want, slope = expected(product.unit_vectors, x, torch.ones(x.shape, device=DEVICE))
+    want, slope = compute_expected(product.unit_vectors, x, torch.ones(x.shape, device=DEVICE))
     out = norms.normalize_rows(x)
-    close(out.detach(), want, torch.float32)
-    close(torch.autograd.grad(out.sum(), x)[0], slope, torch.float32)
+    assert_close(out.detach(), want, torch.float32)
+    assert_close(torch.autograd.grad(out.sum(), x)[0], slope, torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 16), (2, 24)])

@@ -153,7 +153,7 @@ def test_score_mods_and_their_gradients(name):
     check(both_ways(score_mod, options, width=136 if name == "wide" else 8))
 
 
-def even(b, h, q, k):
+def is_even(b, h, q, k):
     return (q + k + h) % 2 == b % 2
 
 
@@ -169,7 +169,7 @@ MASKS = {
     "documents": SAME & masks.causal,
     "captured documents": masks.custom(same_document) & masks.causal,
     "batched": masks.documents(torch.stack([IDS, IDS.flip(0)]), torch.stack([KEY_IDS, KEY_IDS])),
-    "even": masks.custom(even),
+    "even": masks.custom(is_even),
     "prefix": masks.custom(prefix_mask),
     "dilated or global": masks.dilated(3, 2) | masks.global_tokens(2),
     "not causal": ~masks.causal("bottom_right"),
@@ -198,7 +198,7 @@ def test_masks_without_lists(monkeypatch):
 
 
 def test_few_queries_stack_the_heads_of_a_group():
-    check(both_ways(alibi, {"mask": masks.custom(even)}, n=3, heads=4, few=1))
+    check(both_ways(alibi, {"mask": masks.custom(is_even)}, n=3, heads=4, few=1))
 
 
 def test_gradients_in_parts_of_the_pairs(monkeypatch):
@@ -222,7 +222,7 @@ def test_one_leading_axis_is_the_heads_of_a_function():
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
 
 
-def built(score_mod=None, mask=None, **more) -> Call:
+def build_test_call(score_mod=None, mask=None, **more) -> Call:
     q = torch.zeros(2, 4, 300, 8)
     score = "scaled_dot" if score_mod is None else Modified(ScaledDot(), score_mod)
     weighting = more.get("weighting", "softmax")
@@ -247,7 +247,7 @@ WRONG = {
 
 @pytest.mark.parametrize("reason", WRONG)
 def test_the_reason_names_what_cannot_be_translated(reason):
-    result = engine.unsupported_reason(built(WRONG[reason]))
+    result = engine.unsupported_reason(build_test_call(WRONG[reason]))
     assert result is not None and reason in result
 
 
@@ -258,7 +258,7 @@ def test_a_learned_temperature_divides_what_score_mod_returns(shape):
 
 
 def test_positions_of_a_shard_are_left_to_others():
-    call = replace(built(softcap), at=ShardPosition(0, 300, 300, 600))
+    call = replace(build_test_call(softcap), at=ShardPosition(0, 300, 300, 600))
     assert "spread over processes" in engine.unsupported_reason(call)
 
 
@@ -276,7 +276,7 @@ def test_a_mask_without_translation_is_an_array():
     def tall(b, h, q, k):
         return q.expand(-1, k.shape[-1]).cumsum(-1) > 40
 
-    mask = masks.custom(tall) & masks.custom(even)
+    mask = masks.custom(tall) & masks.custom(is_even)
     check(both_ways(None, {"mask": mask}))
 
 
@@ -288,7 +288,9 @@ def test_equal_functions_share_their_source():
         return lambda s, b, h, q, k: s + table[h, q - k + 300]
 
     result = [
-        translate_functions(call := built(make(heads)), split_mask(call), [call.score.score_mod])
+        translate_functions(
+            call := build_test_call(make(heads)), split_mask(call), [call.score.score_mod]
+        )
         for heads in (4, 5)
     ]
     assert result[0].functions == result[1].functions

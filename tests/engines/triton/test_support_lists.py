@@ -44,7 +44,7 @@ def results(arrays, along, **options):
     return out.detach(), *torch.autograd.grad(out, arrays, along.to(out.dtype))
 
 
-def drawn(n, m, heads, few, steep):
+def random_arrays(n, m, heads, few, steep):
     torch.manual_seed(0)
     shapes = ((heads, n), (few, m), (few, m), (heads, n))
     query, *rest, along = (torch.randn(1, *x, 16).half().to(DEVICE) for x in shapes)
@@ -61,7 +61,7 @@ def drawn(n, m, heads, few, steep):
     ],
 )
 def test_values_and_gradients_are_those_of_all_pairs(counts, weighting, mask, shape):
-    arrays, along = drawn(*shape)
+    arrays, along = random_arrays(*shape)
     options = {"weighting": weighting, "mask": mask}
     got = results(arrays, along, engine="triton", **options)
     keys, queries = counts
@@ -74,7 +74,7 @@ def test_values_and_gradients_are_those_of_all_pairs(counts, weighting, mask, sh
 
 
 def test_rows_that_weigh_most_keys_have_no_list(counts):
-    arrays, along = drawn(130, 140, 1, 1, 0.1)
+    arrays, along = random_arrays(130, 140, 1, 1, 0.1)
     got = results(arrays, along, engine="triton", weighting="entmax15", mask=masks.window(139))
     assert set(counts[0]) == {-1}
     want = results(
@@ -89,7 +89,7 @@ def test_rows_that_weigh_most_keys_have_no_list(counts):
 
 
 def test_a_row_that_is_not_finite_spoils_itself_alone(counts):
-    arrays, _ = drawn(70, 140, 1, 1, 8.0)
+    arrays, _ = random_arrays(70, 140, 1, 1, 8.0)
     arrays[0][0, 0, 3, 0] = float("nan")
     out = qkv.attend(*arrays, weighting="entmax15", mask=masks.window(139), engine="triton")
     assert counts[0][0] == -1

@@ -33,7 +33,7 @@ RULES = {
 }  # fmt: skip
 
 
-def listed(mask, by_key, in_order=False):
+def list_tiles(mask, by_key, in_order=False):
     """Return the call, its lanes, and the lists as {(lane, tile): (full, partial)}."""
     q, k = torch.zeros(2, 2, N, 16), torch.zeros(2, 2, M, 16)
     call = build_call(q, k, k, "dot", "softmax", mask, 0.0, None, None)
@@ -58,7 +58,7 @@ def short_lists(monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("by_key", [False, True])
 def test_every_tile_is_full_or_partial_or_absent(name, by_key):
-    call, lists, result = listed(RULES[name], by_key)
+    call, lists, result = list_tiles(RULES[name], by_key)
     live = call.rule.allowed_pairs(make_block(call)).expand(2, 2, N, M)
     live = live[: lists.batches, : lists.heads].flatten(0, 1)
     for (lane, own), (full, partial) in result.items():
@@ -72,13 +72,13 @@ def test_every_tile_is_full_or_partial_or_absent(name, by_key):
 
 
 def test_a_list_in_order_has_no_full_tiles():
-    _, _, result = listed(RULES["documents"], False, in_order=True)
+    _, _, result = list_tiles(RULES["documents"], False, in_order=True)
     assert any(partial for _, partial in result.values())
     assert all(not full and partial == sorted(partial) for full, partial in result.values())
 
 
 def test_lanes_share_lists_unless_the_mask_differs():
-    lanes = {name: listed(rule, False)[1] for name, rule in RULES.items()}
+    lanes = {name: list_tiles(rule, False)[1] for name, rule in RULES.items()}
     shapes = {name: (x.batches, x.heads) for name, x in lanes.items()}
     assert shapes == {
         "documents": (2, 1), "causal custom": (1, 2), "window or global": (1, 1), "layout": (2, 1),
